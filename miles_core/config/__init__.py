@@ -1,0 +1,5 @@
+"""Configuration: dataclasses that become flags, files and facts."""
+
+from miles_core.config.option import option
+
+__all__ = ["option"]

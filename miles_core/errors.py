@@ -1,0 +1,35 @@
+"""The errors a user can cause.
+
+A ``MilesError`` carries one clear sentence: the value, where it came from, and what to do. The command
+line prints it without a traceback and exits with status 2; everything else is a defect and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class MilesError(Exception):
+    """A user's mistake, told in one sentence (value, origin, next step)."""
+
+
+class ConfigError(MilesError):
+    """A flag, a configuration file or a combination of options that cannot work."""
+
+
+class PlanError(MilesError):
+    """The plan is refused; ``problems`` holds every violation (see ``miles_core.plugin.resolve``)."""
+
+    def __init__(self, message: str, problems: tuple = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+class PluginError(MilesError):
+    """A plugin that cannot be found, loaded or registered."""
+
+
+class DataError(MilesError):
+    """Prompts, labels or rewards that cannot be used."""
+
+
+class CheckpointError(MilesError):
+    """A checkpoint that is missing, malformed, incomplete or from another plan."""

@@ -1,0 +1,96 @@
+"""What a plugin declares: one frozen dataclass, data only, importable without torch.
+
+The resolver reads manifests before anything is built; the classes named in ``hooks`` and ``provides`` are imported
+only after the plan is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles_core.data.field import Field
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition the run must meet, in the grammar of ``miles_core.plugin.rule``.
+
+    Attributes:
+        needs: the condition, e.g. ``"gpu.sm >= 100"`` or ``"plugin.tis"``.
+        because: the reason, shown word for word.
+        when: the rule is checked only where this holds; empty is always.
+    """
+
+    needs: str
+    because: str
+    when: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A supported cell of rollout x training precision, with the rules that hold inside it."""
+
+    rollout: str
+    train: str
+    rules: tuple[Rule, ...] = ()
+    recommends: tuple[Rule, ...] = ()
+    experimental: bool = False
+
+
+@dataclass(frozen=True)
+class Set:
+    """A value this plugin gives to another part's option, optionally only ``when`` a condition holds."""
+
+    value: Any
+    when: str = ""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plugin's manifest.
+
+    Attributes:
+        name: what users type after ``--plugins``; equal to the entry point's name.
+        summary: one line for ``miles plugins``.
+        version: the distribution's version.
+        core: the range of miles-core versions it works with, e.g. ``"~=0.1"``.
+        config: a dataclass whose fields are made with ``miles_core.config.option``; its fields become flags and the
+            table ``[name]`` of a configuration file. ``None`` when the plugin has no options.
+        hooks: condition -> ``"module:Class"``; only the classes whose condition holds are imported.
+        fields: columns added to samples and batches.
+        formats: number formats, name -> ``"module:Class"`` (``miles_core.precision.Format``).
+        provides: parts made by name, kind -> {name: ``"module:callable"``}; kinds are the ``make_*`` hooks' nouns.
+        sets: option path -> value (or ``Set(value, when)``) applied before anything is built.
+        uses: capabilities of the engine or trainer this plugin depends on, capability -> reason.
+        requires: rules that must hold. A rule ``plugin.x`` activates x.
+        recommends: advice, printed and never enforced.
+        claims: exclusive slots, slot -> reason; two active claimants of one slot conflict.
+        pairs: supported precision cells.
+        before, after: names of plugins this one comes before or after in every chain.
+        aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-fp8": {"rollout.precision": "fp8"}}``.
+        environment: environment variable -> option path it sets, as if the flag were given.
+        facts: facts this plugin defines beside its options, name -> one line of meaning.
+    """
+
+    name: str
+    summary: str
+    version: str
+    core: str
+    config: type | None = None
+    hooks: Mapping[str, str] = field(default_factory=dict)
+    fields: tuple[Field, ...] = ()
+    formats: Mapping[str, str] = field(default_factory=dict)
+    provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    uses: Mapping[str, str] = field(default_factory=dict)
+    requires: tuple[Rule, ...] = ()
+    recommends: tuple[Rule, ...] = ()
+    claims: Mapping[str, str] = field(default_factory=dict)
+    pairs: tuple[Pair, ...] = ()
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
