@@ -1,1 +1,1 @@
-""""""
+"""Samples, the fields they carry, prompts, and batches."""

@@ -1,1 +1,1 @@
-""""""
+"""Rollout: the engine contract and how groups of samples are collected."""

@@ -1,1 +1,1 @@
-""""""
+"""Weight sync: units, encoding, transports."""

@@ -1,1 +1,1 @@
-""""""
+"""Training: the contract, the step, log-probabilities."""

@@ -1,0 +1,186 @@
+"""A batch: samples as flat columns, with no padding and no memory of how they were split.
+
+All samples' tokens are concatenated. A column has one row a token; row t of a sample speaks of token t *as a target*
+(``log_probs[t] = log p(token t | tokens before it)``), except fields declared ``token-1``, whose row t belongs to token t
+*as an input*. Prompt rows of response columns hold the field's padding value, and ``loss_mask`` is 0 there.
+A trainer may lay tokens out as it likes (packed, padded, prompts shared); it reads columns through
+``Context.rows`` and returns its results in this layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_core.data.field import Field
+from miles_core.data.sample import Sample
+
+CORE_FIELDS = (
+    Field("loss_mask", "float32", "response"),
+    Field("rollout_log_probs", "float32", "response"),
+)
+
+
+@dataclass
+class Ragged:
+    """One list of integers a token: row t is ``values[offsets[t]:offsets[t + 1]]``."""
+
+    values: Tensor  # [sum of lengths]
+    offsets: Tensor  # [tokens + 1] int64
+
+    def select(self, index: Tensor) -> Ragged:
+        """The rows ``index`` [n], in that order."""
+        lengths = (self.offsets[1:] - self.offsets[:-1])[index]
+        offsets = torch.zeros(len(index) + 1, dtype=torch.int64, device=self.offsets.device)
+        offsets[1:] = lengths.cumsum(0)
+        owner = torch.repeat_interleave(torch.arange(len(index), device=index.device), lengths)
+        within = torch.arange(int(offsets[-1]), device=index.device) - offsets[owner]
+        return Ragged(self.values[self.offsets[index][owner] + within], offsets)
+
+    def to(self, device: torch.device | str) -> Ragged:
+        """The same on another device."""
+        return Ragged(self.values.to(device), self.offsets.to(device))
+
+
+@dataclass
+class Batch:
+    """Samples as flat columns; N samples, T tokens in all.
+
+    Attributes:
+        tokens: [T] int64.
+        lengths: [N] int64 tokens of each sample.
+        prompt_lengths: [N] int64.
+        group: [N] int64; samples of one prompt share a number.
+        rollout: [N] int64; siblings of one rollout share a number.
+        columns: name -> [T, ...] tensor or Ragged.
+        scalars: name -> [N, ...] tensor.
+        index: [N] int64 the samples' running numbers.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    prompt_lengths: Tensor
+    group: Tensor
+    rollout: Tensor
+    index: Tensor
+    columns: dict[str, Tensor | Ragged] = field(default_factory=dict)
+    scalars: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def starts(self) -> Tensor:
+        """[N] index of each sample's first token."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @property
+    def owner(self) -> Tensor:
+        """[T] which sample a token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self), device=self.tokens.device), self.lengths)
+
+    @property
+    def mask(self) -> Tensor:
+        """[T] float32: 1 where a token is trained on."""
+        column = self.columns["loss_mask"]
+        assert isinstance(column, Tensor)
+        return column
+
+    def select(self, samples: Sequence[int] | Tensor) -> Batch:
+        """The samples with these positions, in that order, with every column."""
+        picked = torch.as_tensor(samples, dtype=torch.int64, device=self.tokens.device)
+        lengths = self.lengths[picked]
+        within = torch.arange(int(lengths.sum()), device=lengths.device)
+        within = within - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        at = torch.repeat_interleave(self.starts[picked], lengths) + within
+        return Batch(
+            tokens=self.tokens[at],
+            lengths=lengths,
+            prompt_lengths=self.prompt_lengths[picked],
+            group=self.group[picked],
+            rollout=self.rollout[picked],
+            index=self.index[picked],
+            columns={k: v.select(at) if isinstance(v, Ragged) else v[at] for k, v in self.columns.items()},
+            scalars={k: v[picked] for k, v in self.scalars.items()},
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on another device."""
+        moved = {
+            k: getattr(self, k).to(device) for k in ("tokens", "lengths", "prompt_lengths", "group", "rollout", "index")
+        }
+        columns = {k: v.to(device) for k, v in self.columns.items()}
+        return replace(self, **moved, columns=columns, scalars={k: v.to(device) for k, v in self.scalars.items()})
+
+
+def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
+    """Make a batch of ``samples``; ``declared`` are the plugins' fields, core's own are always there.
+
+    A declared field that no sample recorded gives no column; one that some recorded is padded for the others.
+    """
+    lengths = torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64)
+    batch = Batch(
+        tokens=torch.from_numpy(np.concatenate([np.asarray(s.tokens, np.int64) for s in samples])),
+        lengths=lengths,
+        prompt_lengths=torch.tensor([s.prompt_length for s in samples], dtype=torch.int64),
+        group=torch.tensor([s.group_index for s in samples], dtype=torch.int64),
+        rollout=torch.tensor([s.index if s.rollout_id is None else s.rollout_id for s in samples], dtype=torch.int64),
+        index=torch.tensor([s.index for s in samples], dtype=torch.int64),
+    )
+    for spec in (*CORE_FIELDS, *declared):
+        values = [_value(s, spec.name) for s in samples]
+        if all(v is None for v in values):
+            continue
+        if spec.align == "sample":
+            batch.scalars[spec.name] = torch.as_tensor(
+                np.asarray([spec.pad if v is None else v for v in values], spec.dtype)
+            )
+        elif spec.ragged:
+            batch.columns[spec.name] = _ragged_column(spec, samples, values)
+        else:
+            batch.columns[spec.name] = _column(spec, samples, values)
+    return batch
+
+
+def _value(sample: Sample, name: str) -> object:
+    if name == "loss_mask":
+        return sample.mask
+    if name == "rollout_log_probs":
+        return sample.rollout_log_probs
+    return sample.fields.get(name)
+
+
+def _first_row(spec: Field, sample: Sample) -> int:
+    return sample.prompt_length if spec.align == "response" else 0
+
+
+def _column(spec: Field, samples: Sequence[Sample], values: Sequence[object]) -> Tensor:
+    known = next(np.asarray(v) for v in values if v is not None)
+    total = sum(len(s.tokens) for s in samples)
+    out = np.full((total, *known.shape[1:]), spec.pad, dtype=spec.dtype)
+    at = 0
+    for sample, value in zip(samples, values, strict=True):
+        if value is not None:
+            rows = np.asarray(value, dtype=spec.dtype)
+            first = at + _first_row(spec, sample)
+            out[first : first + len(rows)] = rows
+        at += len(sample.tokens)
+    return torch.from_numpy(out)
+
+
+def _ragged_column(spec: Field, samples: Sequence[Sample], values: Sequence[object]) -> Ragged:
+    counts, parts = [], []
+    for sample, value in zip(samples, values, strict=True):
+        rows = list(value) if value is not None else []  # type: ignore[call-overload]
+        first = _first_row(spec, sample)
+        count = np.zeros(len(sample.tokens), np.int64)
+        count[first : first + len(rows)] = [len(r) for r in rows]
+        counts.append(count)
+        parts.extend(np.asarray(r, spec.dtype) for r in rows)
+    offsets = np.concatenate([[0], np.concatenate(counts).cumsum()]).astype(np.int64)
+    flat = np.concatenate(parts) if parts else np.zeros(0, spec.dtype)
+    return Ragged(torch.from_numpy(flat), torch.from_numpy(offsets))

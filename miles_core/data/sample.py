@@ -1,0 +1,135 @@
+"""A sample: one prompt, what the engine answered, and what was recorded on the way.
+
+``response`` is always the suffix of ``tokens``: ``tokens[:-response_length]`` is the prompt. Tokens are what the engine
+saw and produced; they are never re-tokenised from text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from miles_core.data.field import Field
+from miles_core.errors import DataError
+
+
+class Status(StrEnum):
+    """What became of a sample."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"  # the response reached its length limit
+    ABORTED = "aborted"  # stopped from outside; tokens so far are kept
+    FAILED = "failed"  # a tool or environment failed; not trained on
+
+
+@dataclass
+class Sample:
+    """One rollout of one prompt.
+
+    Attributes:
+        prompt: text or chat messages.
+        tokens: prompt and response token ids.
+        response: decoded response.
+        response_length: number of response tokens, tool text included.
+        label: ground truth for the reward, any type the prompt file had.
+        reward: a number, or a dict of numbers (``--reward-key`` picks one).
+        loss_mask: [response_length] of 0/1; None means all ones. Tool text is 0.
+        rollout_log_probs: [response_length] log-probability of each response token under the distribution it was
+            sampled from (temperature and sampling support included); 0.0 where ``loss_mask`` is 0.
+        weight_versions: (first token index it holds for, weight version), in order.
+        group_index: samples of one prompt in one rollout share it.
+        index: running number over the whole run; also the key of its random numbers.
+        rollout_id: siblings made by one custom generation share it and count as one rollout in the loss.
+        remove_sample: keep it in every normaliser but give it no gradient.
+        fields: declared extra fields, name -> numpy array (or list of arrays when ragged).
+    """
+
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, float] | None = None
+    loss_mask: list[int] | None = None
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    rollout_log_probs: list[float] | None = None
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)
+    group_index: int = 0
+    index: int = 0
+    rollout_id: int | None = None
+    remove_sample: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        # Declared fields read like attributes: ``sample.rollout_routed_experts``.
+        fields = self.__dict__.get("fields")
+        if fields is not None and name in fields:
+            return fields[name]
+        raise AttributeError(f"sample has no attribute or field {name!r}")
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.tokens) - self.response_length
+
+    @property
+    def mask(self) -> list[int]:
+        """The loss mask over the response, all zeros for a removed sample."""
+        if self.remove_sample:
+            return [0] * self.response_length
+        return self.loss_mask if self.loss_mask is not None else [1] * self.response_length
+
+    def reward_value(self, key: str | None = None) -> float:
+        """The scalar reward; ``key`` picks an entry of a dict reward."""
+        if isinstance(self.reward, dict):
+            if key is None or key not in self.reward:
+                raise DataError(
+                    f"sample {self.index} has a reward with entries {sorted(self.reward)}; "
+                    f"choose one with --reward-key (given: {key})"
+                )
+            return float(self.reward[key])
+        if self.reward is None:
+            raise DataError(f"sample {self.index} has no reward")
+        return float(self.reward)
+
+    def validate(self, declared: tuple[Field, ...] = ()) -> None:
+        """Check the length invariants; raises DataError naming the sample and the numbers."""
+        n, total = self.response_length, len(self.tokens)
+        if not 0 <= n <= total:
+            raise DataError(f"sample {self.index}: response_length {n} with only {total} tokens")
+        for name in ("loss_mask", "rollout_log_probs"):
+            value = getattr(self, name)
+            if value is not None and len(value) != n:
+                raise DataError(f"sample {self.index}: {name} has {len(value)} entries for {n} response tokens")
+        for spec in declared:
+            value = self.fields.get(spec.name)
+            if value is None:
+                if spec.required:
+                    raise DataError(f"sample {self.index}: required field {spec.name!r} was not recorded")
+                continue
+            expected = rows(spec, total, n)
+            if spec.align != "sample" and len(value) != expected:
+                raise DataError(
+                    f"sample {self.index}: field {spec.name!r} ({spec.align}) has {len(value)} rows, expected {expected}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data (numpy arrays in ``fields`` stay arrays)."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"status": str(self.status)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sample:
+        """Inverse of ``to_dict``; unknown keys are an error."""
+        data = dict(data)
+        data["status"] = Status(data.get("status", Status.PENDING))
+        data["weight_versions"] = [tuple(v) for v in data.get("weight_versions", [])]
+        return cls(**data)
+
+
+def rows(spec: Field, total: int, response_length: int) -> int:
+    """How many rows a field has for a sample of ``total`` tokens."""
+    return {"response": response_length, "token": total, "token-1": max(total - 1, 0), "sample": 1}[spec.align]

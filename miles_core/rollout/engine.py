@@ -1,0 +1,135 @@
+"""The engine contract: token ids in, token ids and log-probabilities out.
+
+The embedded engine implements it in this process; an SGLang adapter implements it over its Engine or HTTP API. Every
+method may be called only between ``start`` and ``stop``. ``miles_core.testing.EngineContract`` is the executable form.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. ``temperature`` 0 is greedy; ``top_k`` -1 and ``top_p`` 1.0 are off; the order is joint: both limits
+    are taken on the temperature-scaled full distribution (contracts.md section 4)."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def truncated(self) -> bool:
+        """True when the sampled distribution has a smaller support than the vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+
+
+@dataclass
+class Request:
+    """One continuation to generate.
+
+    Attributes:
+        tokens: the prompt, never empty.
+        sampling: see ``Sampling``.
+        key: the sample's running number; random numbers depend on (run seed, key, position) alone.
+        extras: names of declared fields to record, e.g. ``{"sampling_support"}``; an engine that cannot record one
+            lacks the capability and is refused at planning.
+        metadata: plugin's own, passed through untouched.
+    """
+
+    tokens: list[int]
+    sampling: Sampling
+    key: int = 0
+    extras: set[str] = field(default_factory=set)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Response:
+    """What came back.
+
+    Attributes:
+        tokens: the new token ids (a stop token included).
+        log_probs: [len(tokens)] under the sampled distribution.
+        finish: ``stop`` (end or stop token, stop string), ``length`` or ``abort``.
+        text: the decoded new text, cut before a stop string.
+        weight_versions: (index into ``tokens`` of the first one, version), in order.
+        extras: field name -> rows: for ``token-1`` fields len(prompt) + len(tokens) - 1, for ``response`` ones len(tokens).
+        metrics: engine's own numbers about this request.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    finish: Literal["stop", "length", "abort"]
+    text: str = ""
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Engine(ABC):
+    """A rollout engine. ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``,
+    ``token_versions``, ``draft``, ``keyed_sampling``."""
+
+    capabilities: frozenset[str] = frozenset()
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Version of the weights in force; -1 before the first ``update_weights``."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Bring the engine up."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Release everything."""
+
+    @abstractmethod
+    async def generate(self, request: Request) -> Response:
+        """Continue one request; many calls may be in flight, the engine batches them."""
+
+    @abstractmethod
+    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+        """log p(token t | tokens before) for t >= 1 of each sequence, [len - 1] float32, full vocabulary."""
+
+    @abstractmethod
+    async def update_weights(self, units: Iterable[Any], version: int) -> None:
+        """Take encoded units (``miles_core.sync.unit.Encoded``), all of them, as ``version``. In-flight requests must be
+        paused or absent."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Stop stepping. ``abort`` returns every request with finish ``abort``; ``retract`` drops their cache and resumes
+        them from their tokens under the next weights; ``in_place`` keeps the cache."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Continue after ``pause``."""
+
+    async def abort(self) -> None:
+        """Return every request in flight with finish ``abort`` and its partial result."""
+        await self.pause("abort")
+        await self.resume()
+
+    async def sleep(self) -> None:
+        """Give memory back between rollouts; the next call needs ``wake``. Nothing to do by default."""
+
+    async def wake(self) -> None:
+        """Undo ``sleep``."""
+
+    async def rebuild(self, layout: dict[str, Any]) -> None:
+        """Change the weight layout (another number format); needs ``update_weights`` afterwards."""
+        raise NotImplementedError(f"{type(self).__name__} cannot change its weight layout while running")

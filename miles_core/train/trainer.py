@@ -1,0 +1,144 @@
+"""The trainer contract: log-probabilities, one optimiser step, weights out, save and load.
+
+A trainer owns its schedule (plain micro-batches, pipeline stages, sharded ranks) and calls back for what the algorithm
+decides: ``forward`` for one micro-batch through one model chunk, ``loss`` on the last stage, ``optimizer_step``
+once. Core composes those three with the plugins' wrappers and hands them over in ``bind``. Every method is called on every
+trainer rank with that rank's samples. ``miles_core.testing.TrainerContract`` is the executable form.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from miles_core.data.batch import Batch
+from miles_core.sync.unit import Unit
+
+Pass = Literal["old", "ref", "train", "verify", "rollout"]
+
+
+@dataclass
+class Context:
+    """One micro-batch's passage through one model chunk.
+
+    Attributes:
+        kind: which pass this is. ``old``, ``ref`` and ``verify`` run without gradient.
+        layers: global numbers of the decoder layers this chunk holds.
+        rows: [physical tokens] for each token row this chunk computes, its index in the micro-batch's flat columns
+            (packing, sharing and sequence or context parallelism all end here). ``column[ctx.rows]`` is a field as the
+            chunk's modules see it. -1 marks a padding row.
+        recompute: activation checkpointing runs the chunk's layers again in the backward pass.
+        state: values plugins attach for the duration of this call. The context travels with the call, so a
+            recomputation in the backward thread sees the same state; modules must not keep any.
+    """
+
+    kind: Pass
+    layers: tuple[int, ...]
+    rows: Tensor
+    recompute: bool = False
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Output:
+    """What one chunk returns for one micro-batch of T flat tokens.
+
+    Attributes:
+        log_probs: [T] float32 at target positions where ``loss_mask`` is not 0, else 0; None before the last stage.
+        entropy: [T] float32 in nats, likewise; None unless asked for.
+        hidden: activations for the next stage; None after the last.
+        aux: auxiliary losses, name -> (sum over this micro-batch's trained tokens, coefficient included; number of
+            those tokens). Core divides by the whole step's token count.
+    """
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    hidden: Tensor | None = None
+    aux: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class Loss:
+    """A micro-batch's share of the step's loss (already divided by whole-step normalisers, so shares are summed) and
+    metrics as (sum, weight) pairs, averaged over the step by core."""
+
+    value: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class Forward(Protocol):
+    """``forward(chunk, micro_batch, ctx) -> Output``. ``chunk`` is the trainer's model (or one pipeline chunk of it)."""
+
+    def __call__(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output: ...
+
+
+LossFunction = Callable[[Output, Batch, Context], Loss]
+OptimizerStep = Callable[[], dict[str, float]]
+
+
+@dataclass
+class Parts:
+    """The composed functions a trainer's schedule calls back."""
+
+    forward: Forward
+    loss: LossFunction
+    optimizer_step: OptimizerStep
+
+
+class Trainer(ABC):
+    """A training backend."""
+
+    capabilities: frozenset[str] = frozenset()
+    parts: Parts
+
+    def bind(self, parts: Parts) -> None:
+        """Take the composed callbacks; called once, before any pass."""
+        self.parts = parts
+
+    @property
+    @abstractmethod
+    def chunks(self) -> list[torch.nn.Module]:
+        """The model chunks this rank holds."""
+
+    @abstractmethod
+    def forward(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
+        """The innermost forward, before any plugin wraps it."""
+
+    @abstractmethod
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip and step; returns metrics (``grad_norm``, ``lr``). A non-finite gradient norm raises MilesError."""
+
+    @abstractmethod
+    def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
+        """``{"log_probs": [T], "entropy": [T]}`` without gradient, through ``parts.forward``. ``ref`` uses the reference weights."""
+
+    @abstractmethod
+    def step(self, batch: Batch, loss: LossFunction | None = None) -> dict[str, tuple[float, float]]:
+        """One optimiser step over ``batch`` (all of this rank's samples), split into micro-batches as the trainer
+        sees fit. Gradients are summed, never averaged. ``loss`` replaces ``parts.loss`` (supervised warm start).
+        Returns metrics as (sum, weight), reduced over ranks."""
+
+    @abstractmethod
+    def units(self) -> Iterator[Unit]:
+        """The model copy for export; see ``Unit``."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write weights (safetensors), optimiser and schedule state into ``directory``."""
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Inverse of ``save``."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Reduce over data- and context-parallel ranks; identity in one process."""
+        return value
+
+    def close(self) -> None:
+        """Release processes and memory."""
