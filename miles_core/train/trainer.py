@@ -36,6 +36,8 @@ class Context:
         recompute: activation checkpointing runs the chunk's layers again in the backward pass.
         state: values plugins attach for the duration of this call. The context travels with the call, so a
             recomputation in the backward thread sees the same state; modules must not keep any.
+        extras: declared field name -> [physical tokens, ...] that modules recorded in this call; an engine keeps them for
+            the rows of requests that asked for that field.
     """
 
     kind: Pass
@@ -43,6 +45,7 @@ class Context:
     rows: Tensor
     recompute: bool = False
     state: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,0 +1,85 @@
+"""One call of the model, as its modules see it.
+
+Engine and trainer run the same Transformers modules. What differs is attention (a cache to extend, or packed sequences
+that share prompts), so it is not in the modules: a ``Call`` travels through the model's keyword arguments and the
+registered attention function asks it to attend. Because it is an argument, activation checkpointing hands the same call
+to the recomputation, whatever thread that runs in.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.train.trainer import Context
+
+
+class Call(Protocol):
+    """What attention and the layers need of one call."""
+
+    ctx: Context
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """query [1, heads, rows, dim], key and value [1, kv_heads, rows, dim] of the rows computed in this call ->
+        [1, rows, heads, value_dim]. ``module.layer_idx`` says which layer asks."""
+
+
+_active = threading.local()
+
+
+def active_context() -> Context | None:
+    """The context of the decoder layer now running in this thread; None outside of a layer."""
+    return getattr(_active, "ctx", None)
+
+
+def watch_layers(backbone: nn.Module, layers: nn.ModuleList) -> None:
+    """Make ``active_context()`` answer inside these layers, in the forward and in a recomputation alike.
+
+    A recomputation calls a layer's ``forward`` without its hooks but its submodules with theirs, so the context is set where
+    attention starts; every family attends before it routes.
+    """
+    for layer in layers:
+        for child in layer.children():
+            if "Attention" in type(child).__name__:
+                child.register_forward_pre_hook(_enter, with_kwargs=True)
+    backbone.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    call = kwargs.get("call")
+    _active.ctx = None if call is None else call.ctx
+
+
+def _leave(backbone: nn.Module, args: tuple, output: Any) -> None:
+    _active.ctx = None
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    call: Call | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered with Transformers under the name ``miles``."""
+    if call is None:
+        raise RuntimeError("this model attends through a Call; pass call=... (see miles_core.embedded.call)")
+    unsupported = [k for k in ("softcap", "s_aux") if kwargs.get(k) is not None]
+    if unsupported:
+        raise NotImplementedError(
+            f"{type(module).__name__} uses attention with {unsupported[0]}, which is not supported yet"
+        )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    return call.attend(module, query, key, value, scaling), None
+
+
+def no_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask function registered under the same name: a Call knows who sees whom."""
+    return None

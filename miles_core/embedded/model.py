@@ -1,0 +1,117 @@
+"""Loading a Transformers causal language model so that engine and trainer can run it.
+
+The modules are Transformers' own. Two of their extension points are used, attention and experts (see ``call`` and
+``experts``); nothing is patched.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from miles_core.embedded.call import attention, no_mask, watch_layers
+from miles_core.embedded.experts import sorted_experts
+from miles_core.errors import CheckpointError
+
+NAME = "miles"
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+ALL_EXPERTS_FUNCTIONS.register(NAME, sorted_experts)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def checkpoint_config(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """The model's configuration; CheckpointError when ``path`` is no checkpoint directory."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"--hf-checkpoint {path}: no such directory; give a local Hugging Face checkpoint")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"--hf-checkpoint {path}: it has no config.json; is this a Hugging Face checkpoint?")
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"--hf-checkpoint {path}: config.json is not valid JSON ({error})") from error
+    except (ValueError, OSError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"--hf-checkpoint {path}: config.json cannot be used ({first})") from error
+
+
+def load_model(
+    path: str | Path, dtype: str = "auto", device: str | torch.device = "cpu", trust_remote_code: bool = False
+) -> nn.Module:
+    """Load the causal language model in ``path``.
+
+    Args:
+        path: a Hugging Face checkpoint directory with safetensors weights.
+        dtype: ``auto`` (as stored), ``float32`` or ``bfloat16``.
+        device: where the parameters live.
+        trust_remote_code: run model code that comes with the checkpoint.
+
+    Returns:
+        The model in evaluation mode, attending through a ``Call``.
+    """
+    config = checkpoint_config(path, trust_remote_code)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=_DTYPES.get(dtype, "auto"),
+            attn_implementation=NAME,
+            experts_implementation=NAME,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"--hf-checkpoint {path}: the weights cannot be loaded ({first})") from error
+    except Exception as error:  # safetensors' own error class is not public
+        if type(error).__module__.startswith("safetensors"):
+            raise CheckpointError(f"--hf-checkpoint {path}: a weight file is damaged or truncated ({error})") from error
+        raise
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"--hf-checkpoint {path}: {len(missing)} weights of {type(model).__name__} are missing, first {missing[0]}"
+        )
+    return prepare(model.to(device))
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Make a freshly built model usable by engine and trainer (once an instance)."""
+    model.eval()
+    model.config.use_cache = False
+    watch_layers(backbone(model), decoder_layers(model))
+    return model
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The decoder stack below ``lm_head``."""
+    return getattr(model, model.base_model_prefix)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers, in order."""
+    layers = getattr(backbone(model), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise CheckpointError(
+            f"{type(model).__name__} has no list of decoder layers; it cannot be run by the embedded backend"
+        )
+    return layers
+
+
+def transformers_version() -> str:
+    """For the run's header."""
+    return transformers.__version__
