@@ -1,0 +1,37 @@
+"""Estimators of KL(pi || pi_ref) from tokens sampled from pi (J. Schulman, "Approximating KL divergence", 2020).
+
+With d = log pi - log pi_ref: k1 = d is unbiased with high variance; k2 = d^2 / 2 is biased, and its gradient is the
+unbiased one of the reverse KL; k3 = e^-d - 1 + d is unbiased as a value and never negative; low_var_kl is k3 with
+clamps. As a *loss*, k1 has gradient of mean 0 and k3 has not the reverse KL's gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from miles_core.errors import ConfigError
+
+LOG_RATIO_CLAMP = 20.0
+LOW_VAR_KL_CLAMP = 10.0
+KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """KL per token, same shape as the inputs and differentiable in both.
+
+    Args:
+        log_probs, ref_log_probs: log pi and log pi_ref of the sampled tokens, natural logarithm.
+        kind: one of ``KL_TYPES``; low_var_kl clamps d to +-20 and the result to +-10.
+    """
+    d = log_probs - ref_log_probs
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
+    if kind == "k3":
+        return torch.expm1(-d) + d
+    if kind == "low_var_kl":
+        d = d.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        return (torch.expm1(-d) + d).clamp(-LOW_VAR_KL_CLAMP, LOW_VAR_KL_CLAMP)
+    raise ConfigError(f"unknown KL estimator {kind!r}; --kl-loss-type is one of {', '.join(KL_TYPES)}")

@@ -1,0 +1,64 @@
+"""From token losses to the loss of an optimiser step.
+
+The reduction is one weight per token, computed before the first micro-batch from all local tokens of the step. Then
+``(token_loss * weight).sum()``, added over micro-batches and ranks, *is* the step's loss: nothing depends on how the
+batch was split or packed, and gradients are summed, never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from miles_core.algorithm.advantage import local_sum
+from miles_core.algorithm.ragged import expand, mask_counts
+from miles_core.errors import ConfigError
+
+REDUCTIONS = ("rollout_mean", "token_mean", "constant")
+
+
+def loss_weights(
+    mask: Tensor,
+    lengths: Tensor,
+    rollout_ids: Tensor,
+    how: str = "rollout_mean",
+    constant_length: int | None = None,
+    sum: Callable[[Tensor], Tensor] = local_sum,
+) -> Tensor:
+    """The weight of every token in the step's loss, [tokens] float32; masked tokens have 0.
+
+    - ``rollout_mean``: mask / (mask sum of the token's rollout * rollouts of the step).
+    - ``token_mean``: mask / (mask sum of the step).
+    - ``constant``: mask / (constant_length * rollouts of the step), Dr.GRPO (arXiv 2503.20783).
+
+    Siblings (samples with one rollout id) count as one rollout. A rollout whose mask is all 0 contributes nothing but
+    stays in the number of rollouts, so dropping its tokens never enlarges the others' weight; so do tokens that a
+    correction rejects, because the mask here is the original one. Without any unmasked token all weights are 0.
+
+    Args:
+        mask: [tokens] of the flat layout (``ragged``), all local samples of the step.
+        lengths: [samples] int64.
+        rollout_ids: [samples] int64. Siblings must be on one rank; ids must not repeat between ranks.
+        how: one of ``REDUCTIONS``.
+        constant_length: tokens, for ``constant``; usually the longest response allowed.
+        sum: adds a tensor over the ranks of the step.
+    """
+    if how not in REDUCTIONS:
+        raise ConfigError(f"unknown loss reduction {how!r}; choose one of {', '.join(REDUCTIONS)}")
+    if how == "constant" and (constant_length is None or constant_length < 1):
+        raise ConfigError(f"the constant loss reduction needs a length of at least 1 token, got {constant_length}")
+    ones = mask.bool().double()
+    if how == "token_mean":
+        return (ones / sum(ones.sum()).clamp(min=1.0)).float()
+
+    ids, rollout_of = torch.unique(rollout_ids, return_inverse=True)
+    rollouts = sum(ones.new_tensor(float(len(ids)))).clamp(min=1.0)
+    if how == "constant":
+        return (ones / (constant_length * rollouts)).float()
+    # Integer counts: exact in any order of addition.
+    counts = torch.zeros(len(ids), dtype=torch.int64, device=mask.device)
+    counts = counts.index_add(0, rollout_of.to(mask.device), mask_counts(mask, lengths))
+    per_sample = 1.0 / (counts.clamp(min=1).double() * rollouts)
+    return (ones * expand(per_sample[rollout_of.to(mask.device)], lengths)).float()

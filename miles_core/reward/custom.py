@@ -1,0 +1,121 @@
+"""Functions that users write in a file of their own: ``f.py``, ``f.py:name``, or ``package.module:name``.
+
+A wrong path, name or signature is found before the run starts, with a sentence that says which.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from miles_core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A loaded function and where it came from; calling it calls the function.
+
+    Attributes:
+        function: the callable itself.
+        name: its name in the file.
+        origin: the file (or module) it came from, for messages.
+        is_async: calling it returns a coroutine.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    origin: str
+    is_async: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def load_function(spec: str, *, flag: str, default: str, parameters: tuple[str, ...]) -> UserFunction:
+    """Load the function that ``spec`` names.
+
+    Args:
+        spec: ``path/to/f.py[:name]``, ``package.module:name`` or ``package.module.name``.
+        flag: where the user wrote it, for messages (``--custom-rm-path``).
+        default: the name looked for when ``spec`` is a file without ``:name``.
+        parameters: what it is called with, by position; shown when the signature does not accept them.
+
+    Raises:
+        ConfigError: no such file or module, it fails to import, no such function, not callable, or its signature does
+            not accept the parameters.
+    """
+    module, name, origin = _load_module(spec, flag, default)
+    if not hasattr(module, name):
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        there = f"it has {', '.join(sorted(own))}" if own else "it defines no function"
+        raise ConfigError(f"{flag} {spec}: {origin} has no function {name!r} ({there}); write {origin}:NAME to choose")
+    function = getattr(module, name)
+    if not callable(function):
+        raise ConfigError(f"{flag} {spec}: {name} in {origin} is a {type(function).__name__}, not a function")
+    _check_signature(function, name, origin, flag, parameters)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return UserFunction(function, name, origin, is_async)
+
+
+def _check_signature(function: Callable, name: str, origin: str, flag: str, parameters: tuple[str, ...]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # some built-in callables have no signature to check
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        wanted = f"{name}({', '.join(parameters)})"
+        raise ConfigError(
+            f"{flag}: {name}{signature} in {origin} cannot be called as {wanted} ({error}); change it to accept these"
+        ) from error
+
+
+def _load_module(spec: str, flag: str, default: str) -> tuple[ModuleType, str, str]:
+    path, colon, name = spec.rpartition(":")
+    if not colon or "/" in name or name.endswith(".py"):
+        path, name = spec, ""
+    if path.endswith(".py"):
+        return _load_file(Path(path), spec, flag), name or default, path
+    if not name:
+        path, _, name = path.rpartition(".")
+    if not path:
+        raise ConfigError(
+            f"{flag} {spec}: write a file as path/to/file.py[:function] or a function as package.module:name"
+        )
+    try:
+        return importlib.import_module(path), name, path
+    except Exception as error:
+        raise ConfigError(f"{flag} {spec}: importing {path} failed: {type(error).__name__}: {error}") from error
+
+
+def _load_file(path: Path, spec: str, flag: str) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{flag} {spec}: there is no file {path} (looked in {Path.cwd()})")
+    path = path.resolve()
+    # One file is one module, however often it is named: a reward and a filter in it share its globals.
+    module_name = f"miles_user_{path.stem}_{sha256(str(path).encode()).hexdigest()[:12]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # helpers beside the file; last, so that they shadow nothing
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"{flag} {spec}: {path} cannot be loaded as a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        raise ConfigError(f"{flag} {spec}: loading {path} failed{where}: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,52 @@
+"""The one number that a sample's reward stands for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from miles_core.errors import DataError
+
+
+def number(reward: Any, reward_key: str | None) -> float:
+    """The finite number in ``reward``: a number (bool, numpy and 0-d tensor too), or a dict holding it.
+
+    Raises:
+        DataError: not a number, NaN or infinite, a dict without ``reward_key``; the message is the second half of a
+            sentence about the reward ("is nan, ...").
+    """
+    value = reward
+    if isinstance(reward, Mapping):
+        if reward_key is None:
+            raise DataError(f"is a dict with keys {_keys(reward)}; name the one to train on with --reward-key")
+        if reward_key not in reward:
+            raise DataError(f"is a dict without --reward-key {reward_key!r}; it has {_keys(reward)}")
+        value = reward[reward_key]
+    if not isinstance(value, Real) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError) as error:
+            raise DataError(f"is {reward!r}, which is more than one number") from error
+    if not isinstance(value, Real):
+        raise DataError(f"is {reward!r} ({type(value).__name__}); a reward must be a number")
+    if not math.isfinite(value):
+        raise DataError(f"is {reward!r}; a reward must be finite")
+    return float(value)
+
+
+def reward_value(sample: Any, reward_key: str | None = None) -> float:
+    """The number to train ``sample`` on: its ``reward``, or ``reward[reward_key]`` where that is a dict.
+
+    Raises:
+        DataError: the sample has no usable reward; names the sample.
+    """
+    try:
+        return number(sample.reward, reward_key)
+    except DataError as error:
+        raise DataError(f"the reward of sample {getattr(sample, 'index', None)} {error}") from error
+
+
+def _keys(reward: Mapping) -> str:
+    return ", ".join(repr(key) for key in reward) or "none"
