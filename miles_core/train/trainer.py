@@ -122,10 +122,16 @@ class Trainer(ABC):
         """``{"log_probs": [T], "entropy": [T]}`` without gradient, through ``parts.forward``. ``ref`` uses the reference weights."""
 
     @abstractmethod
-    def step(self, batch: Batch, loss: LossFunction | None = None) -> dict[str, tuple[float, float]]:
+    def step(
+        self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
+    ) -> dict[str, tuple[float, float]]:
         """One optimiser step over ``batch`` (all of this rank's samples), split into micro-batches as the trainer
-        sees fit. Gradients are summed, never averaged. ``loss`` replaces ``parts.loss`` (supervised warm start).
-        Returns metrics as (sum, weight), reduced over ranks."""
+        sees fit. Gradients are summed, never averaged. ``loss`` replaces ``parts.loss`` and ``lr`` the schedule's rate,
+        which then does not advance (supervised warm start). Returns metrics as (sum, weight), reduced over ranks."""
+
+    @abstractmethod
+    def reset_optimizer(self) -> None:
+        """Forget the optimiser's moments and the schedule's position (after a warm start)."""
 
     @abstractmethod
     def units(self) -> Iterator[Unit]:

@@ -1,0 +1,95 @@
+"""What the engine said about one sample, over one or several calls.
+
+A multi-turn generation calls the engine several times on growing token lists. Each call reports log-probabilities and
+declared fields for the tokens it saw. A record keeps the calls and, when the sample is finished, lays what they reported out
+over the sample's tokens. A row already known stays (it was in force when the next token was sampled); a later call only
+adds rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from miles_core.data.field import Field
+from miles_core.data.sample import Sample, Status, rows
+from miles_core.errors import DataError
+from miles_core.rollout.engine import Response
+
+_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+@dataclass
+class Call:
+    """One engine call: the tokens sent and what came back."""
+
+    prompt: list[int]
+    response: Response
+
+
+@dataclass
+class Record:
+    """The engine calls made for one sample."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, prompt: list[int], response: Response) -> None:
+        """Remember one call."""
+        self.calls.append(Call(list(prompt), response))
+
+    def finish(self, sample: Sample, declared: tuple[Field, ...]) -> None:
+        """Fill what the engine knows into ``sample``: mask, log-probabilities, versions, fields, status.
+
+        Values a custom generation set itself are kept. Calls that are no prefix of the sample's tokens belong to a sibling.
+        """
+        mine = [c for c in self.calls if c.prompt + c.response.tokens == sample.tokens[: len(c.prompt) + len(c.response.tokens)]]
+        if not mine:
+            if sample.rollout_log_probs is None and sample.status not in (Status.ABORTED, Status.FAILED):
+                raise DataError(
+                    f"sample {sample.index}: its tokens do not continue any call of the engine, so they have no "
+                    "log-probabilities; set sample.tokens to prompt + generated tokens (never re-tokenise text)"
+                )
+            return
+        first = sample.prompt_length
+        mask = np.zeros(sample.response_length, np.int64)
+        logs = np.zeros(sample.response_length, np.float64)
+        versions: list[tuple[int, int]] = []
+        for call in mine:
+            at = len(call.prompt) - first
+            end = at + len(call.response.tokens)
+            if at < 0:
+                raise DataError(f"sample {sample.index}: the engine generated token {len(call.prompt)} of its prompt of {first} tokens")
+            mask[at:end] = 1
+            logs[at:end] = call.response.log_probs
+            versions += [(len(call.prompt) + i, v) for i, v in call.response.weight_versions]
+        if sample.loss_mask is None and not mask.all():
+            sample.loss_mask = mask.tolist()
+        if sample.rollout_log_probs is None:
+            sample.rollout_log_probs = logs.tolist()
+        sample.weight_versions = sample.weight_versions or versions
+        if sample.status is Status.PENDING:
+            sample.status = _STATUS[mine[-1].response.finish]
+        for spec in declared:
+            if spec.name not in sample.fields and any(spec.name in c.response.extras for c in mine):
+                sample.fields[spec.name] = _assemble(spec, sample, mine)
+
+
+def _assemble(spec: Field, sample: Sample, calls: list[Call]) -> Any:
+    total = rows(spec, len(sample.tokens), sample.response_length)
+    offset = sample.prompt_length if spec.align == "response" else 0
+    pieces: list[Any] = [None] * total
+    for call in calls:
+        values = call.response.extras.get(spec.name)
+        if values is None:
+            continue
+        start = len(call.prompt) - offset if spec.align == "response" else 0
+        for i, row in enumerate(values):
+            if pieces[start + i] is None:
+                pieces[start + i] = row
+    if spec.ragged:
+        return [np.zeros(0, spec.dtype) if p is None else np.asarray(p, spec.dtype) for p in pieces]
+    known = next(p for p in pieces if p is not None)
+    blank = np.full(np.shape(known), spec.pad, spec.dtype)
+    return np.stack([blank if p is None else np.asarray(p, spec.dtype) for p in pieces])

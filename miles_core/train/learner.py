@@ -1,0 +1,165 @@
+"""The learner: from finished samples to a better policy. Runs on every trainer rank.
+
+collate -> on_batch -> old and reference log-probabilities -> advantages -> for each optimiser step: corrections, loss
+weights, the trainer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from miles_core.algorithm.advantage import ADVANTAGES, KL_IN_REWARD, AdvantageInputs
+from miles_core.algorithm.correction import CorrectionInputs, identity
+from miles_core.algorithm.kl import kl_estimate
+from miles_core.algorithm.reduction import loss_weights
+from miles_core.data.batch import Batch, collate
+from miles_core.data.sample import Sample
+from miles_core.plugin.load import compose
+from miles_core.sync.unit import Unit
+from miles_core.train.loss import column, mismatch, policy_loss, supervised_loss
+from miles_core.train.trainer import Parts, Trainer
+
+if TYPE_CHECKING:
+    from miles_core.policy import Policy
+    from miles_core.run import Run
+
+Metrics = dict[str, tuple[float, float]]
+
+
+class Learner:
+    """The trainer of one policy with everything the algorithm adds to it."""
+
+    def __init__(self, run: Run, policy: Policy, trainer: Trainer) -> None:
+        self.run, self.policy, self.trainer = run, policy, trainer
+        hooks, options = run.hooks, run.config.algorithm
+        self.corrections = hooks.chain("wrap_correction", run=run)
+        self.correct = compose(identity, self.corrections)
+        self.advantage: Callable[[AdvantageInputs], Tensor] = ADVANTAGES.get(options.advantage_estimator) or hooks.make(
+            "advantage", options.advantage_estimator, run=run
+        )
+        trainer.bind(
+            Parts(
+                forward=compose(trainer.forward, hooks.chain("wrap_forward", run=run, policy=policy)),
+                loss=compose(policy_loss(options), hooks.chain("wrap_loss", run=run)),
+                optimizer_step=compose(
+                    trainer.optimizer_step, hooks.chain("wrap_optimizer_step", run=run, policy=policy)
+                ),
+            )
+        )
+        self.weights = compose(trainer.units, hooks.chain("wrap_weights", run=run, policy=policy))
+
+    def learn(self, samples: Sequence[Sample]) -> Metrics:
+        """Train on one rollout's samples (whole groups); metrics are (sum, weight) pairs."""
+        batch = collate(samples, self.run.fields)
+        key = self.run.config.reward.reward_key
+        batch.scalars["reward"] = torch.tensor([s.reward_value(key) for s in samples], dtype=torch.float64)
+        self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
+        steps = self._split(batch)
+        metrics: Metrics = {}
+        with self.run.clock.phase("prepare"):
+            self._log_probs(batch, steps=len(steps), metrics=metrics)
+            batch.columns["advantages"] = self._advantages(batch)
+        with self.run.clock.phase("train"):
+            for rows in steps:
+                add(metrics, self._optimise(batch.select(rows)))
+        return metrics
+
+    def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
+        """One supervised step on prompt/response pairs."""
+        batch = collate(samples)
+        batch.columns["loss_weight"] = loss_weights(batch.mask, batch.lengths, batch.rollout, "token_mean")
+        return self.trainer.step(batch, loss=supervised_loss, lr=lr)
+
+    def units(self) -> Iterator[Unit]:
+        """The export stream, as plugins shaped it."""
+        return self.weights()
+
+    def _split(self, batch: Batch) -> list[list[int]]:
+        """Sample positions of each optimiser step: consecutive, rollouts kept whole, sizes as equal as that allows."""
+        options = self.run.config.train
+        count = options.num_steps_per_rollout or 1
+        if options.global_batch_size:
+            count = max(1, round(len(batch) / options.global_batch_size))
+        rollouts: dict[int, list[int]] = {}
+        for position, rollout in enumerate(batch.rollout.tolist()):
+            rollouts.setdefault(rollout, []).append(position)
+        whole = list(rollouts.values())
+        count = min(count, len(whole))
+        edges = [round(i * len(whole) / count) for i in range(count + 1)]
+        return [[p for r in whole[a:b] for p in r] for a, b in zip(edges, edges[1:], strict=False)]
+
+    def _log_probs(self, batch: Batch, steps: int, metrics: Metrics) -> None:
+        """Old log-probabilities are computed when they differ from the current ones or something needs the whole step
+        before its first backward; a single plain step is its own old policy and skips the pass."""
+        options = self.run.config.algorithm
+        in_reward = bool(options.kl_coef) and options.advantage_estimator in KL_IN_REWARD
+        if steps > 1 or self.corrections or in_reward:
+            old = self.trainer.log_probs(batch, "old")["log_probs"]
+            batch.columns["old_log_probs"] = old
+            if "rollout_log_probs" in batch.columns:
+                add(metrics, numbers(mismatch(old, column(batch, "rollout_log_probs"), batch.mask)))
+        if options.kl_coef or options.kl_loss_coef:
+            batch.columns["ref_log_probs"] = self.trainer.log_probs(batch, "ref")["log_probs"]
+
+    def _advantages(self, batch: Batch) -> Tensor:
+        options = self.run.config.algorithm
+        kl = None
+        if options.kl_coef and "old_log_probs" in batch.columns:
+            kl = kl_estimate(column(batch, "old_log_probs"), column(batch, "ref_log_probs"), "k1")
+        inputs = AdvantageInputs(
+            rewards=batch.scalars["reward"],
+            group=batch.group,
+            rollout=batch.rollout,
+            lengths=batch.lengths,
+            mask=batch.mask,
+            kl=kl,
+            gamma=options.gamma,
+            kl_coef=options.kl_coef,
+            sum=self.trainer.sum,
+        )
+        return self.advantage(inputs).float()
+
+    def _optimise(self, batch: Batch) -> Metrics:
+        options = self.run.config.algorithm
+        batch.columns["loss_weight"] = loss_weights(
+            batch.mask,
+            batch.lengths,
+            batch.rollout,
+            options.loss_aggregation,
+            options.loss_constant_length or self.run.config.rollout.max_response_len,
+            self.trainer.sum,
+        )
+        metrics: Metrics = {}
+        if self.corrections:
+            correction = self.correct(
+                CorrectionInputs(
+                    old_log_probs=column(batch, "old_log_probs"),
+                    rollout_log_probs=column(batch, "rollout_log_probs"),
+                    mask=batch.mask,
+                    advantages=column(batch, "advantages"),
+                    lengths=batch.lengths,
+                    group=batch.group,
+                    rollout=batch.rollout,
+                    sum=self.trainer.sum,
+                )
+            )
+            batch.columns["correction"] = correction.factor
+            add(metrics, numbers(correction.metrics))
+        add(metrics, self.trainer.step(batch))
+        return metrics
+
+
+def numbers(pairs: dict[str, tuple[Any, Any]]) -> Metrics:
+    """(sum, weight) pairs of tensors as plain floats."""
+    return {name: (float(total), float(weight)) for name, (total, weight) in pairs.items()}
+
+
+def add(into: Metrics, more: Metrics) -> None:
+    """Add (sum, weight) pairs name by name."""
+    for name, (total, weight) in more.items():
+        old = into.get(name, (0.0, 0.0))
+        into[name] = (old[0] + total, old[1] + weight)
