@@ -19,10 +19,20 @@ class OptionInfo:
 
     help: str
     flag: str = ""
-    choices: tuple = ()
+    choices: tuple[Any, ...] = ()
     aliases: tuple[str, ...] = ()
     enables: bool = False
     metavar: str = ""
+    part: str = ""
+    gt: float | None = None
+    ge: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def bounds(self) -> str:
+        """The allowed range as shown to users, e.g. ``"> 0, <= 1"``; empty when there is none."""
+        limits = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
+        return ", ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
 
 
 def option(
@@ -30,10 +40,15 @@ def option(
     *,
     help: str,
     flag: str = "",
-    choices: tuple = (),
+    choices: tuple[Any, ...] = (),
     aliases: tuple[str, ...] = (),
     enables: bool = False,
     metavar: str = "",
+    part: str = "",
+    gt: float | None = None,
+    ge: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
     default_factory: Any = dataclasses.MISSING,
 ) -> Any:
     """Declare one option of a configuration dataclass.
@@ -46,8 +61,11 @@ def option(
         aliases: further spellings of the flag.
         enables: giving this flag enables the plugin that owns it (``--use-r3``).
         metavar: what ``--help`` shows for the value.
+        part: which names ``"*"`` stands for: a kind of ``Plugin.provides`` (``"engine"``) or ``"format"`` for
+            ``Plugin.formats``. A name that exactly one installed plugin provides enables that plugin.
+        gt, ge, le, lt: bounds of a number (or of every number of a list).
     """
-    info = OptionInfo(help, flag, tuple(choices), tuple(aliases), enables, metavar)
+    info = OptionInfo(help, flag, tuple(choices), tuple(aliases), enables, metavar, part, gt, ge, le, lt)
     kwargs: dict[str, Any] = {"metadata": {METADATA_KEY: info}}
     if default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=default_factory, **kwargs)

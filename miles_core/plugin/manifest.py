@@ -72,6 +72,8 @@ class Plugin:
         aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-fp8": {"rollout.precision": "fp8"}}``.
         environment: environment variable -> option path it sets, as if the flag were given.
         facts: facts this plugin defines beside its options, name -> one line of meaning.
+        passthrough: flag prefix -> configuration table, e.g. ``{"--sglang-": "sglang"}``: every flag (and every key of
+            that table) which no option declares is taken as it is, for software with a command line of its own.
     """
 
     name: str
@@ -94,3 +96,4 @@ class Plugin:
     aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
+    passthrough: Mapping[str, str] = field(default_factory=dict)

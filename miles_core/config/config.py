@@ -1,0 +1,230 @@
+"""The configuration of a run: every option's value, and where it came from."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miles_core.config import groups, value
+from miles_core.config.file import DEFAULTS
+from miles_core.config.schema import CORE, ROOT, Option, Schema, did_you_mean
+from miles_core.errors import ConfigError
+from miles_core.plugin.facts import Fact
+
+
+class Config:
+    """Checked values of all options; immutable.
+
+    ``config.rollout.temperature`` reads a core group, ``config.plugin("tis").threshold`` a plugin's. Two configurations
+    are equal when the enabled plugins and all their values are, wherever these came from.
+
+    Attributes:
+        plugins: names of the enabled plugins in the order asked for (before requirements are resolved).
+    """
+
+    run: groups.Run
+    model: groups.Model
+    data: groups.Data
+    rollout: groups.Rollout
+    reward: groups.Reward
+    algorithm: groups.Algorithm
+    train: groups.Train
+    sft: groups.Sft
+    evaluation: groups.Evaluation
+
+    def __init__(
+        self,
+        schema: Schema,
+        values: Mapping[str, Any],
+        origins: Mapping[str, str],
+        chosen: frozenset[str],
+        plugins: tuple[str, ...],
+        passthrough: Mapping[str, Any],
+    ) -> None:
+        """
+        Args:
+            values: option path -> checked value; a missing one has its default.
+            origins: option or pass-through path -> where the value came from.
+            chosen: paths whose value a user chose.
+            passthrough: ``table.key`` -> value, for tables that take any key.
+        """
+        self._schema = schema
+        self._values = {path: values.get(path, option.default) for path, option in schema.options.items()}
+        self._origins = dict(origins)
+        self._chosen = chosen
+        self._passthrough = dict(passthrough)
+        self.plugins = plugins
+        self._groups: dict[str, Any] = {}
+        for table, group in schema.groups.items():
+            fields = {o.name: self._values[o.path] for o in schema.options.values() if o.group == table}
+            self._groups[table] = group(**fields)
+            if table in groups.GROUPS:
+                setattr(self, table, self._groups[table])
+
+    @property
+    def schema(self) -> Schema:
+        return self._schema
+
+    def group(self, table: str) -> Any:
+        """The dataclass instance of a table, core's or a plugin's."""
+        if table not in self._groups:
+            raise KeyError(f"no option group {table!r}{did_you_mean(table, self._groups)}")
+        return self._groups[table]
+
+    def plugin(self, name: str) -> Any:
+        """The config dataclass of a plugin, with defaults where nobody set anything."""
+        return self.group(name)
+
+    def passthrough(self, table: str) -> dict[str, Any]:
+        """What was given for software with a command line of its own: key -> value, unchecked."""
+        start = table + "."
+        return {path[len(start) :]: item for path, item in self._passthrough.items() if path.startswith(start)}
+
+    def get(self, path: str) -> Any:
+        """The value at ``rollout.temperature`` (``engine`` and its like without prefix) or of a pass-through key."""
+        return self._passthrough[path] if path in self._passthrough else self._values[self._find(path).path]
+
+    def origin(self, path: str) -> str:
+        """Where the value came from: ``"default"``, ``"--lr 1e-6"``, ``"run.yaml line 4"``, ``"set by r3"``."""
+        if path in self._passthrough:
+            return self._origins[path]
+        return self._origins.get(self._find(path).path, "default")
+
+    def chosen(self, path: str) -> bool:
+        """Whether a user (flag, file or environment variable) chose this value."""
+        return path in self._chosen or (path not in self._passthrough and self._find(path).path in self._chosen)
+
+    def _find(self, path: str) -> Option:
+        option = self._schema.find(path)
+        if option is None:
+            raise ConfigError(f"there is no option {path}{did_you_mean(path, self._schema.options)}")
+        return option
+
+    @property
+    def args(self) -> Namespace:
+        """A fresh flat namespace for custom functions: ``args.rollout_temperature``, plugins' options included."""
+        shown = {CORE, *self.plugins}
+        named = {
+            option.flag[2:].replace("-", "_"): self._values[option.path]
+            for option in self._schema.options.values()
+            if option.owner in shown
+        }
+        return Namespace(**named)
+
+    def facts(self) -> list[Fact]:
+        """Every option as a fact (those of the run group without prefix), and each pass-through value."""
+        found = []
+        for path, option in self._schema.options.items():
+            origin, chosen = self.origin(path), path in self._chosen
+            item = plain(self._values[path])
+            choices = (False, True) if option.is_bool else option.choices
+            found.append(Fact(option.fact, item, origin, flag=option.flag, choices=choices, chosen=chosen))
+        flags = {table: prefix for prefix, table in self._schema.passthrough.items()}
+        for path, raw in self._passthrough.items():
+            table, _, key = path.partition(".")
+            flag = flags[table] + key.replace("_", "-")
+            found.append(Fact(path, plain(raw), self._origins[path], flag=flag, chosen=path in self._chosen))
+        return found
+
+    def replace(self, values: Mapping[str, Any], origin: str = "set by the program") -> Config:
+        """This configuration with other values, e.g. those a plan's ``sets`` give.
+
+        Args:
+            values: option path (or ``table.key`` of a pass-through table) -> value.
+            origin: shown wherever the value is; the values count as not chosen by the user.
+
+        Raises:
+            ConfigError: no such option, or a value it cannot take.
+        """
+        changed, passed = dict(self._values), dict(self._passthrough)
+        origins, chosen = dict(self._origins), set(self._chosen)
+        for path, raw in values.items():
+            option = self._schema.find(path)
+            if option is None and path.partition(".")[0] in self._schema.passthrough.values():
+                passed[path] = raw
+                where = path
+            else:
+                option = option or self._find(path)
+                changed[option.path] = value.check(option, raw, origin)
+                where = option.path
+            origins[where] = origin
+            chosen.discard(where)
+        return Config(self._schema, changed, origins, frozenset(chosen), self.plugins, passed)
+
+    def activated(self, names: Iterable[str]) -> Config:
+        """This configuration with the plugins of the accepted plan, requirements included.
+
+        Raises:
+            ConfigError: an option of a plugin outside the plan was given.
+        """
+        active = tuple(names)
+        for path in sorted(self._chosen):
+            option = self._schema.options.get(path)
+            owners = self._schema.flag_of(path).owners if option else (self._schema.owners[path.partition(".")[0]],)
+            if not ({CORE, *active} & set(owners)):
+                raise ConfigError(f"{self._origins[path]}: {owners[0]} is not part of this run; add it to --plugins")
+        return Config(self._schema, self._values, self._origins, self._chosen, active, self._passthrough)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: chosen values by table, and under ``defaults`` the values nobody chose."""
+        shown = {CORE, *self.plugins}
+        chosen: dict[str, Any] = {}
+        defaults: dict[str, Any] = {}
+        for path, option in self._schema.options.items():
+            if option.owner in shown:
+                kept = path in self._chosen or path == f"{ROOT}.plugins"
+                table = (chosen if kept else defaults).setdefault(option.group, {})
+                table[option.name] = _data(self._values[path])
+        for path, raw in self._passthrough.items():
+            table_name, _, key = path.partition(".")
+            (chosen if path in self._chosen else defaults).setdefault(table_name, {})[key] = raw
+        return {**chosen, DEFAULTS: defaults}
+
+    def to_yaml(self) -> str:
+        """The effective configuration as a file that ``--config`` reads back to an equal one."""
+        import yaml
+
+        content = self.to_dict()
+        defaults = {DEFAULTS: content.pop(DEFAULTS)}
+
+        def dump(part: dict[str, Any]) -> str:
+            return str(yaml.safe_dump(part, sort_keys=False, allow_unicode=True))
+
+        return (
+            "# The effective configuration of a run; repeat it with: miles train --config THIS_FILE\n"
+            f"{dump(content)}\n"
+            "# Values that nobody chose. They are read back as they are; plugins and flags may still change them.\n"
+            f"{dump(defaults)}"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Config):
+            return NotImplemented
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self.plugins)
+
+    def _key(self) -> tuple[Any, ...]:
+        shown = {CORE, *self.plugins}
+        values = {p: self._values[p] for p, o in self._schema.options.items() if o.owner in shown}
+        return self.plugins, values, self._passthrough
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{path}={self.get(path)!r}" for path in sorted(self._chosen))
+        return f"Config({said})"
+
+
+def plain(item: Any) -> Any:
+    """A value as a fact's: bool, int, float, str or None; lists joined by commas."""
+    if isinstance(item, (list, tuple)):
+        return ",".join(map(str, item))
+    return str(item) if isinstance(item, Path) else item
+
+
+def _data(item: Any) -> Any:
+    if isinstance(item, (list, tuple)):
+        return [_data(entry) for entry in item]
+    return str(item) if isinstance(item, Path) else item

@@ -1,0 +1,209 @@
+"""Configuration files: YAML or TOML, read with line numbers, turned into assignments.
+
+Keys are tables of options (``rollout: {batch_size: 32}``) or flags without their dashes (``rollout-batch-size: 32``);
+both may stand in one file.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from miles_core.config import elsewhere
+from miles_core.config.flags import Assignment, Source
+from miles_core.config.schema import Schema, did_you_mean
+from miles_core.errors import ConfigError
+
+DEFAULTS = "defaults"  # the table of a saved configuration that holds what nobody chose
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of a file, with its value, line (0 when unknown), and entries when the value is a table."""
+
+    key: str
+    value: Any
+    line: int
+    children: tuple[Entry, ...] | None = None
+
+
+def read(path: str) -> list[Entry]:
+    """The top-level entries of a file.
+
+    Raises:
+        ConfigError: the file is missing, is neither YAML nor TOML, is malformed (with the line), or holds no table.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot read it ({getattr(error, 'strerror', None) or error})") from None
+    if file.suffix in (".yaml", ".yml", ".json"):
+        return _read_yaml(text, path)
+    if file.suffix == ".toml":
+        return _read_toml(text, path)
+    raise ConfigError(f"--config {path}: its name must end in .yaml, .yml, .json or .toml")
+
+
+def _read_yaml(text: str, path: str) -> list[Entry]:
+    import yaml
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{path}: it must be a mapping of keys to values, not a single {_shape(node)}")
+        return list(_yaml_entries(loader, node, path))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: malformed YAML, {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: malformed YAML, {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _shape(node: Any) -> str:
+    return "list" if type(node).__name__ == "SequenceNode" else "value"
+
+
+def _yaml_entries(loader: Any, node: Any, path: str) -> Iterator[Entry]:
+    import yaml
+
+    lines: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{path} line {line}: a key must be a name")
+        key = key_node.value
+        if key in lines:
+            raise ConfigError(f"{path} line {line}: {key} stands there twice (also in line {lines[key]})")
+        lines[key] = line
+        is_table = isinstance(value_node, yaml.MappingNode)
+        children = tuple(_yaml_entries(loader, value_node, path)) if is_table else None
+        yield Entry(key, loader.construct_object(value_node, deep=True), line, children)
+
+
+def _read_toml(text: str, path: str) -> list[Entry]:
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: malformed TOML, {error}") from None
+    return _toml_entries(content, text, 0)
+
+
+def _toml_entries(content: dict[str, Any], text: str, start: int) -> list[Entry]:
+    """tomllib gives no positions; the first line after the table's heading that begins with the key is the one."""
+    entries = []
+    for key, value in content.items():
+        pattern = rf'^[ \t]*(\[[^\]\n]*)?["\']?{re.escape(key)}["\']?[ \t]*[\]=.]'
+        found = re.compile(pattern, re.MULTILINE).search(text, start)
+        line = text.count("\n", 0, found.start()) + 1 if found else 0
+        children = tuple(_toml_entries(value, text, found.start() if found else start)) if type(value) is dict else None
+        entries.append(Entry(key, value, line, children))
+    return entries
+
+
+def assignments(entries: list[Entry], schema: Schema, path: str, rank: int) -> tuple[list[Assignment], list[str]]:
+    """What a file's entries set, and sentences about keys that nobody owns."""
+    reader = _Reader(schema, path, rank)
+    for entry in entries:
+        if entry.key == DEFAULTS and entry.children is not None:
+            for child in entry.children:
+                reader.top(child, chosen=False)
+        else:
+            reader.top(entry, chosen=True)
+    return reader.found, reader.problems
+
+
+class _Reader:
+    def __init__(self, schema: Schema, path: str, rank: int) -> None:
+        self.schema = schema
+        self.path = path
+        self.rank = rank
+        self.found: list[Assignment] = []
+        self.problems: list[str] = []
+
+    def where(self, entry: Entry) -> str:
+        return f"{self.path} line {entry.line}" if entry.line else self.path
+
+    def add(self, path: str, entry: Entry, chosen: bool, value: Any = None, passthrough: bool = False) -> None:
+        where = self.where(entry) if chosen else f"default, saved in {self.where(entry)}"
+        raw = entry.value if value is None else value
+        assignment = Assignment(path, raw, where, Source.FILE, where, self.rank, chosen, passthrough)
+        if chosen:
+            self.found.append(assignment)
+        else:  # saved defaults are weaker than anything that this very file chooses
+            self.found.append(replace(assignment, rank=-1))
+
+    def top(self, entry: Entry, chosen: bool) -> None:
+        name = entry.key.replace("-", "_")
+        if entry.children is not None and (name in self.schema.groups or name in self.schema.passthrough.values()):
+            for child in entry.children:
+                self.in_table(name, child, chosen)
+        elif not self.by_flag(entry, chosen):
+            option = self.schema.find(entry.key)
+            if option is None:
+                self.problems.append(self.unknown(entry))
+            else:
+                self.add(option.path, entry, chosen)
+
+    def in_table(self, table: str, entry: Entry, chosen: bool) -> None:
+        path = f"{table}.{entry.key.replace('-', '_')}"
+        if path in self.schema.options:
+            for option in self.schema.flag_of(path).options:
+                self.add(option.path, entry, chosen)
+        elif self._flag_in(table, entry):
+            self.by_flag(entry, chosen)
+        elif table in self.schema.passthrough.values():
+            self.add(path, entry, chosen, passthrough=True)
+        else:
+            fields = [option.name for option in self.schema.options.values() if option.group == table]
+            hint = did_you_mean(entry.key.replace("-", "_"), fields) or self._elsewhere_in_tables(entry.key)
+            self.problems.append(f"{self.where(entry)}: the table {table} has no key {entry.key!r}{hint}")
+
+    def _flag_in(self, table: str, entry: Entry) -> bool:
+        flag = self.schema.flags.get(_flag(entry.key))
+        return flag is not None and any(option.group == table for option in flag.options)
+
+    def _elsewhere_in_tables(self, key: str) -> str:
+        names = [option.path for option in self.schema.options.values() if option.name == key.replace("-", "_")]
+        return f"; there is {' and '.join(names)}" if names else ""
+
+    def by_flag(self, entry: Entry, chosen: bool) -> bool:
+        spelling = _flag(entry.key)
+        if spelling in self.schema.flags:
+            for option in self.schema.flags[spelling].options:
+                self.add(option.path, entry, chosen)
+        elif spelling in self.schema.aliases:
+            if entry.value not in (True, False, None):
+                self.problems.append(f"{self.where(entry)}: {entry.key} stands for fixed values; write true")
+            elif entry.value:
+                for path, value in self.schema.aliases[spelling].values.items():
+                    target = self.schema.find(path)
+                    self.add(target.path if target else path, entry, chosen, value)
+        elif taken := self.schema.passthrough_of(spelling):
+            self.add(".".join(taken), entry, chosen, passthrough=True)
+        else:
+            return False
+        return True
+
+    def unknown(self, entry: Entry) -> str:
+        if entry.children is not None:
+            if entry.key in elsewhere.known_plugins():
+                return f"{self.where(entry)}: {elsewhere.explain_plugin(entry.key, self.schema)}"
+            hint = did_you_mean(entry.key, self.schema.groups) or f"; tables are {', '.join(self.schema.groups)}"
+            return f"{self.where(entry)}: unknown table {entry.key!r}{hint}"
+        explained = elsewhere.explain_flag(_flag(entry.key), self.schema).replace("unknown flag", "unknown key")
+        return f"{self.where(entry)}: {explained.replace(_flag(entry.key), entry.key, 1)}"
+
+
+def _flag(key: str) -> str:
+    return "--" + key.lstrip("-").replace("_", "-")

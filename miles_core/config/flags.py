@@ -1,0 +1,266 @@
+"""The command line: argparse built from the schema, and what was typed as assignments to options.
+
+argparse only splits the line and formats ``--help``; types are checked later, together with the values of files, so
+that every source gives the same message (numbers behind the choice: docs/decisions/0002-configuration-parser.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from miles_core.config import elsewhere
+from miles_core.config.schema import CORE, Flag, Option, Schema
+from miles_core.errors import ConfigError
+
+
+class Source(IntEnum):
+    """Where a value comes from, weakest first."""
+
+    DEFAULT = 0
+    ENVIRONMENT = 1
+    FILE = 2
+    FLAG = 3
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One value for one option (or one key of a pass-through table), not yet checked.
+
+    Attributes:
+        path: option path.
+        origin: as shown to users: ``"--lr 1e-6"``, ``"run.yaml line 4"``.
+        spelling: the flag or alias meant; two different ones with different values contradict each other.
+        rank: precedence within a source (later files win).
+        chosen: a user chose it (false for the saved defaults of an earlier run).
+        passthrough: the path belongs to a pass-through table, which takes any key.
+    """
+
+    path: str
+    raw: Any
+    origin: str
+    source: Source
+    spelling: str
+    rank: int = 0
+    chosen: bool = True
+    passthrough: bool = False
+
+
+@dataclass
+class Given:
+    """What a command line says: assignments, configuration files, and sentences about what is wrong with it."""
+
+    assignments: list[Assignment] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+class _Record(argparse.Action):
+    """Notes what was typed instead of converting it."""
+
+    def __init__(self, *, flag: Flag, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.flag = flag
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        typed = option_string or self.flag.spelling
+        if self.flag.option.is_bool:
+            values, origin = not typed.startswith("--no-") or typed in self.flag.aliases, typed
+        else:
+            origin = f"{typed} {values}"
+        for option in self.flag.options:
+            namespace.given.append(Assignment(option.path, values, origin, Source.FLAG, self.flag.spelling))
+
+
+class _RecordAlias(argparse.Action):
+    def __init__(self, *, values: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(nargs=0, **kwargs)
+        self.values = values
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        typed = option_string or self.option_strings[0]
+        for path, value in self.values.items():
+            namespace.given.append(Assignment(path, value, typed, Source.FLAG, typed))
+
+
+def build_parser(schema: Schema, command: str = "miles train", extra: Sequence[tuple[str, str]] = ()) -> _Parser:
+    """The parser whose ``--help`` lists core's groups, then each plugin's.
+
+    Args:
+        extra: (flag, help) of switches that the command itself handles, for ``--help`` only.
+    """
+    parser = _Parser(
+        prog=command,
+        usage=f"{command} [--config FILE] [--plugins NAME,...] [options]",
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
+    )
+    general = parser.add_argument_group("command")
+    general.add_argument(
+        "--config", action="append", metavar="FILE", help="YAML or TOML file; later ones and flags win"
+    )
+    general.add_argument("--help", "-h", action="store_true", help="show this help")
+    for switch, text in extra:
+        general.add_argument(switch, action="store_true", help=_escape(text))
+    shown: set[str] = set()
+    for table, group in schema.groups.items():
+        summary = (group.__doc__ or "").strip().split("\n")[0]
+        owner = schema.owners[table]
+        title = table if owner == CORE else f"{table} (plugin {owner})"
+        section = parser.add_argument_group(
+            title, _escape(summary) if owner == CORE else schema.manifests[owner].summary
+        )
+        for flag in schema.distinct_flags():
+            if flag.spelling not in shown and any(option.group == table for option in flag.options):
+                shown.add(flag.spelling)
+                _add(section, flag)
+        for alias in schema.aliases.values():
+            if alias.owner == owner and alias.spelling not in shown:
+                shown.add(alias.spelling)
+                _add_alias(section, schema, alias.spelling)
+    rest = [alias for alias in schema.aliases if alias not in shown]
+    section = parser.add_argument_group("short forms")
+    for spelling in rest:
+        _add_alias(section, schema, spelling)
+    return parser
+
+
+def _add_alias(section: Any, schema: Schema, spelling: str) -> None:
+    alias = schema.aliases[spelling]
+    values = {option.path: value for path, value in alias.values.items() if (option := schema.find(path))}
+    said = ", ".join(f"{path} = {value}" for path, value in values.items())
+    section.add_argument(
+        spelling, action=_RecordAlias, values=values, dest=argparse.SUPPRESS, help=_escape(f"sets {said}")
+    )
+
+
+def _add(section: Any, flag: Flag) -> None:
+    option = flag.option
+    names = [flag.spelling, *flag.aliases]
+    if option.is_bool:
+        names += [f"--no-{name[2:]}" for name in names]
+    section.add_argument(
+        *names,
+        action=_Record,
+        flag=flag,
+        nargs=0 if option.is_bool else None,
+        dest=argparse.SUPPRESS,
+        metavar=None if option.is_bool else metavar(option),
+        help=_escape(describe(flag)),
+    )
+
+
+def metavar(option: Option) -> str:
+    """What stands for the value in help: choices, the declared word, or the type's."""
+    if option.info.metavar:
+        return option.info.metavar
+    if option.choices:
+        return "{" + ",".join(str(choice) for choice in option.choices) + "}"
+    word = {int: "N", float: "X"}.get(option.inner, "PATH" if "Path" in str(option.inner) else "TEXT")
+    return "N,..." if option.is_list else word
+
+
+def shown_default(option: Option) -> str:
+    """The default as a user would type it; empty when there is none."""
+    value = option.default
+    if value is None or value == () or value == [] or (option.is_bool and value is False):
+        return ""
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def describe(flag: Flag) -> str:
+    """Help, bounds, default and owners of a flag in one line."""
+    option = flag.option
+    notes = [option.info.bounds()] if option.info.bounds() else []
+    if shown_default(option):
+        notes.append(f"default: {shown_default(option)}")
+    if len(set(flag.owners)) > 1:
+        notes.append(f"shared by {', '.join(flag.owners)}")
+    if option.info.enables:
+        notes.append(f"enables the plugin {option.owner}")
+    return option.info.help + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def parse(schema: Schema, argv: Sequence[str]) -> Given:
+    """Split ``argv`` into assignments; what nobody declares becomes a sentence in ``problems``."""
+    given = Given()
+    rest = _take_passthrough(schema, argv, given)
+    namespace = argparse.Namespace(given=given.assignments)
+    try:
+        namespace, extras = build_parser(schema).parse_known_args(rest, namespace)
+    except argparse.ArgumentError as error:
+        given.problems.append(_needs_value(error))
+        return given
+    given.files = namespace.config or []
+    for token in _unknown(extras):
+        given.problems.append(elsewhere.explain_flag(token, schema) if token.startswith("-") else _stray(token))
+    return given
+
+
+def _needs_value(error: argparse.ArgumentError) -> str:
+    names = (error.argument_name or "?").split("/")
+    if "expected" in error.message:
+        return f"{names[0]} needs a value; one that begins with a dash is written {names[0]}=VALUE"
+    return f"{names[0]} takes no value ({error.message}); write {' or '.join(names)}"
+
+
+def _stray(token: str) -> str:
+    return f"unexpected argument {token!r}; values of a list are separated by commas, without spaces"
+
+
+def _unknown(extras: Sequence[str]) -> list[str]:
+    """The unknown flags among what argparse left over, without the values that follow them."""
+    tokens = []
+    after_flag = False
+    for token in extras:
+        is_flag = token.startswith("-") and not token.lstrip("-")[:1].isdigit()
+        if is_flag or not after_flag:
+            tokens.append(token.partition("=")[0] if is_flag else token)
+        after_flag = is_flag and "=" not in token
+    return tokens
+
+
+def _take_passthrough(schema: Schema, argv: Sequence[str], given: Given) -> list[str]:
+    """Move flags that only a pass-through prefix covers, with the value that follows, from argv to assignments."""
+    declared = set(schema.spellings())
+    rest: list[str] = []
+    position = 0
+    while position < len(argv):
+        token = argv[position]
+        position += 1
+        name, equals, value = token.partition("=")
+        target = schema.passthrough_of(name) if name not in declared else None
+        if target is None:
+            rest.append(token)
+            continue
+        if not equals and position < len(argv) and not argv[position].startswith("--"):
+            value, equals = argv[position], "="
+            position += 1
+        raw = natural(value) if equals else True
+        origin = f"{name} {value}".strip()
+        path = f"{target[0]}.{target[1]}"
+        given.assignments.append(Assignment(path, raw, origin, Source.FLAG, name, passthrough=True))
+    return rest
+
+
+def natural(text: str) -> Any:
+    """A pass-through value as number, true/false or JSON when it reads as one, else as text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,266 @@
+"""Core's options, one dataclass a group; a group is a table of the configuration file and a heading of ``--help``.
+
+Field names are the file's keys (``rollout: {batch_size: 32}``) and the facts' names (``rollout.batch_size``); the flag
+is the field's name with dashes unless ``flag=`` says otherwise. Nothing here may import torch, for ``--help``'s sake.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from miles_core.config.option import option
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What runs: plugins, the parts that do the work, and where the run lives on disk. Its facts have no prefix."""
+
+    plugins: tuple[str, ...] = option(
+        (), help="plugins to use, in order: names, or paths of single-file plugins (./my.py)", metavar="NAME,..."
+    )
+    engine: str = option("embedded", help="who generates", choices=("embedded", "*"), part="engine")
+    trainer: str = option("embedded", help="who trains", choices=("embedded", "*"), part="trainer")
+    runtime: str = option(
+        "inline", help="where the parts run; inline is this process", choices=("inline", "*"), part="runtime"
+    )
+    save: Path | None = option(
+        None, help="run directory: configuration, plan, metrics, checkpoints, report (default: runs/<name>-<time>)"
+    )
+    load: Path | None = option(None, help="run directory or checkpoint to resume from")
+    save_interval: int | None = option(None, help="write a checkpoint every N rollouts (and always at the end)", ge=1)
+    export_hf: Path | None = option(None, help="write the trained model here in Hugging Face layout at the end")
+    log_level: LogLevel = option("info", help="how much to log")
+    profile: bool = option(False, help="record a torch profiler trace of the second rollout step")
+    profile_dir: Path | None = option(None, help="where traces go (default: the run directory)")
+    use_wandb: bool = option(False, help="also send metrics to Weights & Biases")
+    use_tensorboard: bool = option(False, help="also write metrics for TensorBoard into the run directory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The checkpoint, and how it is loaded."""
+
+    hf_checkpoint: str | None = option(None, help="Hugging Face checkpoint: a directory, or a hub name", metavar="DIR")
+    model_name: str | None = option(None, help="label of the model in logs and in the run directory's name")
+    ref_load: str | None = option(
+        None, help="BF16 weights for trainer and reference model, when --hf-checkpoint is quantised", metavar="DIR"
+    )
+    trust_remote_code: bool = option(False, help="run model code that comes with the checkpoint")
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", help="dtype of the model's copy; auto is float32 on a CPU and bfloat16 on a GPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", help="where embedded engine and trainer live; auto takes a GPU that is there"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Prompts and the keys under which they are found."""
+
+    prompt_data: str | None = option(None, help="prompts: a JSONL or parquet file", metavar="FILE")
+    input_key: str = option("input", help="column with the prompt: a text, or a list of chat messages")
+    label_key: str | None = option(None, help="column with the expected answer, given to the reward")
+    metadata_key: str = option("metadata", help="column with a mapping that travels with each sample")
+    apply_chat_template: bool = option(False, help="render prompts with the tokenizer's chat template")
+    shuffle: bool = option(
+        False, flag="--rollout-shuffle", help="shuffle the prompts anew every epoch (seeded by --seed)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """How samples are generated."""
+
+    batch_size: int = option(32, flag="--rollout-batch-size", help="prompts per rollout step", ge=1)
+    n_samples_per_prompt: int = option(8, help="samples per prompt: one group", ge=1)
+    num_rollout: int = option(100, help="rollout steps in all", ge=0)
+    temperature: float = option(1.0, flag="--rollout-temperature", help="sampling temperature", gt=0)
+    top_p: float = option(
+        1.0, flag="--rollout-top-p", help="nucleus: keep the most probable tokens up to this mass; 1 is off", gt=0, le=1
+    )
+    top_k: int = option(-1, flag="--rollout-top-k", help="keep the k most probable tokens; -1 is off", ge=-1)
+    max_response_len: int = option(1024, flag="--rollout-max-response-len", help="tokens in a response at most", ge=1)
+    max_prompt_len: int | None = option(
+        None, flag="--rollout-max-prompt-len", help="leave out prompts of more tokens than this, and count them", ge=1
+    )
+    max_context_len: int | None = option(
+        None, flag="--rollout-max-context-len", help="prompt and response together at most (default: the model's)", ge=1
+    )
+    stop: tuple[str, ...] = option((), flag="--rollout-stop", help="strings that end a response", metavar="TEXT,...")
+    stop_token_ids: tuple[int, ...] = option(
+        (), flag="--rollout-stop-token-ids", help="token ids that end a response, beside the model's own", ge=0
+    )
+    over_sampling_batch_size: int | None = option(
+        None, help="prompts asked for at a time when groups may be filtered out (default: --rollout-batch-size)", ge=1
+    )
+    dynamic_sampling_filter_path: str | None = option(
+        None, help="keep(args, group) -> bool; groups for which it is false are replaced", metavar="FILE.py:FN"
+    )
+    custom_generate_function_path: str | None = option(
+        None, help="async generate(args, sample, sampling_params) -> Sample or list of siblings", metavar="FILE.py:FN"
+    )
+    full_vocab_logprobs: bool = option(
+        False, help="log-probs over the whole vocabulary on both sides even with top-p or top-k (biased)"
+    )
+    max_running_requests: int = option(256, help="sequences the embedded engine decodes at once", ge=1)
+    precision: str = option(
+        "bf16",
+        flag="--rollout-precision",
+        help="number format of the engine's weights",
+        choices=("bf16", "*"),
+        part="format",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """What a response is worth."""
+
+    rm_type: str | None = option(
+        None, help="built-in reward", choices=("exact", "math", "boxed", "f1", "*"), part="reward"
+    )
+    custom_rm_path: str | None = option(
+        None, help="async rm(args, sample) -> float or dict; instead of --rm-type", metavar="FILE.py:FN"
+    )
+    reward_key: str | None = option(None, help="entry to train on when rewards are dicts")
+    overlong_buffer_len: int | None = option(
+        None, help="soft over-length penalty over this many last tokens of --rollout-max-response-len (DAPO)", ge=1
+    )
+    overlong_penalty_factor: float = option(1.0, help="penalty at the full length", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """Advantages and the policy loss."""
+
+    advantage_estimator: str = option(
+        "grpo",
+        help="advantage, and the policy loss that goes with it",
+        choices=(
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "gspo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "cispo",
+            "*",
+        ),
+        part="advantage",
+    )
+    eps_clip: float = option(0.2, help="clip the probability ratio below 1 - EPS", ge=0)
+    eps_clip_high: float | None = option(None, help="clip it above 1 + EPS (default: --eps-clip)", ge=0)
+    eps_clip_c: float | None = option(
+        None, help="dual clip: bound of the loss for negative advantages, in multiples of them", gt=1
+    )
+    kl_coef: float = option(0.0, help="KL to the reference model, taken from the reward", ge=0)
+    kl_loss_coef: float = option(0.0, help="KL to the reference model, added to the loss", ge=0)
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("k1", help="estimator of that KL")
+    entropy_coef: float = option(0.0, help="entropy bonus", ge=0)
+    loss_aggregation: Literal["rollout_mean", "token_mean", "constant"] = option(
+        "rollout_mean", help="how token losses become one number"
+    )
+    loss_constant_length: int | None = option(
+        None, help="divisor per sample with --loss-aggregation constant (default: --rollout-max-response-len)", ge=1
+    )
+    gamma: float = option(1.0, help="discount of reinforce_plus_plus", ge=0, le=1)
+    normalize_advantages: bool = option(False, help="whiten advantages over the whole optimiser step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """The optimiser and the shape of its steps."""
+
+    lr: float = option(1e-6, help="learning rate", ge=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = option(
+        "constant", flag="--lr-decay-style", help="learning rate after the warm-up"
+    )
+    lr_warmup_iters: int = option(0, help="optimiser steps of linear warm-up", ge=0)
+    lr_decay_iters: int | None = option(None, help="optimiser steps until --min-lr (default: all of the run)", ge=1)
+    min_lr: float = option(0.0, help="learning rate at the end of the decay", ge=0)
+    weight_decay: float = option(0.1, help="decoupled weight decay", ge=0)
+    adam_beta1: float = option(0.9, help="AdamW: decay of the first moment", ge=0, lt=1)
+    adam_beta2: float = option(0.98, help="AdamW: decay of the second moment", ge=0, lt=1)
+    adam_eps: float = option(1e-8, help="AdamW: epsilon", gt=0)
+    clip_grad: float = option(1.0, help="clip the gradient's norm; 0 is off", ge=0)
+    global_batch_size: int | None = option(
+        None, help="samples per optimiser step (default: a whole rollout step)", ge=1
+    )
+    num_steps_per_rollout: int | None = option(
+        None, help="optimiser steps per rollout step; the other way to say --global-batch-size", ge=1
+    )
+    micro_batch_size: int = option(8, help="samples per forward and backward pass", ge=1)
+    use_dynamic_batch_size: bool = option(
+        False, help="fill micro-batches by tokens (--max-tokens-per-gpu) rather than by samples"
+    )
+    max_tokens_per_gpu: int | None = option(None, help="tokens per micro-batch with --use-dynamic-batch-size", ge=1)
+    activation_checkpointing: bool = option(
+        False, flag="--recompute-activations", help="recompute activations in the backward pass to save memory"
+    )
+    aux_loss_coef: float = option(
+        0.0, aliases=("--moe-aux-loss-coeff",), help="load-balancing loss of a mixture of experts", ge=0
+    )
+    precision: str = option(
+        "bf16",
+        flag="--train-precision",
+        help="number format of the trainer's forward pass",
+        choices=("bf16", "*"),
+        part="format",
+    )
+    emulate_precision: bool = option(False, help="run a format's numerics without its tensor cores, on any machine")
+    seed: int = option(1234, help="seed of everything random in the run", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sft:
+    """Supervised warm start before the first rollout, with the same trainer."""
+
+    data: str | None = option(
+        None,
+        flag="--sft-data",
+        help="prompt and response pairs, JSONL or parquet; without it there is no warm start",
+        metavar="FILE",
+    )
+    response_key: str = option(
+        "response", flag="--sft-response-key", help="column with the response; the prompt's is --input-key"
+    )
+    steps: int = option(100, flag="--sft-steps", help="optimiser steps", ge=1)
+    batch_size: int = option(32, flag="--sft-batch-size", help="pairs per optimiser step", ge=1)
+    lr: float = option(1e-5, flag="--sft-lr", help="learning rate", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Held-out prompts, scored while training. Sampling options not given are those of the rollout."""
+
+    interval: int | None = option(
+        None, flag="--eval-interval", help="evaluate before the first and after every N rollout steps", ge=1
+    )
+    prompt_data: tuple[str, ...] = option(
+        (), flag="--eval-prompt-data", help="held-out prompts: FILE or NAME=FILE", metavar="[NAME=]FILE,..."
+    )
+    n_samples: int = option(1, flag="--n-samples-per-eval-prompt", help="samples per prompt", ge=1)
+    temperature: float | None = option(None, flag="--eval-temperature", help="sampling temperature; 0 is greedy", ge=0)
+    top_p: float | None = option(None, flag="--eval-top-p", help="nucleus", gt=0, le=1)
+    top_k: int | None = option(None, flag="--eval-top-k", help="keep the k most probable tokens; -1 is off", ge=-1)
+    max_response_len: int | None = option(
+        None, flag="--eval-max-response-len", help="tokens in a response at most", ge=1
+    )
+
+
+GROUPS: dict[str, type] = {
+    "run": Run,
+    "model": Model,
+    "data": Data,
+    "rollout": Rollout,
+    "reward": Reward,
+    "algorithm": Algorithm,
+    "train": Train,
+    "sft": Sft,
+    "evaluation": Evaluation,
+}

@@ -1,0 +1,224 @@
+"""From argv, files and the environment to a checked ``Config``: default < environment < file < flag."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from miles_core.config import elsewhere, file, value
+from miles_core.config.config import Config
+from miles_core.config.flags import Assignment, Source, parse
+from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
+from miles_core.errors import ConfigError
+from miles_core.plugin.manifest import Plugin
+
+PLUGINS = f"{ROOT}.plugins"
+
+
+def load(
+    argv: Sequence[str], *, manifests: Iterable[Plugin] | None = None, environment: Mapping[str, str] | None = None
+) -> Config:
+    """The configuration that a command line describes.
+
+    Args:
+        argv: flags, e.g. ``["--config", "run.yaml", "--lr", "1e-6"]``.
+        manifests: the plugins whose options exist; by default all installed ones and the single files in ``--plugins``.
+        environment: by default ``os.environ``; only variables that a manifest declares are read.
+
+    Raises:
+        ConfigError: everything wrong with flags, files, variables and values, in one message.
+        PluginError: a plugin's manifest cannot be loaded, or two packages declare one flag differently.
+    """
+    files = {path: file.read(path) for path in _config_paths(argv)}
+    schema = collect(installed(argv, files) if manifests is None else manifests)
+    given = parse(schema, argv)
+    problems = given.problems
+    for rank, path in enumerate(given.files):
+        found, wrong = file.assignments(files[path], schema, path, rank)
+        given.assignments += found
+        problems += wrong
+    given.assignments += _from_environment(schema, os.environ if environment is None else environment)
+    loading = _Loading(schema, given.assignments, problems)
+    config = loading.config()
+    if problems:
+        raise ConfigError(_message(problems))
+    return config
+
+
+def installed(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> list[Plugin]:
+    """The manifests of all installed plugins, and of the single files that ``--plugins`` names."""
+    from miles_core.plugin.discovery import manifests
+
+    return list(manifests(_local_plugins(argv, files)))
+
+
+def _config_paths(argv: Sequence[str]) -> list[str]:
+    return _peek(argv, "--config")
+
+
+def _peek(argv: Sequence[str], flag: str) -> list[str]:
+    """The values of one flag, before the schema is known."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(flag, action="append")
+    try:
+        known, _ = parser.parse_known_args(argv)
+    except argparse.ArgumentError:  # the full parser reports the missing value
+        return []
+    return getattr(known, flag[2:]) or []
+
+
+def _local_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> list[str]:
+    """Paths of single-file plugins named on the command line or, when it names no plugins, in files."""
+    named: list[Any] = [*_peek(argv, "--plugins")]
+    if not named:
+        for entries in files.values():
+            for entry in entries:
+                inner = entry.children if entry.key == ROOT and entry.children is not None else (entry,)
+                named += [e.value for e in inner if e.key.lstrip("-") == "plugins"]
+    words = [word for item in named for word in (item if isinstance(item, list) else str(item).split(","))]
+    return list(dict.fromkeys(str(word) for word in words if is_local(str(word))))
+
+
+def is_local(name: str) -> bool:
+    """Whether an item of ``--plugins`` is the path of a single-file plugin."""
+    return name.endswith(".py") or os.sep in name
+
+
+def _from_environment(schema: Schema, environment: Mapping[str, str]) -> list[Assignment]:
+    found = []
+    for variable, path in schema.environment.items():
+        option = schema.find(path)
+        if variable in environment and option is not None:
+            origin = f"environment variable {variable}={environment[variable]}"
+            found.append(Assignment(option.path, environment[variable], origin, Source.ENVIRONMENT, variable))
+    return found
+
+
+def _message(problems: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        return unique[0]
+    return f"{len(unique)} problems in the configuration:\n" + "\n".join(f"  - {problem}" for problem in unique)
+
+
+class _Loading:
+    """Chooses among the assignments to each option, checks values, and finds out which plugins are enabled."""
+
+    def __init__(self, schema: Schema, assignments: Sequence[Assignment], problems: list[str]) -> None:
+        self.schema = schema
+        self.problems = problems
+        self.assignments = sorted(assignments, key=lambda a: (a.source, a.rank))  # stable: later on the line wins
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.chosen: set[str] = set()
+        self.passthrough: dict[str, Any] = {}
+
+    def config(self) -> Config:
+        by_path: dict[str, list[Assignment]] = {}
+        for assignment in self.assignments:
+            by_path.setdefault(assignment.path, []).append(assignment)
+        for path, given in by_path.items():
+            self._settle(path, given)
+        plugins, specs = self._enabled()
+        self._refuse_idle_plugins(by_path, plugins)
+        if plugins:
+            self.values[PLUGINS] = tuple(specs)
+            self.origins.setdefault(PLUGINS, "enabled by other options")
+        return Config(self.schema, self.values, self.origins, frozenset(self.chosen), tuple(plugins), self.passthrough)
+
+    def _settle(self, path: str, given: list[Assignment]) -> None:
+        """The strongest assignment wins; two flags (or two places of one file) that contradict each other do not."""
+        last = given[-1]
+        rivals = [a for a in given if (a.source, a.rank) == (last.source, last.rank)]
+        self.origins[path] = last.origin
+        if last.chosen:
+            self.chosen.add(path)
+        if last.passthrough:
+            self.passthrough[path] = last.raw
+            return
+        option = self.schema.options[path]
+        try:
+            if option.is_list and last.source is Source.FLAG:
+                raws = [raw for a in rivals for raw in (a.raw if isinstance(a.raw, (list, tuple)) else [a.raw])]
+                self.values[path] = value.check(option, raws, last.origin)
+                return
+            checked = [(value.check(option, a.raw, a.origin), a) for a in rivals]
+        except ConfigError as error:
+            self.problems.append(self._explained(option, rivals, str(error)))
+            return
+        self.values[path] = checked[-1][0]
+        for other, assignment in checked[:-1]:
+            if assignment.spelling != last.spelling and other != self.values[path]:
+                twice = f"{other} ({assignment.origin}) and {self.values[path]} ({last.origin})"
+                self.problems.append(f"{option.fact} is given twice: {twice}")
+
+    def _explained(self, option: Option, rivals: Sequence[Assignment], message: str) -> str:
+        for assignment in rivals:
+            sentence = elsewhere.explain_value(option, assignment.raw, self.schema)
+            if sentence:
+                return f"{assignment.origin}: {sentence}"
+        return message
+
+    def _enabled(self) -> tuple[list[str], list[str]]:
+        """Names of the enabled plugins and, for each, what to write after ``--plugins``."""
+        specs: dict[str, str] = {}
+        for spec in self.values.get(PLUGINS, ()):
+            name = self._name_of(spec)
+            if name in self.schema.manifests:
+                specs.setdefault(name, spec)
+            else:
+                self.problems.append(f"{self.origins[PLUGINS]}: {elsewhere.explain_plugin(spec, self.schema)}")
+        for path, item in self.values.items():
+            option = self.schema.options[path]
+            if option.info.enables and item not in (None, False):
+                specs.setdefault(option.owner, option.owner)
+            providers = option.providers.get(item, ()) if isinstance(item, str) else ()
+            if providers and item not in option.info.choices and not set(providers) & set(specs):
+                if len(providers) > 1:
+                    self.problems.append(
+                        f"{self.origins[path]}: {value.listing(providers)} provide it; name one of them in --plugins"
+                    )
+                else:
+                    specs[providers[0]] = providers[0]
+        return list(specs), list(specs.values())
+
+    def _name_of(self, spec: str) -> str:
+        """The plugin's name for an item of ``--plugins``; a single file is known by its path."""
+        if not is_local(spec):
+            return spec
+        from miles_core.plugin.discovery import name_of_file
+
+        return str(name_of_file(spec))
+
+    def _refuse_idle_plugins(self, by_path: Mapping[str, list[Assignment]], plugins: Sequence[str]) -> None:
+        possible = {CORE, *_with_requirements(self.schema, plugins)}
+        for path, given in by_path.items():
+            last = given[-1]
+            option = self.schema.options.get(path)
+            owners = self.schema.flag_of(path).owners if option else (self.schema.owners[path.partition(".")[0]],)
+            harmless = option is not None and option.info.enables and self.values.get(path) in (None, False)
+            if possible & set(owners) or not last.chosen or harmless:
+                continue
+            command = ",".join([*self.values.get(PLUGINS, ()), owners[0]])
+            who = " or ".join(owners)
+            self.problems.append(
+                f"{last.origin}: it belongs to the plugin {who}, which is installed but not enabled; "
+                f"add --plugins {command}"
+            )
+
+
+def _with_requirements(schema: Schema, plugins: Iterable[str]) -> set[str]:
+    """These plugins and all that a rule of theirs may activate (``needs = "plugin.x"``)."""
+    found: set[str] = set()
+    waiting = list(plugins)
+    while waiting:
+        name = waiting.pop()
+        if name not in found and name in schema.manifests:
+            found.add(name)
+            for rule in schema.manifests[name].requires:
+                needs = rule.needs.strip()
+                if needs.startswith("plugin."):
+                    waiting.append(needs.removeprefix("plugin.").split()[0])
+    return found

@@ -1,0 +1,324 @@
+"""The schema: every option that can be given here, collected from core's groups and the installed plugins' manifests.
+
+Everything else in this package reads it: the command line, configuration files, checks of values, ``--help``, the
+reference page and the facts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles_core.config.groups import GROUPS
+from miles_core.config.option import METADATA_KEY, OptionInfo
+from miles_core.errors import PluginError
+from miles_core.plugin.manifest import Plugin
+
+CORE = "core"
+ROOT = "run"  # the group whose facts have no prefix: ``engine``, not ``run.engine``
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of one owner.
+
+    Attributes:
+        path: ``<group>.<field>``, the name in files and rules.
+        owner: ``"core"`` or a plugin's name.
+        flag: its spelling, with dashes.
+        type: the annotation, e.g. ``int | None``.
+        choices: allowed values with the names that plugins add; empty is anything of the type.
+        providers: choice -> names of the plugins that provide it.
+    """
+
+    path: str
+    owner: str
+    flag: str
+    type: Any
+    default: Any
+    info: OptionInfo
+    choices: tuple[Any, ...] = ()
+    providers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def group(self) -> str:
+        return self.path.partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.path.partition(".")[2]
+
+    @property
+    def fact(self) -> str:
+        return self.name if self.group == ROOT else self.path
+
+    @property
+    def inner(self) -> Any:
+        """The type without ``| None``."""
+        arguments = typing.get_args(self.type)
+        if typing.get_origin(self.type) in (typing.Union, types.UnionType) and type(None) in arguments:
+            rest = [argument for argument in arguments if argument is not type(None)]
+            return rest[0] if len(rest) == 1 else typing.Union[tuple(rest)]  # noqa: UP007
+        return self.type
+
+    @property
+    def optional(self) -> bool:
+        return self.inner is not self.type
+
+    @property
+    def is_bool(self) -> bool:
+        return self.inner is bool
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.inner) in (list, tuple)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag: what is typed, and the options it sets (several when packages share it)."""
+
+    spelling: str
+    aliases: tuple[str, ...]
+    options: tuple[Option, ...]
+
+    @property
+    def option(self) -> Option:
+        """The first owner's option; its type, default, choices and help are everybody's."""
+        return self.options[0]
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        return tuple(option.owner for option in self.options)
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A spelling that stands for given values: ``--rollout-fp8`` for ``rollout.precision = fp8``."""
+
+    spelling: str
+    owner: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """All that can be configured with the manifests at hand.
+
+    Attributes:
+        groups: table -> dataclass, core's first.
+        owners: table -> ``"core"`` or the plugin's name.
+        options: path -> option.
+        flags: spelling and every alias spelling -> flag.
+        aliases: spelling -> alias with fixed values.
+        environment: variable -> option path.
+        passthrough: flag prefix -> table that takes any key.
+        manifests: plugin name -> manifest.
+    """
+
+    groups: Mapping[str, type]
+    owners: Mapping[str, str]
+    options: Mapping[str, Option]
+    flags: Mapping[str, Flag]
+    aliases: Mapping[str, Alias]
+    environment: Mapping[str, str]
+    passthrough: Mapping[str, str]
+    manifests: Mapping[str, Plugin]
+
+    def find(self, path: str) -> Option | None:
+        """The option at ``rollout.batch_size``; the run group's also without prefix (``engine``)."""
+        return self.options.get(path) or self.options.get(f"{ROOT}.{path}")
+
+    def flag_of(self, path: str) -> Flag:
+        return self.flags[self.options[path].flag]
+
+    def distinct_flags(self) -> list[Flag]:
+        """Every flag once, in the order of the groups."""
+        return list({flag.spelling: flag for flag in self.flags.values()}.values())
+
+    def passthrough_of(self, flag: str) -> tuple[str, str] | None:
+        """(table, key) when some plugin takes every flag with this prefix; the longest prefix wins."""
+        for prefix in sorted(self.passthrough, key=len, reverse=True):
+            if flag.startswith(prefix) and len(flag) > len(prefix):
+                return self.passthrough[prefix], flag[len(prefix) :].replace("-", "_")
+        return None
+
+    def spellings(self) -> list[str]:
+        """Everything that can be typed, with the ``--no-`` forms of switches."""
+        negative = [f"--no-{name[2:]}" for name, flag in self.flags.items() if flag.option.is_bool]
+        return [*self.flags, *self.aliases, *negative]
+
+    def nearest_flags(self, spelling: str) -> list[str]:
+        return nearest(spelling, self.spellings())
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """Up to three names that look or sound like ``word``, best first."""
+    names = list(dict.fromkeys(known))
+    found = difflib.get_close_matches(word, names, n=3, cutoff=0.72)
+    bare = word.strip("-").replace("_", "-")
+    if len(bare) >= 4:  # --batch-size for --rollout-batch-size
+        found += [name for name in names if name.replace("_", "-").endswith("-" + bare) and name not in found]
+    return found[:3]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean a or b?"``, or nothing."""
+    names = nearest(word, known)
+    return f"; did you mean {' or '.join(names)}?" if names else ""
+
+
+def collect(manifests: Iterable[Plugin]) -> Schema:
+    """The schema of core and these plugins.
+
+    Raises:
+        PluginError: two packages declare one flag differently, or a manifest refers to an option that nobody has.
+    """
+    plugins = list(manifests)
+    names = {plugin.name: plugin for plugin in plugins}
+    tables = {**GROUPS, **{plugin.name: plugin.config for plugin in plugins if plugin.config is not None}}
+    owners = {**dict.fromkeys(GROUPS, CORE), **{plugin.name: plugin.name for plugin in plugins}}
+    for plugin in plugins:
+        if plugin.name in GROUPS:
+            raise PluginError(f"a plugin may not be called {plugin.name!r}: that is one of core's configuration tables")
+        owners.update(dict.fromkeys(plugin.passthrough.values(), plugin.name))
+    options = [
+        option for table, group in tables.items() for option in _options_of(table, group, owners[table], plugins)
+    ]
+    flags = _merge_flags(options)
+    merged = {option.path: option for flag in flags.values() for option in flag.options}
+    schema = Schema(
+        groups=tables,
+        owners=owners,
+        options={option.path: merged[option.path] for option in options},
+        flags=flags,
+        aliases=_aliases(plugins, flags),
+        environment=_only_once(plugins, "environment"),
+        passthrough=_only_once(plugins, "passthrough"),
+        manifests=names,
+    )
+    _check_references(schema)
+    return schema
+
+
+def _options_of(table: str, group: type, owner: str, plugins: list[Plugin]) -> list[Option]:
+    hints = typing.get_type_hints(group)
+    found = []
+    for entry in dataclasses.fields(group):
+        info = entry.metadata.get(METADATA_KEY)
+        if not isinstance(info, OptionInfo):
+            raise PluginError(f"{owner}: {group.__name__}.{entry.name} is not made with miles_core.config.option(...)")
+        if entry.default_factory is not dataclasses.MISSING:
+            default = entry.default_factory()
+        elif entry.default is not dataclasses.MISSING:
+            default = entry.default
+        else:
+            raise PluginError(f"{owner}: the option {table}.{entry.name} has no default value")
+        flag = info.flag or "--" + entry.name.replace("_", "-")
+        choices, providers = _choices(info, hints[entry.name], plugins)
+        found.append(Option(f"{table}.{entry.name}", owner, flag, hints[entry.name], default, info, choices, providers))
+    return found
+
+
+def _choices(
+    info: OptionInfo, annotation: Any, plugins: list[Plugin]
+) -> tuple[tuple[Any, ...], dict[str, tuple[str, ...]]]:
+    """The declared choices (or those of ``Literal``), with ``"*"`` replaced by what plugins provide."""
+    choices = info.choices or tuple(
+        value
+        for candidate in (annotation, *typing.get_args(annotation))
+        if typing.get_origin(candidate) is typing.Literal
+        for value in typing.get_args(candidate)
+    )
+    providers: dict[str, tuple[str, ...]] = {}
+    if "*" in choices:
+        choices = tuple(choice for choice in choices if choice != "*")
+        for plugin in plugins:
+            for name in plugin.formats if info.part == "format" else plugin.provides.get(info.part, {}):
+                providers[name] = (*providers.get(name, ()), plugin.name)
+    return tuple(dict.fromkeys((*choices, *providers))), providers
+
+
+def _merge_flags(options: list[Option]) -> dict[str, Flag]:
+    by_flag: dict[str, list[Option]] = {}
+    for option in options:
+        by_flag.setdefault(option.flag, []).append(option)
+    flags: dict[str, Flag] = {}
+    for spelling, shared in by_flag.items():
+        first = shared[0]
+        for other in shared[1:]:
+            for what in ("type", "default"):
+                _same(spelling, what, first, other, getattr(first, what), getattr(other, what))
+            _same(spelling, "help", first, other, first.info.help, other.info.help)
+        aliases = tuple(dict.fromkeys(alias for option in shared for alias in option.info.aliases))
+        flag = Flag(spelling, aliases, _with_merged_choices(shared))
+        for name in (spelling, *aliases):
+            if name in flags or (name != spelling and name in by_flag):
+                other = flags[name].option if name in flags else by_flag[name][0]
+                raise PluginError(
+                    f"{name} is declared by {first.owner} ({first.path}) and {other.owner} ({other.path})"
+                )
+            flags[name] = flag
+    return flags
+
+
+def _with_merged_choices(shared: list[Option]) -> tuple[Option, ...]:
+    """The owners' options, each with everybody's choices; any value is allowed where one owner takes any."""
+    choices: tuple[Any, ...] = ()
+    if all(option.choices for option in shared):
+        choices = tuple(dict.fromkeys(choice for option in shared for choice in option.choices))
+    return tuple(dataclasses.replace(option, choices=choices) for option in shared)
+
+
+def _same(flag: str, what: str, first: Option, other: Option, left: Any, right: Any) -> None:
+    if left != right or first.owner == other.owner:
+        raise PluginError(
+            f"{flag} is declared by {first.owner} ({first.path}) and by {other.owner} ({other.path}) with different "
+            f"{what}: {left!r} and {right!r}; one flag may have several owners only when type, default and help agree"
+        )
+
+
+def _aliases(plugins: list[Plugin], flags: Mapping[str, Flag]) -> dict[str, Alias]:
+    found: dict[str, Alias] = {}
+    for plugin in plugins:
+        for spelling, values in plugin.aliases.items():
+            other = found[spelling].owner if spelling in found else None
+            if spelling in flags:
+                other = flags[spelling].option.owner
+            if other:
+                raise PluginError(f"{spelling} is declared by both {plugin.name} and {other}")
+            found[spelling] = Alias(spelling, plugin.name, values)
+    return found
+
+
+def _only_once(plugins: list[Plugin], what: str) -> dict[str, str]:
+    """The plugins' ``environment`` or ``passthrough`` in one mapping; a key with two owners is an error."""
+    owners: dict[str, Plugin] = {}
+    for plugin in plugins:
+        for key in getattr(plugin, what):
+            if key in owners:
+                raise PluginError(f"{key} is declared in the {what} of both {owners[key].name} and {plugin.name}")
+            owners[key] = plugin
+    return {key: getattr(plugin, what)[key] for key, plugin in owners.items()}
+
+
+def _check_references(schema: Schema) -> None:
+    for alias in schema.aliases.values():
+        for path in alias.values:
+            if schema.find(path) is None:
+                raise PluginError(
+                    f"{alias.owner}: its alias {alias.spelling} sets {path}, which is no option"
+                    + did_you_mean(path, schema.options)
+                )
+    for plugin in schema.manifests.values():
+        for variable, path in plugin.environment.items():
+            if schema.find(path) is None:
+                raise PluginError(
+                    f"{plugin.name}: its environment variable {variable} sets {path}, which is no option"
+                    + did_you_mean(path, schema.options)
+                )

@@ -1,0 +1,112 @@
+"""From what was typed or written in a file to a checked value, with one sentence when it cannot be.
+
+Types are pydantic's business (loaded on first use: it costs more than everything else here); choices, bounds and the
+words of the message are ours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from typing import Any
+
+from miles_core.config.schema import Option, did_you_mean
+from miles_core.errors import ConfigError
+
+NONE = "none"  # what to type for "no value" where a value is optional
+
+
+def check(option: Option, raw: Any, origin: str) -> Any:
+    """``raw`` (text of a flag, or a file's value) as a value of the option's type.
+
+    Raises:
+        ConfigError: what was given, where, and what is allowed.
+    """
+    if option.optional and (raw is None or (isinstance(raw, str) and raw.lower() == NONE)):
+        return None
+    if option.is_list:
+        raw = _as_list(raw)
+    value = _typed(option, raw, origin)
+    items = value if option.is_list else (value,)
+    for item in items:
+        if option.choices and item not in option.choices:
+            hint = did_you_mean(str(item), map(str, option.choices))
+            raise ConfigError(
+                f"{origin}: {option.fact} cannot be {item!r}; it is one of {listing(option.choices)}{hint}"
+            )
+        if isinstance(item, (int, float)) and not _within(option, item):
+            raise ConfigError(f"{origin}: {option.fact} cannot be {item:g}; it must be {option.info.bounds()}")
+    return value
+
+
+def listing(values: tuple[Any, ...]) -> str:
+    """``a, b or c``."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def kind(option: Option) -> str:
+    """The type in words: ``"a whole number"``."""
+    inner = option.inner
+    if inner is bool:
+        return "true or false"
+    if inner is int:
+        return "a whole number"
+    if inner is float:
+        return "a number"
+    if option.is_list:
+        return f"a list ({option.info.metavar or 'A,B,...'})"
+    return "a text"
+
+
+def _as_list(raw: Any) -> list[Any]:
+    """Repeats and commas make a list; a JSON list is taken as it is (for items that hold commas)."""
+    items = []
+    for part in raw if isinstance(raw, (list, tuple)) else [raw]:
+        if isinstance(part, str) and part.lstrip().startswith("["):
+            try:
+                items += json.loads(part)
+                continue
+            except ValueError:  # not JSON, so the bracket is text like any other
+                pass
+        items += [piece for piece in part.split(",") if piece] if isinstance(part, str) else [part]
+    return items
+
+
+def _typed(option: Option, raw: Any, origin: str) -> Any:
+    from pydantic import ValidationError
+
+    wrong_bool = isinstance(raw, bool) and option.inner in (int, float, str)
+    if not wrong_bool:
+        try:
+            value = _adapter(option.inner).validate_python(raw)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{origin}: {option.fact} cannot be {raw}; it must be a finite number")
+            return value
+        except ValidationError:
+            pass  # pydantic's words name types and codes; ours name what the user typed and may type
+    if option.choices:
+        hint = did_you_mean(str(raw), map(str, option.choices))
+        raise ConfigError(f"{origin}: {option.fact} cannot be {raw!r}; it is one of {listing(option.choices)}{hint}")
+    bounds = option.info.bounds()
+    raise ConfigError(
+        f"{origin}: {option.fact} cannot be {raw!r}; it must be {kind(option)}{' ' + bounds if bounds else ''}"
+    )
+
+
+@cache
+def _adapter(annotation: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(annotation, config=ConfigDict(coerce_numbers_to_str=True))
+
+
+def _within(option: Option, value: float) -> bool:
+    info = option.info
+    return not (
+        (info.gt is not None and value <= info.gt)
+        or (info.ge is not None and value < info.ge)
+        or (info.lt is not None and value >= info.lt)
+        or (info.le is not None and value > info.le)
+    )
