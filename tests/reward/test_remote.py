@@ -1,0 +1,74 @@
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from miles_core.errors import ConfigError, DataError
+from miles_core.reward.remote import RemoteReward
+
+SAMPLE = SimpleNamespace(prompt="p", response="r", label="l", metadata={"k": 1}, reward=None, index=0)
+
+
+@pytest.fixture
+def server():
+    """A service that gives the answers put into ``answers`` one by one and records what it was asked."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            status, body = self.server.answers.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            return
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server.answers, server.asked = [], []
+    server.url = f"http://127.0.0.1:{server.server_port}/score"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_sends_the_sample_and_returns_the_answer(server):
+    server.answers = [(200, b"0.5"), (200, b'{"acc": 1}')]
+    reward = RemoteReward(server.url)
+    assert reward(None, SAMPLE) == 0.5
+    assert reward(None, SAMPLE) == {"acc": 1}
+    assert server.asked[0] == {"prompt": "p", "response": "r", "label": "l", "metadata": {"k": 1}}
+
+
+def test_retries_a_failing_service(server):
+    server.answers = [(503, b""), (500, b""), (200, b"1")]
+    assert RemoteReward(server.url, pause=0.0)(None, SAMPLE) == 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([(404, b"")], "HTTP 404"),
+        ([(200, b"<html>")], "not JSON"),
+        ([(500, b"")] * 4, "failed 4 times, last with: HTTP 500"),
+    ],
+)
+def test_gives_up_with_a_sentence(server, answers, message):
+    server.answers = list(answers)
+    with pytest.raises(DataError, match=message) as error:
+        RemoteReward(server.url, pause=0.0)(None, SAMPLE)
+    assert server.url in str(error.value)
+    assert server.answers == []
+
+
+def test_an_address_must_be_http():
+    with pytest.raises(ConfigError, match="ftp://x"):
+        RemoteReward("ftp://x")
+    with pytest.raises(ConfigError, match="--rm-url"):
+        RemoteReward(None)
