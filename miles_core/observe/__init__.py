@@ -1,1 +1,1 @@
-""""""
+"""What a run tells: metrics, progress, timing, hints, the report."""

@@ -1,0 +1,77 @@
+"""Log output: a terminal handler and ``run.log`` in the run directory.
+
+Modules log through ``logging.getLogger(__name__)``. Only our own loggers (and those of the plugins named to
+``configure``) speak below WARNING, so a library's chatter does not drown the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LEVELS = ("debug", "info", "warning", "error")
+_MARK = "miles"
+
+
+def debugging() -> bool:
+    """True when ``MILES_DEBUG`` asks for debug output and for tracebacks of user errors."""
+    return os.environ.get("MILES_DEBUG", "0") not in ("", "0")
+
+
+def configure(
+    level: str = "info",
+    run_dir: Path | str | None = None,
+    console: Console | None = None,
+    loggers: Iterable[str] = (),
+) -> Console:
+    """Set the program's log output up; a later call replaces an earlier one.
+
+    Args:
+        level: one of ``LEVELS``; ``MILES_DEBUG=1`` makes it ``debug``.
+        run_dir: where ``run.log`` is appended to, with times and module names, at ``level`` but never above info.
+        console: where the terminal output goes; standard error by default, and shared with the live progress.
+        loggers: further top-level logger names (plugins' modules) that speak at ``level``.
+
+    Returns:
+        The console, for ``Progress``.
+    """
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    if level not in LEVELS:
+        raise ConfigError(f"--log-level {level}: choose one of {', '.join(LEVELS)}")
+    number = logging.DEBUG if debugging() else getattr(logging, level.upper())
+    console = console or Console(stderr=True)
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if h.get_name() == _MARK]:
+        root.removeHandler(handler)
+        handler.close()
+    terminal: logging.Handler
+    if console.is_terminal:
+        terminal = RichHandler(console=console, show_path=debugging(), log_time_format="[%X]", markup=False)
+        terminal.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        terminal = logging.StreamHandler(console.file)
+        terminal.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    terminal.setLevel(number)
+    handlers = [terminal]
+    if run_dir is not None:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(Path(run_dir) / "run.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        file.setLevel(min(number, logging.INFO))
+        handlers.append(file)
+    for handler in handlers:
+        handler.set_name(_MARK)
+        root.addHandler(handler)
+    for name in ("miles_core", *loggers):
+        logging.getLogger(name).setLevel(min(number, logging.INFO))
+    return console

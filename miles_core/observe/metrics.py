@@ -1,0 +1,194 @@
+"""The metric log: one JSON object a step, appended to ``metrics.jsonl``.
+
+A record is ``{"step": 12, "time": 1767225600.0, "reward/mean": 0.41, ...}``. Step 0 is what was measured before
+training. A value that is not finite is written as ``null`` and named in the record's ``"nonfinite"`` entry, so every
+line is valid JSON for any reader. A process that dies while it writes leaves a torn last line, which readers skip and
+the next writer removes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from miles_core.errors import MilesError
+
+log = logging.getLogger(__name__)
+
+#: Keys of a record that are not metrics.
+RESERVED = ("step", "time", "nonfinite")
+
+
+class Sink(Protocol):
+    """A further place metrics go to (``miles_core.observe.sinks``)."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Means:
+    """Weighted means of named quantities given as (sum, weight) pairs."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, list[float]] = {}
+
+    def add(self, name: str, total: float, weight: float = 1.0) -> None:
+        """Add ``total``, a sum over ``weight`` items (tokens, samples)."""
+        entry = self._totals.setdefault(name, [0.0, 0.0])
+        entry[0] += float(total)
+        entry[1] += float(weight)
+
+    def update(self, pairs: Mapping[str, tuple[Any, Any]]) -> None:
+        """Add several pairs; sums and weights may be numbers or one-element tensors."""
+        for name, (total, weight) in pairs.items():
+            self.add(name, total, weight)
+
+    def result(self) -> dict[str, float]:
+        """name -> sum / weight; a quantity whose weight is 0 was not measured and has no entry."""
+        return {name: total / weight for name, (total, weight) in self._totals.items() if weight != 0}
+
+
+def mean_of(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
+    """name -> sum / weight, without the quantities of weight 0."""
+    means = Means()
+    means.update(pairs)
+    return means.result()
+
+
+class MetricLog:
+    """Appends records to ``path``; every line is on its way to the disk when ``append`` returns.
+
+    Args:
+        path: the file, created with its directory when missing. A torn last line is removed.
+        resume_step: drop the records of later steps: a run that continues at step 40 writes 41 again.
+        sinks: where the same metrics go as well.
+    """
+
+    def __init__(self, path: Path | str, resume_step: int | None = None, sinks: Iterable[Sink] = ()) -> None:
+        self.path = Path(path)
+        self.sinks = tuple(sinks)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        dropped = _repair(self.path, resume_step)
+        if dropped:
+            log.info("%s: dropped %d records after step %s, from where this run continues", path, dropped, resume_step)
+        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+
+    def append(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Write one record and return its finite metrics; the others are logged as warnings by name.
+
+        Raises MilesError when the file cannot be written (a full disk).
+        """
+        finite, bad = _split(metrics)
+        record: dict[str, Any] = {"step": int(step), "time": round(time.time(), 3)}
+        record |= {name: finite.get(name) for name in metrics}
+        if bad:
+            record["nonfinite"] = bad
+            log.warning("step %d: not a finite number: %s", step, ", ".join(f"{k} = {v}" for k, v in bad.items()))
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise MilesError(
+                f"cannot append step {step} to {self.path}: {error.strerror}; free space there and resume the run"
+            ) from error
+        for sink in self.sinks:
+            sink.write(step, finite)
+        return finite
+
+    def close(self) -> None:
+        """Close the file and the sinks."""
+        self._file.close()
+        for sink in self.sinks:
+            sink.close()
+
+    def __enter__(self) -> MetricLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(path: Path | str) -> list[dict[str, Any]]:
+    """The records of ``path`` in step order, a step's last record winning; [] when there is no file.
+
+    A torn last line is skipped. Any other line that is not a record raises MilesError with its number.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    records, _ = _parse(path)
+    return [by_step for _, by_step in sorted({r["step"]: r for r in records}.items())]
+
+
+def names(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Every metric's name, in order of first appearance."""
+    return list(dict.fromkeys(name for record in records for name in record if name not in RESERVED))
+
+
+def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric where it was measured; a value that was not finite is NaN."""
+    steps, values = [], []
+    for record in records:
+        if name in record:
+            steps.append(record["step"])
+            values.append(math.nan if record[name] is None else float(record[name]))
+    return steps, values
+
+
+def _split(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+    finite: dict[str, float] = {}
+    bad: dict[str, str] = {}
+    for name, value in metrics.items():
+        if name in RESERVED:
+            raise ValueError(f"a metric cannot be named {name!r}")
+        number = float(value)
+        if math.isfinite(number):
+            finite[name] = number
+        else:
+            bad[name] = str(number)
+    return finite, bad
+
+
+def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Records and the number of bytes that hold them; a last line without its newline is torn and not counted."""
+    records: list[dict[str, Any]] = []
+    size = 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            break
+        size += len(line)
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            record["step"] = int(record["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise MilesError(
+                f"line {number} of {path} is not a metrics record ({line[:40].decode(errors='replace').strip()!r}); "
+                "remove that line and try again"
+            ) from error
+        records.append(record)
+    return records, size
+
+
+def _repair(path: Path, resume_step: int | None) -> int:
+    """Cut a torn tail and the records after ``resume_step``; returns how many records were dropped."""
+    if not path.exists():
+        return 0
+    records, size = _parse(path)
+    kept = records if resume_step is None else [r for r in records if r["step"] <= resume_step]
+    if len(kept) < len(records):
+        text = "".join(json.dumps(r) + "\n" for r in kept)
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    elif size < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(size)
+    return len(records) - len(kept)

@@ -1,0 +1,64 @@
+"""Optional places for metrics: TensorBoard and Weights & Biases. Their packages are imported only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miles_core.errors import MilesError
+
+
+class TensorBoard:
+    """Writes scalars as TensorBoard event files into ``directory``. Raises MilesError without the package."""
+
+    def __init__(self, directory: Path | str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("--use-tensorboard", "tensorboard", error) from error
+        self._writer = SummaryWriter(log_dir=str(directory))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's metrics."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Sends scalars to a Weights & Biases run. Raises MilesError without the package.
+
+    Args:
+        directory: where its local files go.
+        name: the run's name there.
+        config: the effective configuration.
+        project: the project's name there; by default the one of the ``WANDB_PROJECT`` variable, else ``miles``.
+    """
+
+    def __init__(self, directory: Path | str, name: str, config: Mapping[str, Any], project: str | None = None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("--use-wandb", "wandb", error) from error
+        import os
+
+        project = project or os.environ.get("WANDB_PROJECT", "miles")
+        self._run = wandb.init(project=project, name=name, dir=str(directory), config=dict(config), resume="allow")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send one step's metrics."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run there."""
+        self._run.finish()
+
+
+def _missing(flag: str, package: str, error: ImportError) -> MilesError:
+    return MilesError(
+        f"{flag} needs the package {package!r}, which cannot be imported here ({error}); run: pip install {package}"
+    )

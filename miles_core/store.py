@@ -1,0 +1,159 @@
+"""A store: tensors and JSON under names, in one directory of a checkpoint.
+
+``on_save`` and ``on_load`` get one; a plugin writes under its own name, which becomes ``<name>.safetensors`` and
+``<name>.json``. Several ranks may share the directory: an entry is either written once, by rank 0, or ``sharded`` with
+one part a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
+_SHARD = re.compile(r"\.(\d+)-of-(\d+)\.json$")
+
+
+class Store:
+    """See the module's paragraph.
+
+    Args:
+        directory: where the files are; made when missing.
+        rank: this process's rank among those that share the directory.
+        world: how many there are.
+    """
+
+    def __init__(self, directory: Path | str, rank: int = 0, world: int = 1) -> None:
+        self.directory = Path(directory)
+        self.rank = rank
+        self.world = world
+        self._written: set[str] = set()
+
+    def put(
+        self, name: str, tensors: Mapping[str, Tensor] | None = None, data: Any = None, *, sharded: bool = False
+    ) -> None:
+        """Write one entry.
+
+        Args:
+            name: letters, digits, ``_ . -``, parts separated by ``/``; a plugin's entries start with the plugin's name.
+            tensors: any shapes and dtypes; views and shared storage are written out.
+            data: what JSON can hold (a tuple comes back as a list).
+            sharded: every rank writes its own part; otherwise only rank 0's call writes.
+
+        Raises ValueError for a malformed name or one already written, TypeError for data JSON cannot hold.
+        """
+        _check_name(name)
+        if name in self._written:
+            raise ValueError(f"the checkpoint already has an entry {name!r}; an entry is written once")
+        self._written.add(name)
+        if self.rank and not sharded:
+            return
+        try:
+            text = json.dumps({"data": data, "tensors": bool(tensors)})
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"checkpoint entry {name!r}: its data is not JSON ({error})") from error
+        base = self._base(name, f".{self.rank}-of-{self.world}" if sharded else "")
+        base.parent.mkdir(parents=True, exist_ok=True)
+        if tensors:
+            from safetensors.torch import save_file
+
+            save_file(_separate(tensors), f"{base}.safetensors")
+        # The JSON comes last: an entry exists when it does.
+        Path(f"{base}.json").write_text(text, encoding="utf-8")
+
+    def get(self, name: str) -> tuple[dict[str, Tensor], Any]:
+        """(tensors on the CPU, data) of an entry; of a sharded one, this rank's part.
+
+        Raises CheckpointError when there is no such entry, or when it was sharded over another number of ranks (a
+        plugin that can re-divide its state reads ``shards``).
+        """
+        _check_name(name)
+        whole = self._base(name)
+        if Path(f"{whole}.json").is_file():
+            return _read(whole)
+        worlds = self._worlds(name)
+        if not worlds:
+            raise CheckpointError(
+                f"{self.directory} has no entry {name!r}: the checkpoint was saved without it (entries: "
+                f"{', '.join(self.names()) or 'none'})"
+            )
+        if worlds != {self.world}:
+            saved = " and ".join(map(str, sorted(worlds)))
+            raise CheckpointError(
+                f"{self.directory}: entry {name!r} was saved by {saved} ranks and this run has {self.world}; "
+                "resume with the saved number of ranks"
+            )
+        return _read(self._base(name, f".{self.rank}-of-{self.world}"))
+
+    def shards(self, name: str) -> list[tuple[dict[str, Tensor], Any]]:
+        """All parts of a sharded entry in rank order, whatever the number of ranks now; one part when not sharded."""
+        _check_name(name)
+        worlds = self._worlds(name)
+        if not worlds:
+            return [self.get(name)]
+        world = max(worlds)
+        return [_read(self._base(name, f".{rank}-of-{world}")) for rank in range(world)]
+
+    def names(self) -> list[str]:
+        """Every entry's name."""
+        if not self.directory.is_dir():
+            return []
+        relative = (p.relative_to(self.directory).as_posix() for p in self.directory.rglob("*.json"))
+        return sorted({_SHARD.sub(".json", name).removesuffix(".json") for name in relative})
+
+    def __contains__(self, name: str) -> bool:
+        _check_name(name)
+        return Path(f"{self._base(name)}.json").is_file() or bool(self._worlds(name))
+
+    def _base(self, name: str, suffix: str = "") -> Path:
+        return self.directory / f"{name}{suffix}"
+
+    def _worlds(self, name: str) -> set[int]:
+        parent = self._base(name).parent
+        if not parent.is_dir():
+            return set()
+        leaf = name.rpartition("/")[2]
+        files = (f.name for f in parent.iterdir() if f.name.startswith(f"{leaf}."))
+        return {int(m[2]) for f in files if (m := _SHARD.search(f)) and f[: m.start()] == leaf}
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name) or _SHARD.search(f"{name}.json"):
+        raise ValueError(
+            f"{name!r} cannot name a checkpoint entry: use letters, digits, '_', '-', '.', and '/' between parts"
+        )
+
+
+def _read(base: Path) -> tuple[dict[str, Tensor], Any]:
+    try:
+        entry = json.loads(Path(f"{base}.json").read_text(encoding="utf-8"))
+        tensors: dict[str, Tensor] = {}
+        if entry["tensors"]:
+            from safetensors.torch import load_file
+
+            tensors = load_file(f"{base}.safetensors")
+        return tensors, entry["data"]
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"checkpoint file {error.filename or base} is missing; use an earlier checkpoint"
+        ) from error
+    except Exception as error:
+        # json's ValueError, safetensors' own class, a changed layout: all mean the same to the reader.
+        raise CheckpointError(f"checkpoint entry {base} is damaged ({error}); use an earlier checkpoint") from error
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors of which no two share storage, as safetensors wants them."""
+    result = {}
+    for key, tensor in tensors.items():
+        copy = tensor.detach().to("cpu", copy=True)
+        result[key] = copy.contiguous()
+    return result

@@ -1,0 +1,52 @@
+import json
+import time
+
+import pytest
+import torch
+
+from miles_core.observe import timer
+from miles_core.observe.timer import Clock, Profiler
+
+
+def ticking(monkeypatch, times):
+    source = iter(times)
+    monkeypatch.setattr(timer.time, "perf_counter", lambda: next(source))
+
+
+def test_nested_phases_count_for_themselves(monkeypatch):
+    #                     start, rollout in, sync in, sync out, rollout out, metrics
+    ticking(monkeypatch, [0.0, 1.0, 3.0, 7.0, 8.0, 10.0])
+    clock = Clock()
+    with clock.phase("rollout"), clock.phase("sync"):
+        pass
+    assert clock.metrics() == {"time/rollout": 3.0, "time/sync": 4.0, "time/step": 10.0}
+
+
+def test_metrics_start_anew_and_a_failing_phase_still_counts():
+    clock = Clock()
+    with pytest.raises(ZeroDivisionError), clock.phase("train"):
+        time.sleep(0.002)
+        raise ZeroDivisionError
+    clock.add("rollout", 3.0)
+    first = clock.metrics()
+    assert first["time/train"] >= 0.002
+    assert first["time/rollout"] == 3.0
+    assert clock.metrics().keys() == {"time/step"}
+
+
+def test_device_is_synchronised_around_phases():
+    calls = []
+    clock = Clock(synchronize=lambda: calls.append(1))
+    with clock.phase("train"):
+        assert len(calls) == 1
+    assert len(calls) == 2
+
+
+def test_profiler_writes_trace_and_table_of_chosen_steps_only(tmp_path):
+    profiler = Profiler(tmp_path / "profile", first=2)
+    for step in (1, 2, 3):
+        with profiler.step(step):
+            torch.ones(4, 4) @ torch.ones(4, 4)
+    assert sorted(p.name for p in (tmp_path / "profile").iterdir()) == ["step_00000002.trace.json", "step_00000002.txt"]
+    assert json.loads((tmp_path / "profile" / "step_00000002.trace.json").read_text())["traceEvents"]
+    assert "aten::mm" in (tmp_path / "profile" / "step_00000002.txt").read_text()
