@@ -1,0 +1,91 @@
+"""The loop. Everything a plugin can change is a line that mentions a hook.
+
+One step: roll out groups of samples, learn from them, sync the new weights to the engine. The synchronous schedule is the only
+one here, so a step's samples always come from the weights of the step before. ``miles_core.plugin.hooks`` is the map.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from miles_core.plugin.load import compose
+from miles_core.policy import Policy
+from miles_core.rollout.collect import Group, Interrupted
+from miles_core.rollout.evaluate import evaluate
+from miles_core.rollout.summary import rollout_metrics
+from miles_core.run import Run
+from miles_core.train.warm_start import warm_start
+
+log = logging.getLogger(__name__)
+
+
+async def train(run: Run) -> None:
+    """Run until ``--num-rollout`` steps are complete or the user asks to stop."""
+    error: BaseException | None = None
+    run.hooks.on("on_start", run=run)
+    try:
+        await run.build()
+        if not run.resume():
+            await warm_start(run)
+        for policy in run.policies:
+            await sync(run, policy)
+        if run.step == 0:
+            await evaluate_if_due(run, {})
+        rollout = compose(run.collector().rollout, run.hooks.chain("wrap_rollout", run=run))
+        while run.step < run.config.rollout.num_rollout and not run.stop_requested:
+            try:
+                await step(run, rollout)
+            except Interrupted:
+                run.roll_back()
+        run.finish()
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        run.hooks.on("on_stop", run=run, error=error)
+        await run.close()
+
+
+async def step(run: Run, rollout) -> None:  # noqa: ANN001
+    """One step, complete or not at all: an interrupted rollout leaves nothing behind."""
+    metrics: dict[str, float] = {}
+    with run.profiler.step(run.step), run.clock.phase("other"):
+        with run.clock.phase("rollout"):
+            run.progress.phase("rollout")
+            groups: list[Group] = await rollout(run.step)
+        metrics |= rollout_metrics(run, groups)
+        for policy in run.policies:
+            run.progress.phase("train")
+            metrics |= run.named(policy, await policy.learner.learn(policy.own(groups)))
+            run.progress.phase("sync")
+        run.step += 1
+        for policy in run.policies:
+            metrics |= run.named(policy, await sync(run, policy))
+    metrics |= run.clock.metrics()
+    await evaluate_if_due(run, metrics)
+    run.hooks.on("on_step", run=run, metrics=metrics)
+    run.complete_step(groups, metrics)
+
+
+async def sync(run: Run, policy: Policy) -> dict[str, float]:
+    """Give the engine the learner's weights as version ``run.step``."""
+    with run.clock.phase("sync"):
+        report = await policy.learner.push(policy, version=run.step)
+    policy.version = report.version
+    run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
+    return {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
+
+
+async def evaluate_if_due(run: Run, metrics: dict[str, float]) -> None:
+    """Score the held-out prompts every ``--eval-interval`` steps, before the first and after the last."""
+    options = run.config.evaluation
+    if not options.prompt_data or not options.interval:
+        return
+    last = run.step >= run.config.rollout.num_rollout
+    if run.step % options.interval and not last:
+        return
+    with run.clock.phase("evaluation"):
+        found = await evaluate(run)
+    metrics |= found
+    if run.step == 0:
+        run.record(0, found)

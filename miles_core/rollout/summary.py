@@ -1,0 +1,34 @@
+"""Numbers about one rollout's samples."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from miles_core.data.sample import Status
+
+if TYPE_CHECKING:
+    from miles_core.rollout.collect import Group
+    from miles_core.run import Run
+
+
+def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
+    """Rewards, lengths and endings. ``reward/all_equal`` is the fraction of groups without a learning signal."""
+    samples = [s for group in groups for s in group]
+    key = run.config.reward.reward_key
+    rewards = [s.reward_value(key) for s in samples]
+    lengths = [s.response_length for s in samples]
+    flat = [g for g in groups if len({s.reward_value(key) for s in g}) == 1]
+    high, low = max(rewards), min(rewards)
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/all_equal": len(flat) / len(groups),
+        "reward/max": high,
+        "reward/min": low,
+        "rollout/length_mean": statistics.fmean(lengths),
+        "rollout/length_max": float(max(lengths)),
+        "rollout/truncated": sum(s.status is Status.TRUNCATED for s in samples) / len(samples),
+        "rollout/samples": float(len(samples)),
+        "rollout/tokens": float(sum(lengths)),
+    }

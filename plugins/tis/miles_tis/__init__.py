@@ -1,0 +1,16 @@
+"""Truncated and masked importance sampling between rollout engine and trainer, for miles-core."""
+
+from miles_core.plugin.manifest import Plugin
+from miles_tis.config import TisConfig
+
+__version__ = "0.1.0"
+
+plugin = Plugin(
+    name="tis",
+    summary="truncated/masked importance sampling between engine and trainer log-probs (TIS, MIS, IcePop)",
+    version=__version__,
+    core="~=0.1",
+    config=TisConfig,
+    hooks={"": "miles_tis.hooks:Tis"},
+    after=("r3",),
+)

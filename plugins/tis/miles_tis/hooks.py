@@ -1,0 +1,29 @@
+"""Where tis plugs in: it multiplies the correction of the optimiser step."""
+
+from __future__ import annotations
+
+import logging
+
+from miles_core.algorithm.correction import Correct, compose_corrections
+from miles_core.plugin.hooks import hookimpl
+from miles_tis.correction import bounds, importance_correction
+
+log = logging.getLogger(__name__)
+
+
+class Tis:
+    @hookimpl
+    def on_start(self, run):
+        options = run.config.plugin("tis")
+        low, high = bounds(options)
+        if low == high:
+            log.warning("--tis-threshold 1 gives every token weight 1: the correction does nothing")
+
+    @hookimpl
+    def wrap_correction(self, run):
+        options = run.config.plugin("tis")
+
+        def wrap(inner: Correct) -> Correct:
+            return compose_corrections(inner, lambda inputs: importance_correction(inputs, options))
+
+        return wrap
