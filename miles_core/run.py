@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import logging
-import random
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.checkpoint import Checkpoints, Store
+from miles_core.algorithm.filters import load_filter
+from miles_core.checkpoint import Checkpoints, Store, locate_checkpoint
 from miles_core.data.field import Field
-from miles_core.errors import CheckpointError, ConfigError
+from miles_core.data.prompts import Prompts
+from miles_core.data.template import load_tokenizer, render
+from miles_core.errors import ConfigError
+from miles_core.observe.hints import Hints
 from miles_core.observe.metrics import MetricLog
+from miles_core.observe.progress import Progress
 from miles_core.observe.timer import Clock, Profiler
+from miles_core.plugin.load import Hooks, compose
 from miles_core.policy import Policy
+from miles_core.rollout.collect import Collector, Group, Score
+from miles_core.rollout.generate import Generate, Generator
+from miles_core.rollout.prompt import PromptQueue
 from miles_core.stash import Stash
+from miles_core.state import get_rng, put_rng
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
-    from miles_core.observe.progress import Progress
-    from miles_core.plugin.load import Hooks
     from miles_core.plugin.plan import Plan
-    from miles_core.rollout.collect import Collector, Group
-    from miles_core.rollout.prompt import PromptQueue
+    from miles_core.rollout.engine import Sampling
+    from miles_core.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +40,11 @@ class Run:
     Attributes:
         config, plan, hooks: what was asked for, what was resolved, who is told.
         directory: where everything of this run is written.
-        fields: declared columns of the active plugins and of core.
+        fields: declared columns of core and the active plugins.
         policies: one by default.
         prompts: the queue of prompts; tokenizer: the checkpoint's.
         step: completed steps; during a step, the number of the step under way.
-        stop_requested: the user asked to stop; honoured after the step, or at once during a rollout.
+        stop_requested: the user asked to stop; honoured at once during a rollout, else after the step.
         clock, progress, metrics, profiler: observation.
         stash: typed plugin state.
     """
@@ -52,16 +57,148 @@ class Run:
         self.clock = Clock()
         self.policies = [Policy(hf_checkpoint=config.model.hf_checkpoint or "")]
         self.checkpoints = Checkpoints(directory / "checkpoints")
-        self.profiler = Profiler(config.run.profile_dir or directory / "profile", count=1 if config.run.profile else 0)
+        options = config.run
+        self.profiler = Profiler(options.profile_dir or directory / "profile", count=int(options.profile))
+        self.progress = Progress(config.rollout.num_rollout)
         self.metrics: MetricLog
-        self.progress: Progress
-        self.prompts: PromptQueue
+        self.runtime: Runtime
         self.tokenizer: Any = None
-        self.runtime: Any = None
+        self.prompts: PromptQueue
+        self.hints = Hints()
         self._committed: dict[str, Any] = {}
-        self._saved_step = -1
 
     @property
     def policy(self) -> Policy:
         """The policy of a run that has one."""
         return self.policies[0]
+
+    async def build(self) -> None:
+        """Make the parts: tokenizer, prompts, and each policy's learner and engine through the runtime."""
+        self.tokenizer = load_tokenizer(self.config.model)
+        self.prompts = self._prompt_queue()
+        self.runtime = self.hooks.make("runtime", self.config.run.runtime, run=self)
+        for policy in self.policies:
+            await self.runtime.build(policy)
+        self._commit()
+
+    def render(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt."""
+        return render(self.tokenizer, prompt, self.config.data.apply_chat_template)
+
+    def collector(self) -> Collector:
+        """The innermost rollout: collects the groups of a step."""
+        options = self.config.rollout
+        keep = load_filter(options.dynamic_sampling_filter_path) if options.dynamic_sampling_filter_path else None
+        generate, score = self._generation(training_sampling(self.config))
+        return Collector(self, generate, score, keep)
+
+    def evaluation(self) -> tuple[Generate, Score]:
+        """Generation and reward for held-out prompts."""
+        return self._generation(evaluation_sampling(self.config))
+
+    def _generation(self, sampling: Sampling) -> tuple[Generate, Score]:
+        path = self.config.rollout.custom_generate_function_path
+        custom = load_generate(path) if path else None
+        assert self.policy.engine is not None
+        generate = compose(
+            Generator(self, self.policy.engine, sampling, custom), self.hooks.chain("wrap_generate", run=self)
+        )
+        return generate, make_score(self)
+
+    def _prompt_queue(self) -> PromptQueue:
+        data = self.config.data
+        if not data.prompt_data:
+            raise ConfigError("no prompts: give --prompt-data FILE (JSONL or parquet)")
+        source = Prompts(
+            data.prompt_data,
+            input_key=data.input_key,
+            label_key=data.label_key,
+            metadata_key=data.metadata_key,
+            shuffle=data.shuffle,
+            seed=self.config.train.seed,
+        )
+        return PromptQueue(source, self.render)
+
+    def named(self, policy: Policy, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics of one policy, prefixed when there are several."""
+        return metrics if len(self.policies) == 1 else {f"{policy.name}/{k}": v for k, v in metrics.items()}
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        """Write metrics of ``step`` to the log and show them."""
+        finite = self.metrics.append(step, metrics)
+        self.progress.step(finite, done=step)
+        for hint in self.hints.of(finite):
+            log.warning("%s", hint)
+
+    def complete_step(self, groups: list[Group], metrics: dict[str, float]) -> None:
+        """Commit the step: metrics, examples, checkpoint when it is due."""
+        self._commit()
+        self.record(self.step, metrics)
+        self._write_examples(groups)
+        interval = self.config.run.save_interval
+        if interval and self.step % interval == 0:
+            self.save()
+
+    def roll_back(self) -> None:
+        """Forget an unfinished rollout: the run stands where the last completed step left it."""
+        log.info("interrupted: the unfinished rollout is dropped; the run stands at step %d", self.step)
+        self.prompts.load_state(self._committed["prompts"])
+
+    def finish(self) -> None:
+        """Write what a finished or interrupted run leaves behind."""
+        if self.checkpoints.latest() != self.step:
+            self.save()
+        if self.config.run.export_hf:
+            self.policy.learner.export(self.config.run.export_hf, self.tokenizer)
+
+    def save(self) -> None:
+        """Write the checkpoint of the last completed step."""
+        with self.clock.phase("save"), self.checkpoints.save(self.step, json.loads(self.plan.to_json())) as directory:
+            for policy in self.policies:
+                policy.learner.save(directory / policy.name)
+            store = Store(directory / "state")
+            store.put("run", data={"step": self.step, **self._committed})
+            put_rng(store)
+            self.hooks.on("on_save", run=self, store=store)
+
+    def resume(self) -> bool:
+        """Continue from ``--load``; False when there is nothing to continue."""
+        source = self.config.run.load
+        if source is None:
+            return False
+        directory = locate_checkpoint(source, json.loads(self.plan.to_json()))
+        for policy in self.policies:
+            policy.learner.load(directory / policy.name)
+        store = Store(directory / "state")
+        _, state = store.get("run")
+        self.step = int(state["step"])
+        self.prompts.load_state(state["prompts"])
+        get_rng(store)
+        self.hooks.on("on_load", run=self, store=store)
+        self._commit()
+        log.info("continuing %s at step %d", source, self.step)
+        return True
+
+    async def close(self) -> None:
+        """Release engines, trainers and files."""
+        if hasattr(self, "runtime"):
+            await self.runtime.close()
+        if hasattr(self, "metrics"):
+            self.metrics.close()
+
+    def _commit(self) -> None:
+        self._committed = {"prompts": self.prompts.state()}
+
+    def _write_examples(self, groups: list[Group]) -> None:
+        """A sample of every step's first group, for the report."""
+        sample = groups[0][0]
+        entry = {
+            "step": self.step,
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "label": sample.label,
+            "reward": sample.reward,
+            "status": str(sample.status),
+        }
+        with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, default=str, ensure_ascii=False) + "\n")

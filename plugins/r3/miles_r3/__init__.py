@@ -1,0 +1,23 @@
+"""Rollout routing replay (R3, arXiv 2510.11370) for miles-core."""
+
+from miles_core.data.field import Field
+from miles_core.plugin.manifest import Plugin, Rule
+from miles_r3.config import R3Config
+
+__version__ = "0.1.0"
+
+#: Row t of a sample: the experts used when token t was the input, [moe layers, top_k].
+ROUTES = Field("rollout_routed_experts", "int32", "token-1", pad=-1, shape=(None, None), required=True)
+
+plugin = Plugin(
+    name="r3",
+    summary="replays the engine's expert choices in the trainer (MoE)",
+    version=__version__,
+    core="~=0.1",
+    config=R3Config,
+    hooks={"": "miles_r3.hooks:R3", "trainer == embedded or engine == embedded": "miles_r3.embedded:EmbeddedR3"},
+    fields=(ROUTES,),
+    uses={"engine.routed_experts": "the experts to replay are the ones the engine used"},
+    requires=(Rule(needs="model.moe", because="there is no router to replay in a dense model"),),
+    before=("tis",),
+)

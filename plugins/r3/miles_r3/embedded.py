@@ -1,0 +1,112 @@
+"""Recording and replaying routes in Transformers modules, for the embedded engine and trainer.
+
+Every family calls ``experts(hidden, index, weights)``; that is where routes are read (rollout) and replaced (training). The
+router's logits are taken from the gate's output of the same call. Nothing is kept on a module: routes travel in
+``ctx.state`` and leave in ``ctx.extras``, so a recomputation replays the same rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.embedded.call import active_context
+from miles_core.embedded.model import decoder_layers
+from miles_core.errors import PluginError
+from miles_core.plugin.hooks import hookimpl
+from miles_core.train.trainer import Context
+from miles_r3 import ROUTES
+from miles_r3.routers import RULES, Weights
+
+REPLAY, LOGITS, OWN = "r3.replay", "r3.logits", "r3.own"
+
+
+class EmbeddedR3:
+    """Taps the routers of every embedded model instance."""
+
+    @hookimpl
+    def on_model(self, run: Any, policy: Any, model: nn.Module, role: str) -> None:
+        if role in ("rollout", "train", "shared"):
+            tap(model)
+
+
+def moe_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks with a gate and experts, in layer order."""
+    found = []
+    for layer in decoder_layers(model):
+        found += [m for m in layer.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
+    return found
+
+
+def tap(model: nn.Module) -> None:
+    """Hook every router of ``model``; PluginError when a router's weights cannot be recomputed exactly."""
+    blocks = moe_blocks(model)
+    if not blocks:
+        raise PluginError(f"r3 found no router in {type(model).__name__}; routing replay needs a mixture-of-experts model")
+    for position, block in enumerate(blocks):
+        rule = matching_rule(block)
+        block.gate.register_forward_hook(_keep_logits)
+        block.experts.register_forward_pre_hook(_experts_hook(position, len(blocks), block, rule))
+
+
+def matching_rule(block: nn.Module) -> Weights:
+    """The rule that reproduces this block's gate weights bit for bit on random input."""
+    seen: dict[str, Any] = {}
+    handles = [
+        block.gate.register_forward_hook(lambda m, a, out: seen.update(logits=out[0] if isinstance(out, tuple) else out)),
+        block.experts.register_forward_pre_hook(lambda m, a: seen.update(index=a[1], weights=a[2])),
+    ]
+    parameter = next(block.gate.parameters())
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 64, parameter.shape[-1], generator=generator).to(parameter)
+    try:
+        with torch.no_grad():
+            block(hidden)
+    finally:
+        for handle in handles:
+            handle.remove()
+    logits = seen["logits"].reshape(-1, seen["logits"].shape[-1])
+    for rule in RULES:
+        own = rule(logits, seen["index"], block)
+        if own.dtype == seen["weights"].dtype and torch.equal(own, seen["weights"]):
+            return rule
+    raise PluginError(
+        f"r3 cannot replay {type(block).__name__}: none of its rules gives this router's weights exactly; run without r3"
+    )
+
+
+def _keep_logits(gate: nn.Module, args: tuple, output: Any) -> None:
+    ctx = active_context()
+    if ctx is not None and REPLAY in ctx.state:
+        logits = output[0] if isinstance(output, tuple) else output
+        ctx.state[LOGITS] = logits.reshape(-1, logits.shape[-1])
+
+
+def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights) -> Any:
+    def hook(experts: nn.Module, args: tuple) -> tuple | None:
+        ctx = active_context()
+        if ctx is None:
+            return None
+        if ctx.kind == "rollout":
+            record(ctx, position, count, args[1])
+            return None
+        if REPLAY not in ctx.state:
+            return None
+        hidden, own, _ = args
+        index = ctx.state[REPLAY][:, position]
+        ctx.state.setdefault(OWN, {})[position] = own.detach()
+        return hidden, index, rule(ctx.state.pop(LOGITS), index, block)
+
+    return hook
+
+
+def record(ctx: Context, position: int, count: int, index: Tensor) -> None:
+    """Write one layer's choices [rows, k] into the call's record [rows, layers, k]."""
+    routes = ctx.extras.get(ROUTES.name)
+    if routes is None:
+        routes = ctx.extras[ROUTES.name] = torch.empty(
+            len(index), count, index.shape[-1], dtype=torch.int32, device=index.device
+        )
+    routes[:, position] = index.to(torch.int32)
