@@ -1,0 +1,145 @@
+"""Prompt files: JSONL and parquet, read row by row.
+
+A JSONL file is scanned once to check every row and remember where it starts; rows are read from disk when they are
+needed, so the text is never in memory as a whole. Of a parquet file the columns that are used are kept as one Arrow
+table. ``file@[a:b]`` takes a part, as Python slices a list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from miles_core.errors import DataError
+
+SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+Check = Callable[[dict[str, Any], str], None]
+
+
+class PromptFile(Protocol):
+    """Rows as dicts, with the place each came from (``file:line``) and a digest of all of them."""
+
+    digest: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[dict[str, Any], str]: ...
+
+
+def open_prompt_file(spec: str, columns: Sequence[str], check: Check) -> PromptFile:
+    """Open ``path`` or ``path@[a:b]``; ``check(row, place)`` is called once with every row.
+
+    Raises:
+        DataError: no such file, unknown kind, a row that cannot be read, or what ``check`` raises.
+    """
+    match = SLICED.fullmatch(spec)
+    part = slice(None)
+    if match:
+        part = slice(*(int(match[name]) if match[name] else None for name in ("start", "stop")))
+    path = Path(match["path"] if match else spec)
+    if not path.exists():
+        raise DataError(f"there is no prompt file {path} (looked in {Path.cwd()})")
+    if path.is_dir():
+        raise DataError(f"{path} is a directory; name the prompt file in it (.jsonl or .parquet)")
+    if path.suffix == ".parquet":
+        return ParquetFile(path, part, columns, check)
+    if path.suffix in JSON_SUFFIXES:
+        return JsonlFile(path, part, check)
+    raise DataError(
+        f"{path}: prompts are read from .jsonl or .parquet files, not {path.suffix or 'files without suffix'}"
+    )
+
+
+class JsonlFile:
+    """One JSON object a line, UTF-8; blank lines are skipped."""
+
+    def __init__(self, path: Path, part: slice, check: Check) -> None:
+        self.path = path
+        starts, lines = array("q"), array("q")
+        position = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    starts.append(position)
+                    lines.append(number)
+                position += len(line)
+        self._starts, self._lines = starts[part], lines[part]
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            for start, number in zip(self._starts, self._lines, strict=True):
+                file.seek(start)
+                line = file.readline()
+                digest.update(line.strip() + b"\n")
+                check(self._parse(line, number), f"{path}:{number}")
+        self.digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def read(self, index: int) -> tuple[dict[str, Any], str]:
+        """Row ``index`` and its place."""
+        with self.path.open("rb") as file:
+            file.seek(self._starts[index])
+            number = self._lines[index]
+            return self._parse(file.readline(), number), f"{self.path}:{number}"
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        place = f"{self.path}:{number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{place}: not UTF-8 (byte {error.start} of the line); convert the file to UTF-8"
+            ) from error
+        except json.JSONDecodeError as error:
+            hint = "; write one object a line, not one array" if number == 1 and line.lstrip()[:1] == b"[" else ""
+            raise DataError(f"{place}: malformed JSON: {error.msg} at column {error.colno}{hint}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{place}: a row must be a JSON object with keys, this is {_kind(row)}")
+        return row
+
+
+class ParquetFile:
+    """A parquet file; values that JSON cannot express (dates, decimals) become their text."""
+
+    def __init__(self, path: Path, part: slice, columns: Sequence[str], check: Check) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = path
+        try:
+            file = pq.ParquetFile(path)
+            self._names = file.schema_arrow.names
+            table = file.read([name for name in columns if name in self._names])
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}: not a readable parquet file: {error}") from error
+        self._first, stop, _ = part.indices(file.metadata.num_rows)
+        self._count = max(0, stop - self._first)
+        self._table = table.slice(self._first, self._count)
+        digest = hashlib.sha256(f"{self._first}:{self._count}".encode())
+        with path.open("rb") as raw:
+            while block := raw.read(1 << 20):
+                digest.update(block)
+        self.digest = digest.hexdigest()
+        for index in range(self._count):
+            check(*self.read(index))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, index: int) -> tuple[dict[str, Any], str]:
+        """Row ``index`` and its place; columns nobody asked for are named but hold None."""
+        used = {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+        row = dict.fromkeys(self._names) | json.loads(json.dumps(used, default=str))
+        return row, f"{self.path} row {self._first + index}"
+
+
+def _kind(value: Any) -> str:
+    names = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+    return names.get(type(value), "null")

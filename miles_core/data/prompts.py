@@ -1,0 +1,229 @@
+"""Prompts: the rows of one or more files in a fixed order, epoch after epoch, resumable at any row."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from miles_core.data.prompt_file import open_prompt_file
+from miles_core.errors import DataError
+
+Chat = list[dict[str, Any]]
+Render = Callable[[str | Chat], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a prompt file.
+
+    Attributes:
+        prompt: a text, or chat messages with ``role`` and ``content``.
+        label: what the reward compares with; None without ``--label-key``.
+        metadata: the row's mapping, empty if it has none.
+        index: position in the data set.
+        place: ``file:line``, for messages.
+    """
+
+    prompt: str | Chat
+    label: Any
+    metadata: dict[str, Any]
+    index: int
+    place: str
+
+
+class Prompts:
+    """A data source over JSONL and parquet files.
+
+    Every row is checked when the files are opened: a missing key, a null label or a malformed line is an error then,
+    not hours later. With ``shuffle`` the order of epoch e depends on (seed, e) alone.
+
+    Args:
+        paths: files, each ``path`` or ``path@[a:b]``.
+        input_key, label_key, metadata_key: names of the columns; without ``label_key`` labels are None.
+        shuffle: a new order each epoch; else the order of the files.
+        seed: of the shuffle.
+
+    Raises:
+        DataError: a file is missing or malformed, a key is missing, there is no row at all.
+    """
+
+    def __init__(
+        self,
+        paths: str | Sequence[str],
+        *,
+        input_key: str = "input",
+        label_key: str | None = None,
+        metadata_key: str = "metadata",
+        shuffle: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.input_key, self.label_key, self.metadata_key = input_key, label_key, metadata_key
+        self.shuffle, self.seed = shuffle, seed
+        paths = [paths] if isinstance(paths, str) else list(paths)
+        columns = [key for key in (input_key, label_key, metadata_key) if key is not None]
+        self._files = [open_prompt_file(path, columns, self._check) for path in paths]
+        self._ends = list(accumulate(len(file) for file in self._files))
+        if not self._ends or self._ends[-1] == 0:
+            raise DataError(f"{', '.join(paths) or 'the list of prompt files'} has no prompts: the data set is empty")
+        self._chosen = range(self._ends[-1])
+        self._epoch, self._offset = 0, 0
+        self._order: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: int) -> Row:
+        """Row ``index`` in the order of the files."""
+        at = self._chosen[index]
+        file = bisect_right(self._ends, at)
+        row, place = self._files[file].read(at - (self._ends[file - 1] if file else 0))
+        self._check(row, place)  # the file may have been edited since it was opened
+        return Row(
+            prompt=_without_nulls(row[self.input_key]),
+            label=None if self.label_key is None else row[self.label_key],
+            metadata=row.get(self.metadata_key) or {},
+            index=at,
+            place=place,
+        )
+
+    def __iter__(self) -> Iterator[Row]:
+        """All rows once, in the order of the files; does not move the position."""
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the row that comes next."""
+        return self._epoch
+
+    def next(self, n: int) -> list[Row]:
+        """The next ``n`` rows, over the end of an epoch if need be."""
+        rows = []
+        for _ in range(n):
+            if self._order is None:
+                self._order = epoch_order(len(self), self.seed, self._epoch) if self.shuffle else np.arange(len(self))
+            rows.append(self[int(self._order[self._offset])])
+            self._offset += 1
+            if self._offset == len(self):
+                self._epoch, self._offset, self._order = self._epoch + 1, 0, None
+        return rows
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Restrict the data set to these positions, in this order; call it before the first ``next``."""
+        if not indices:
+            raise DataError("no prompt is left: the data set would be empty")
+        self._chosen = [self._chosen[i] for i in indices]
+        self._epoch, self._offset, self._order = 0, 0, None
+
+    def state(self) -> dict[str, Any]:
+        """The position and what it is a position in, as JSON."""
+        return {"epoch": self._epoch, "offset": self._offset, **self._identity()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue exactly where ``state`` was taken.
+
+        Raises:
+            DataError: the rows, or the way they are shuffled, are not those of the saved run.
+        """
+        meaning = {
+            "rows": "the number of prompts",
+            "digest": "the content of the prompt files",
+            "shuffle": "--rollout-shuffle",
+            "seed": "--seed, by which prompts are shuffled,",
+        }
+        for name, value in self._identity().items():
+            if state[name] != value:
+                raise DataError(
+                    f"cannot resume: {meaning[name]} was {state[name]} when the checkpoint was saved and is {value} "
+                    "now; give the same prompts and options, or start a new run from the saved weights"
+                )
+        self._epoch, self._offset, self._order = state["epoch"], state["offset"], None
+
+    def _identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256("".join(file.digest for file in self._files).encode()).hexdigest()[:16]
+        identity = {"rows": len(self), "digest": digest, "shuffle": self.shuffle}
+        return identity | ({"seed": self.seed} if self.shuffle else {})
+
+    def _check(self, row: dict[str, Any], place: str) -> None:
+        keys = ", ".join(repr(key) for key in row) or "none"
+        if self.input_key not in row:
+            raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {keys}")
+        _check_prompt(row[self.input_key], self.input_key, place)
+        if self.label_key is not None:
+            if self.label_key not in row:
+                raise DataError(f"{place}: no key {self.label_key!r} for the label; choose --label-key from: {keys}")
+            if row[self.label_key] is None:
+                raise DataError(f"{place}: the label {self.label_key!r} is null; every row needs one")
+        metadata = row.get(self.metadata_key)
+        if metadata is not None and not isinstance(metadata, dict):
+            raise DataError(f"{place}: the metadata {self.metadata_key!r} must be an object, this is {metadata!r:.80}")
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of one epoch: [rows] int64, the same on every machine and numpy version.
+
+    ``RandomState`` is used because numpy freezes its streams (NEP 19); those of ``Generator`` may change.
+    """
+    key = hashlib.sha256(f"prompts:{seed}:{epoch}".encode()).digest()
+    return np.random.RandomState(np.frombuffer(key, dtype="<u4")).permutation(rows)
+
+
+def check_lengths(prompts: Prompts, render: Render, limit: int, origin: str) -> list[int]:
+    """Tokens of every prompt, in the order of the files.
+
+    Args:
+        prompts: all its rows are rendered; takes about as long as tokenising the files.
+        render: prompt -> token ids (``template.PromptTemplate``).
+        limit: tokens a prompt may have.
+        origin: where the limit comes from, for the message ("the context of 4096 tokens less 1024 for the response").
+
+    Raises:
+        DataError: some prompts are longer; names how many and the longest.
+    """
+    lengths = [len(render(row.prompt)) for row in prompts]
+    too_long = sum(length > limit for length in lengths)
+    if too_long:
+        worst = max(range(len(lengths)), key=lengths.__getitem__)
+        raise DataError(
+            f"{too_long} of {len(lengths)} prompts are longer than {limit} tokens ({origin}); the longest has "
+            f"{lengths[worst]} ({prompts[worst].place}); raise the limit, or leave them out with "
+            "--rollout-max-prompt-len"
+        )
+    return lengths
+
+
+def drop_long(prompts: Prompts, render: Render, limit: int) -> int:
+    """Leave out prompts of more than ``limit`` tokens; returns how many.
+
+    Raises:
+        DataError: none would be left.
+    """
+    short = [i for i, row in enumerate(prompts) if len(render(row.prompt)) <= limit]
+    dropped = len(prompts) - len(short)
+    if not short:
+        raise DataError(f"all {dropped} prompts are longer than --rollout-max-prompt-len {limit}")
+    if dropped:
+        prompts.keep(short)
+    return dropped
+
+
+def _check_prompt(prompt: Any, key: str, place: str) -> None:
+    if isinstance(prompt, str) and prompt:
+        return
+    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
+        return
+    wanted = "a text, or a list of messages with 'role' and 'content'"
+    what = "is empty" if prompt in ("", [], None) else f"is {prompt!r:.80}"
+    raise DataError(f"{place}: the prompt {key!r} {what}; it must be {wanted}")
+
+
+def _without_nulls(prompt: str | Chat) -> str | Chat:
+    """Parquet gives every message all keys any message has; a chat template must not see the absent ones."""
+    if isinstance(prompt, str):
+        return prompt
+    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in prompt]

@@ -1,0 +1,180 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles_core.data.prompts import Prompts, check_lengths, drop_long, epoch_order
+from miles_core.errors import DataError
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def ten(tmp_path):
+    rows = [{"input": f"q{i}", "answer": str(i), "metadata": {"i": i}} for i in range(10)]
+    return write(tmp_path / "ten.jsonl", rows)
+
+
+def names(rows):
+    return [row.prompt for row in rows]
+
+
+def test_rows_of_a_jsonl_file(ten):
+    prompts = Prompts(ten, label_key="answer")
+    assert len(prompts) == 10
+    row = prompts.next(3)[2]
+    assert (row.prompt, row.label, row.metadata, row.index, row.place) == ("q2", "2", {"i": 2}, 2, f"{ten}:3")
+    assert Prompts(ten)[4].label is None
+    assert names(prompts) == [f"q{i}" for i in range(10)]
+
+
+def test_blank_lines_a_byte_order_mark_and_any_text(tmp_path):
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes("\ufeff".encode() + '{"input": "ä\\u2028b"}\r\n\n{"input": "c d"}'.encode())
+    prompts = Prompts(str(path))
+    assert names(prompts) == ["ä\u2028b", "c d"]
+    assert prompts[1].place == f"{path}:3"
+
+
+def test_parquet_with_chats(tmp_path):
+    chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b", "name": "n"}]]
+    table = pa.table({"messages": chats, "answer": [1, 2], "metadata": [{"k": 1}, None], "unused": ["x", "y"]})
+    path = tmp_path / "p.parquet"
+    pq.write_table(table, path)
+    prompts = Prompts(str(path), input_key="messages", label_key="answer")
+    rows = prompts.next(2)
+    assert rows[0].prompt == chats[0]
+    assert rows[1].prompt == chats[1]
+    assert [row.label for row in rows] == [1, 2]
+    assert [row.metadata for row in rows] == [{"k": 1}, {}]
+    assert rows[1].place == f"{path} row 1"
+    with pytest.raises(DataError, match=r"row 0: no key 'input' .*'messages', 'answer', 'metadata', 'unused'"):
+        Prompts(str(path))
+
+
+def test_several_files_and_slices(ten, tmp_path):
+    more = write(tmp_path / "more.jsonl", [{"input": "x"}, {"input": "y"}])
+    table = pa.table({"input": ["r", "s", "t"]})
+    pq.write_table(table, tmp_path / "p.parquet")
+    prompts = Prompts([f"{ten}@[-2:]", more, f"{tmp_path / 'p.parquet'}@[1:9]"])
+    assert names(prompts) == ["q8", "q9", "x", "y", "s", "t"]
+    assert next(iter(prompts)).place == f"{ten}:9"
+    assert prompts[4].place.endswith("row 1")
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@given(sizes=st.lists(st.integers(0, 13), max_size=6), then=st.integers(0, 25))
+@settings(max_examples=25, deadline=None)
+def test_resuming_continues_exactly(shuffle, sizes, then, tmp_path_factory):
+    path = write(tmp_path_factory.mktemp("d") / "d.jsonl", [{"input": f"q{i}"} for i in range(10)])
+    prompts = Prompts(path, shuffle=shuffle, seed=3)
+    for size in sizes:
+        assert len(prompts.next(size)) == size
+    state = json.loads(json.dumps(prompts.state()))
+    resumed = Prompts(path, shuffle=shuffle, seed=3)
+    resumed.load_state(state)
+    assert names(resumed.next(then)) == names(prompts.next(then))
+    assert resumed.state() == prompts.state()
+
+
+def test_every_epoch_has_every_row_once_in_another_order(ten):
+    prompts = Prompts(ten, shuffle=True, seed=1)
+    first, second = names(prompts.next(10)), names(prompts.next(10))
+    assert prompts.epoch == 2
+    assert sorted(first) == sorted(second) == [f"q{i}" for i in range(10)]
+    assert first != second
+    assert names(Prompts(ten, shuffle=True, seed=2).next(10)) != first
+
+
+def test_the_order_of_an_epoch_never_changes():
+    assert epoch_order(8, seed=1234, epoch=0).tolist() == [6, 2, 7, 1, 5, 0, 4, 3]
+
+
+def test_resuming_with_other_data_is_refused(ten, tmp_path):
+    state = Prompts(ten, shuffle=True, seed=1).state()
+    other = write(tmp_path / "other.jsonl", [{"input": f"z{i}"} for i in range(10)])
+    for prompts, message in [
+        (Prompts(f"{ten}@[:9]", shuffle=True, seed=1), "the number of prompts was 10 .* and is 9 now"),
+        (Prompts(other, shuffle=True, seed=1), "the content of the prompt files"),
+        (Prompts(ten, seed=1), "--rollout-shuffle was True"),
+        (Prompts(ten, shuffle=True, seed=2), "--seed, by which prompts are shuffled, was 1 .* is 2 now"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            prompts.load_state(state)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"input": "a"}\n{"input": \n', r":2: malformed JSON: Expecting value at column"),
+        ('[{"input": "a"},\n', r":1: malformed JSON.*one object a line"),
+        ('{"input": "a"}\n["a"]\n', r":2: a row must be a JSON object with keys, this is an array"),
+        ('{"prompt": "a", "x": 1}\n', r":1: no key 'input' for the prompt; choose --input-key from: 'prompt', 'x'"),
+        ('{"input": ""}\n', r":1: the prompt 'input' is empty"),
+        ('{"input": []}\n', r":1: the prompt 'input' is empty"),
+        ('{"input": 3}\n', r":1: the prompt 'input' is 3; it must be a text, or a list of messages"),
+        ('{"input": ["a"]}\n', r":1: the prompt 'input' is \['a'\]"),
+        ('{"input": "a", "metadata": "m"}\n', r":1: the metadata 'metadata' must be an object, this is 'm'"),
+        ("\n\n", r"has no prompts: the data set is empty"),
+    ],
+)
+def test_malformed_files(tmp_path, text, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message) as error:
+        Prompts(str(path))
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input": "b"}, ":2: no key 'answer' for the label; .* from: 'input'"),
+        ({"input": "b", "answer": None}, ":2: .*null"),
+    ],
+)
+def test_a_label_missing_on_one_row(tmp_path, row, message):
+    path = write(tmp_path / "d.jsonl", [{"input": "a", "answer": 0}, row])
+    with pytest.raises(DataError, match=message):
+        Prompts(path, label_key="answer")
+    assert len(Prompts(path)) == 2
+    assert len(Prompts(f"{path}@[:1]", label_key="answer")) == 1
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(DataError, match=r"there is no prompt file .*gone.jsonl"):
+        Prompts(str(tmp_path / "gone.jsonl"))
+    with pytest.raises(DataError, match="is a directory"):
+        Prompts(str(tmp_path))
+    (tmp_path / "p.txt").write_text("x")
+    with pytest.raises(DataError, match=r"not \.txt"):
+        Prompts(str(tmp_path / "p.txt"))
+    (tmp_path / "p.parquet").write_text("x")
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        Prompts(str(tmp_path / "p.parquet"))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"input": "\xe4"}\n')
+    with pytest.raises(DataError, match=r"latin.jsonl:1: not UTF-8"):
+        Prompts(str(tmp_path / "latin.jsonl"))
+    with pytest.raises(DataError, match="empty"):
+        Prompts([])
+
+
+def test_prompts_longer_than_the_limit(tmp_path):
+    path = write(tmp_path / "d.jsonl", [{"input": "a" * n} for n in (2, 5, 9, 3)])
+    prompts = Prompts(path)
+    assert check_lengths(prompts, list, 9, "the context") == [2, 5, 9, 3]
+    with pytest.raises(DataError, match=r"2 of 4 prompts are longer than 4 tokens \(the context\); .* 9 .*d.jsonl:3"):
+        check_lengths(prompts, list, 4, "the context")
+    before = prompts.state()
+    assert drop_long(prompts, list, 4) == 2
+    assert names(prompts.next(3)) == ["aa", "aaa", "aa"]
+    with pytest.raises(DataError, match="number of prompts"):
+        prompts.load_state(before)
+    with pytest.raises(DataError, match="all 2 prompts are longer than --rollout-max-prompt-len 1"):
+        drop_long(prompts, list, 1)

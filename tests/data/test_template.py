@@ -1,0 +1,62 @@
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from miles_core.data.template import PromptTemplate
+from miles_core.errors import ConfigError, DataError
+
+CHAT = "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+CHAT += "<{{ m.role }}> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+WORDS = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", "add", "two", "think"]
+
+
+def tokenizer(chat_template=None, post=None):
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if post:
+        inner.post_processor = processors.TemplateProcessing(single=post, special_tokens=[("<s>", 1), ("</s>", 2)])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+    )
+    made.chat_template = chat_template
+    return made
+
+
+def ids(*words):
+    return [WORDS.index(word) for word in words]
+
+
+def test_a_chat_is_rendered_with_the_generation_prompt():
+    template = PromptTemplate(tokenizer(CHAT, post="<s> $A </s>"), apply_chat_template=True)
+    assert template.text("add two") == "<user> add two <assistant>"
+    assert template("add two") == ids("<user>", "add", "two", "<assistant>")
+    chat = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "add"}]
+    assert template(chat) == ids("<user>", "two", "<assistant>", "add", "<assistant>")
+
+
+def test_options_reach_the_template():
+    template = PromptTemplate(tokenizer("{% if deep %}think{% endif %} two"), True, {"deep": True})
+    assert template("x") == ids("think", "two")
+
+
+@pytest.mark.parametrize(
+    ("post", "expected"),
+    [(None, ["add", "two"]), ("<s> $A", ["<s>", "add", "two"]), ("<s> $A </s>", ["<s>", "add", "two"])],
+)
+def test_a_plain_text_keeps_the_tokenizers_start_but_not_its_end(post, expected):
+    assert PromptTemplate(tokenizer(post=post))("add two") == ids(*expected)
+
+
+def test_an_end_token_the_text_itself_has_stays():
+    assert PromptTemplate(tokenizer())("add </s>") == ids("add", "</s>")
+
+
+def test_what_cannot_be_rendered():
+    with pytest.raises(ConfigError, match=r"--apply-chat-template: the tokenizer of .* has no chat template"):
+        PromptTemplate(tokenizer(), apply_chat_template=True)
+    with pytest.raises(DataError, match="give --apply-chat-template"):
+        PromptTemplate(tokenizer(CHAT))([{"role": "user", "content": "two"}])
+    with pytest.raises(DataError, match=r"refuses the prompt .*no such role"):
+        PromptTemplate(tokenizer(CHAT), True)([{"role": "bad", "content": "two"}])
+    with pytest.raises(DataError, match="has no token"):
+        PromptTemplate(tokenizer())(" ")
