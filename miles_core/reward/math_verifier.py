@@ -90,7 +90,7 @@ class MathVerifier:
             if verdict is None:
                 worker.kill()
                 worker = None
-                return {"error": f"no verdict within {self.deadline:g} s"}
+                return {"error": f"no verdict within {self.deadline:g} s, or its process died"}
             return verdict
         finally:
             self._idle.put(worker)
@@ -114,6 +114,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
             encoding="utf-8",
+            start_new_session=True,  # Ctrl-C is for us: the step under way is finished with its rewards
         )
         if self._read(START_SECONDS) != {"ready": True}:
             code = self._process.poll()

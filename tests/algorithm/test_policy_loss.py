@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from miles_core.algorithm.policy_loss import (
     ppo,
     token_objective,
 )
+from miles_core.algorithm.reduction import REDUCTIONS, loss_weights
 from miles_core.errors import ConfigError
 
 LOG_RATIO = [0.1, -0.3, 0.5, -1.0]
@@ -108,6 +111,36 @@ def test_gspo_does_not_depend_on_other_samples_of_the_micro_batch():
     whole = losses(torch.arange(6))
     parts = torch.cat([losses(torch.tensor(part)) for part in ([0, 1, 2], [3, 4], [5])])
     assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("how", REDUCTIONS)
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@given(cuts=st.sets(st.integers(1, 4)), seed=st.integers(0, 2**31))
+@settings(max_examples=10, deadline=None)
+def test_loss_and_gradient_of_a_step_do_not_depend_on_the_micro_batches(how, name, cuts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([3, 1, 4, 2, 5])
+    owner = torch.repeat_interleave(torch.arange(5), lengths)
+    columns = torch.randn(3, 15, generator=generator, dtype=torch.float64)
+    mask = torch.rand(15, generator=generator) < 0.7
+    weights = loss_weights(mask, lengths, torch.tensor([0, 1, 1, 2, 3]), how, constant_length=6)
+
+    def step(micro_batches):
+        log_probs = columns[0].clone().requires_grad_()
+        total = torch.zeros((), dtype=torch.float64)
+        for samples in micro_batches:
+            at = torch.isin(owner, torch.tensor(samples)).nonzero().flatten()
+            inputs = PolicyLossInputs(log_probs[at], columns[1][at], columns[2][at], mask[at], owner[at] - samples[0])
+            loss = (POLICY_LOSSES[name](inputs, Clip(0.2, 0.28, 3.0))[0] * weights[at]).sum()
+            if loss.requires_grad:
+                loss.backward()
+            total += loss.detach()
+        return total, log_probs.grad
+
+    edges = [0, *sorted(cuts), 5]
+    whole, split = step([list(range(5))]), step([list(range(a, b)) for a, b in itertools.pairwise(edges)])
+    torch.testing.assert_close(split[0], whole[0], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(split[1], whole[1], atol=1e-12, rtol=1e-12)
 
 
 def test_gspo_says_what_it_needs():
