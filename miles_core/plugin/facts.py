@@ -7,9 +7,17 @@ is the fourth and always an error with the nearest spelling.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from miles_core.config.option import METADATA_KEY
+
+if TYPE_CHECKING:
+    from miles_core.plugin.manifest import Plugin
 
 
 class State(Enum):
@@ -40,5 +48,104 @@ class Fact:
     origin: str
     state: State = State.KNOWN
     flag: str = ""
-    choices: tuple = ()
+    choices: tuple[Any, ...] = ()
     chosen: bool = False
+
+    def __str__(self) -> str:
+        value = show(self.value) if self.state is State.KNOWN else self.state.value
+        return f"{self.name} = {value} ({self.origin})"
+
+
+def show(value: Any) -> str:
+    """A value as users write it: ``true``, ``none``, ``1.5``, ``word``."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return ",".join(map(show, value)) or "none"
+    return str(value)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``did you mean a or b?``, or nothing when no known name is like ``name``."""
+    close = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+class Facts(Mapping[str, Fact]):
+    """All facts of one run, by name; immutable.
+
+    Args:
+        facts: later ones replace earlier ones of the same name.
+        inactive: plugins that are installed and not active: whatever they define is not applicable.
+    """
+
+    def __init__(self, facts: Iterable[Fact] = (), inactive: Iterable[str] = ()) -> None:
+        self._facts = {fact.name: fact for fact in facts}
+        self._inactive = frozenset(inactive)
+
+    def __getitem__(self, name: str) -> Fact:
+        return self._facts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._facts)
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def lookup(self, name: str) -> Fact:
+        """The fact of that name in whatever state it is; never raises."""
+        head, _, rest = name.partition(".")
+        if rest and head in self._inactive:
+            return Fact(name, None, f"{head} is not active", State.NOT_APPLICABLE)
+        if name in self._facts:
+            return self._facts[name]
+        if head == "plugin" and rest:
+            return Fact(name, False, f"not installed: pip install {distribution(rest)}")
+        return Fact(name, None, nearest(name, self._facts), State.NO_SUCH_NAME)
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """The value of a known fact, else ``default``."""
+        fact = self.lookup(name)
+        return fact.value if fact.state is State.KNOWN else default
+
+    def having(self, facts: Iterable[Fact], inactive: Iterable[str] | None = None) -> Facts:
+        """These facts with others added or replaced."""
+        return Facts([*self._facts.values(), *facts], self._inactive if inactive is None else inactive)
+
+    def scope(self, policy: str) -> Facts:
+        """The facts as one policy sees them: ``policies.NAME.x`` stands for ``x``."""
+        prefix = f"policies.{policy}."
+        own = [f for f in self._facts.values() if f.name.startswith(prefix)]
+        return self.having(dataclasses.replace(f, name=f.name.removeprefix(prefix)) for f in own) if own else self
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the run's policies; one called ``policy`` unless facts ``policies.NAME.*`` say otherwise."""
+        found = dict.fromkeys(n.split(".")[1] for n in self._facts if n.startswith("policies.") and n.count(".") > 1)
+        return tuple(found) or ("policy",)
+
+
+def distribution(plugin: str) -> str:
+    """The distribution a plugin of that name is published as."""
+    return f"miles-plugin-{plugin.replace('_', '-')}"
+
+
+def default_facts(plugin: Plugin) -> Iterator[Fact]:
+    """One fact for every option of a plugin's ``config``, at its default, and one for each fact its manifest
+    defines."""
+    for name, meaning in plugin.facts.items():
+        yield Fact(name, None, f"defined by {plugin.name}: {meaning}", State.UNKNOWN)
+    if plugin.config is None:
+        return
+    for field in dataclasses.fields(plugin.config):
+        info = field.metadata.get(METADATA_KEY)
+        value, state = None, State.KNOWN
+        if field.default is not dataclasses.MISSING:
+            value = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        else:
+            state = State.UNKNOWN
+        flag = (info.flag if info else "") or "--" + field.name.replace("_", "-")
+        choices = tuple(c for c in info.choices if c != "*") if info else ()
+        yield Fact(f"{plugin.name}.{field.name}", value, "default", state, flag, choices)

@@ -21,11 +21,13 @@ class Rule:
         needs: the condition, e.g. ``"gpu.sm >= 100"`` or ``"plugin.tis"``.
         because: the reason, shown word for word.
         when: the rule is checked only where this holds; empty is always.
+        hardware: the rule is about tensor cores a format needs; ``--emulate-precision`` waives it.
     """
 
     needs: str
     because: str
     when: str = ""
+    hardware: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Set:
-    """A value this plugin gives to another part's option, optionally only ``when`` a condition holds."""
+    """A value this plugin gives to another part's option, optionally only ``when`` a condition holds; ``because`` is
+    shown when it contradicts somebody."""
 
     value: Any
     when: str = ""
+    because: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,19 +62,22 @@ class Plugin:
         core: the range of miles-core versions it works with, e.g. ``"~=0.1"``.
         config: a dataclass whose fields are made with ``miles_core.config.option``; its fields become flags and the
             table ``[name]`` of a configuration file. ``None`` when the plugin has no options.
-        hooks: condition -> ``"module:Class"``; only the classes whose condition holds are imported.
+        hooks: condition -> ``"module:Class"`` or several of them; only those whose condition holds are imported. In a
+            single-file plugin ``"Class"`` is a class of that file.
         fields: columns added to samples and batches.
         formats: number formats, name -> ``"module:Class"`` (``miles_core.precision.Format``).
         provides: parts made by name, kind -> {name: ``"module:callable"``}; kinds are the ``make_*`` hooks' nouns.
         sets: option path -> value (or ``Set(value, when)``) applied before anything is built.
-        uses: capabilities of the engine or trainer this plugin depends on, capability -> reason.
+        uses: capabilities of the engine or trainer this plugin depends on, capability -> reason; ``"engine.x"`` or
+            ``"trainer.x"`` where one word is both.
+        capabilities: what the backends this plugin provides can do, kind -> names, e.g. ``{"engine": ("score",)}``.
         requires: rules that must hold. A rule ``plugin.x`` activates x.
         recommends: advice, printed and never enforced.
         claims: exclusive slots, slot -> reason; two active claimants of one slot conflict.
         pairs: supported precision cells.
         before, after: names of plugins this one comes before or after in every chain.
-        aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-fp8": {"rollout.precision": "fp8"}}``.
-        environment: environment variable -> option path it sets, as if the flag were given.
+        aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-fp8": {"rollout.precision":
+        "fp8"}}``. environment: environment variable -> option path it sets, as if the flag were given.
         facts: facts this plugin defines beside its options, name -> one line of meaning.
         passthrough: flag prefix -> configuration table, e.g. ``{"--sglang-": "sglang"}``: every flag (and every key of
             that table) which no option declares is taken as it is, for software with a command line of its own.
@@ -81,12 +88,13 @@ class Plugin:
     version: str
     core: str
     config: type | None = None
-    hooks: Mapping[str, str] = field(default_factory=dict)
+    hooks: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     fields: tuple[Field, ...] = ()
     formats: Mapping[str, str] = field(default_factory=dict)
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
     uses: Mapping[str, str] = field(default_factory=dict)
+    capabilities: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     requires: tuple[Rule, ...] = ()
     recommends: tuple[Rule, ...] = ()
     claims: Mapping[str, str] = field(default_factory=dict)

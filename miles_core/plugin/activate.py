@@ -1,0 +1,223 @@
+"""Which plugins take part, what they set, and the facts that follow.
+
+A plugin is active because the user named it, because an option selects a part it provides (``--engine sglang``,
+``--rollout-precision fp8``), or because an active plugin requires it. What plugins set changes facts, facts decide
+conditions, and conditions decide what is set: the three are repeated until nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from miles_core.plugin.core import CORE
+from miles_core.plugin.facts import Fact, Facts, State, default_facts, distribution, nearest, show
+from miles_core.plugin.manifest import Plugin, Set
+from miles_core.plugin.plan import Problem, Setting, described
+from miles_core.plugin.rule import RuleError, Test, Truth, conjuncts, evaluate, parse, same
+
+#: kind of backend -> the one a run has when nobody chooses.
+BACKENDS = {"engine": "embedded", "trainer": "embedded", "runtime": "inline"}
+SIDES = ("rollout.precision", "train.precision")
+_ROUNDS = 32
+
+
+@dataclass
+class Activation:
+    """What takes part.
+
+    Attributes:
+        active: in order of activation; core is last.
+        because: plugin -> why it is active.
+        facts: all facts with everything derived and set.
+        sets: what plugins set, in order of activation.
+        problems: names that cannot be activated and values that contradict.
+    """
+
+    active: dict[str, Plugin]
+    because: dict[str, str]
+    facts: Facts
+    sets: tuple[Setting, ...] = ()
+    problems: list[Problem] = field(default_factory=list)
+
+
+def activate(requested: Mapping[str, str], manifests: Mapping[str, Plugin], facts: Facts) -> Activation:
+    """Repeat activating, setting and deriving until nothing changes.
+
+    Args:
+        requested: plugin -> what asked for it, in command-line order.
+        manifests: every installed plugin.
+        facts: options, host and model facts.
+    """
+    because = {name: why for name, why in requested.items() if name in manifests and name != "core"}
+    problems = [_unknown(name, why, manifests) for name, why in requested.items() if name not in because]
+    sets: tuple[Setting, ...] = ()
+    for _ in range(_ROUNDS):
+        active = {**{name: manifests[name] for name in because}, "core": CORE}
+        derived = derive(facts, active, manifests, sets)
+        wanted = dict([*_selected(derived, manifests), *_required(active, derived, manifests)])
+        found = [*_sets(active, derived, facts, manifests)]
+        settings = tuple(s for s in found if isinstance(s, Setting))
+        if wanted.keys() <= because.keys() and settings == sets:
+            problems += [p for p in found if isinstance(p, Problem)]
+            return Activation(active, because, derived, sets, problems)
+        because |= {name: why for name, why in wanted.items() if name not in because}
+        sets = settings
+    paths = ", ".join(sorted({s.path for s in sets}))
+    reason = f"conditions of these values depend on each other: {paths}"
+    problems.append(Problem("what plugins set", "never settles", reason, verb=""))
+    return Activation(active, because, derived, sets, problems)
+
+
+def _unknown(name: str, why: str, manifests: Mapping[str, Plugin]) -> Problem:
+    if name == "core":
+        return Problem(why, "'core'", "core is always active: leave it out", verb="must not name")
+    installed = ", ".join(n for n in manifests if n != "core") or "none"
+    hint = nearest(name, manifests) or f"to install it: pip install {distribution(name)}"
+    return Problem(why, f"{name!r}", f"installed plugins are: {installed}; {hint}", verb="names no installed plugin:")
+
+
+def derive(
+    facts: Facts, active: Mapping[str, Plugin], manifests: Mapping[str, Plugin], sets: tuple[Setting, ...]
+) -> Facts:
+    """``facts`` and what follows from who is active: their options' defaults, set values, ``plugin.*``,
+    ``*.uses.*``."""
+    extra: dict[str, Fact] = {}
+    for plugin in active.values():
+        extra |= {f.name: f for f in default_facts(plugin) if f.name not in facts}
+    for kind, default in BACKENDS.items():
+        if kind not in facts:
+            extra[kind] = Fact(kind, default, "default", flag=f"--{kind}")
+    for side in SIDES:
+        if side not in facts:
+            extra[side] = Fact(side, "bf16", "default", flag="--" + side.replace(".", "-"))
+    if "precision.emulated" not in facts:
+        extra["precision.emulated"] = Fact("precision.emulated", False, "default", flag="--emulate-precision")
+    for name in manifests:
+        if name != "core":
+            extra[f"plugin.{name}"] = Fact(
+                f"plugin.{name}", name in active, "active" if name in active else "not active"
+            )
+    for kind, capability, users in _uses(active, manifests):
+        name = f"{kind}.uses.{capability}"
+        extra[name] = Fact(name, bool(users), f"used by {', '.join(users)}" if users else "nobody uses it")
+    for s in sets:
+        before = extra.get(s.path) or facts.lookup(s.path)
+        extra[s.path] = replace(before, value=s.value, origin=f"set by {s.plugin}", state=State.KNOWN)
+    inactive = {n for n in manifests if n not in active and n != "core"}
+    derived = facts.having(extra.values(), inactive)
+    return derived.having(_elsewhere(derived, manifests))
+
+
+def _uses(active: Mapping[str, Plugin], manifests: Mapping[str, Plugin]) -> Iterator[tuple[str, str, list[str]]]:
+    """(kind, capability, active plugins using it) for every capability anybody declares."""
+    for kind in BACKENDS:
+        declared = {c for m in [*manifests.values(), CORE] for c in m.capabilities.get(kind, ())}
+        for capability in sorted(declared):
+            spelt = {capability, f"{kind}.{capability}"}
+            yield kind, capability, [p.name for p in active.values() if spelt & p.uses.keys()]
+
+
+def _elsewhere(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[Fact]:
+    """With a runtime on other machines, a driver without a GPU says nothing about theirs."""
+    runtime = facts.value("runtime")
+    owner = provider("runtime", runtime, manifests)
+    gpu = facts.lookup("gpu")
+    if owner is None or "remote" not in owner.capabilities.get("runtime", ()):
+        return
+    if gpu.state is State.KNOWN and gpu.value == "none" and not gpu.chosen:
+        origin = f"no GPU on this host, and {runtime} works on others"
+        for fact in facts.values():
+            if fact.name == "gpu" or fact.name.startswith("gpu."):
+                yield replace(fact, state=State.UNKNOWN, value=None, origin=origin)
+
+
+def provider(kind: str, name: object, manifests: Mapping[str, Plugin]) -> Plugin | None:
+    """Who provides the part ``name`` of that kind (``format`` for number formats); core's own comes last."""
+    if isinstance(name, str):
+        for manifest in [*manifests.values(), CORE]:
+            if name in (manifest.formats if kind == "format" else manifest.provides.get(kind, {})):
+                return manifest
+    return None
+
+
+def _selected(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
+    """Plugins whose part an option names."""
+    chosen = [(kind, facts.lookup(kind)) for kind in BACKENDS]
+    for policy in facts.policies:
+        chosen += [("format", facts.scope(policy).lookup(side)) for side in SIDES]
+    for kind, fact in chosen:
+        owner = provider(kind, fact.value, manifests) if fact.state is State.KNOWN else None
+        if owner is not None and owner.name != "core":
+            yield owner.name, f"{fact.name} = {show(fact.value)} ({fact.origin})"
+
+
+def _required(active: Mapping[str, Plugin], facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
+    """Plugins that active ones require by a rule ``plugin.x``, alone or as one part of an ``and``."""
+    for plugin in active.values():
+        for rule in plugin.requires:
+            try:
+                if evaluate(rule.when, facts.lookup) is not Truth.TRUE:
+                    continue
+                for part in conjuncts(parse(rule.needs)):
+                    if isinstance(part, Test) and not part.op and part.name.startswith("plugin."):
+                        name = part.name.removeprefix("plugin.")
+                        if name in manifests:
+                            yield name, f"required by {plugin.name}: {rule.because}"
+            except RuleError:
+                continue  # the checker reports it when it comes to this rule
+
+
+def _sets(
+    active: Mapping[str, Plugin], derived: Facts, facts: Facts, manifests: Mapping[str, Plugin]
+) -> Iterator[Setting | Problem]:
+    """Every value an active plugin sets on a part that takes part, and every contradiction."""
+    first: dict[str, Setting] = {}
+    for plugin in active.values():
+        for path, given in plugin.sets.items():
+            wish = given if isinstance(given, Set) else Set(given)
+            try:
+                truth = evaluate(wish.when, derived.lookup)
+            except RuleError as error:
+                yield Problem(plugin.name, path, str(error), verb="cannot decide whether to set")
+                continue
+            target = derived.lookup(path)
+            if truth in (Truth.FALSE, Truth.VACUOUS) or target.state is State.NOT_APPLICABLE:
+                continue
+            if target.state is State.NO_SUCH_NAME:
+                if _has_head(path, derived):
+                    yield Problem(plugin.name, f"{path}, which no part defines", target.origin, verb="sets")
+                continue  # an option of a plugin that is not installed
+            if truth is Truth.UNKNOWN:
+                because = f"its condition {wish.when!r} is not known on this host: give it with --fact"
+                yield Problem(plugin.name, f"{path} = {show(wish.value)}", because, verb="cannot decide whether to set")
+                continue
+            yield from _set(Setting(path, wish.value, plugin.name), wish.because, first, facts, derived)
+
+
+def _set(
+    setting: Setting, because: str, first: dict[str, Setting], facts: Facts, derived: Facts
+) -> Iterator[Setting | Problem]:
+    """One set value: accepted, agreeing with what is there, or a conflict."""
+    path, value = setting.path, setting.value
+    user, other = facts.lookup(path), first.get(path)
+    needs = f"{path} == {show(value)}"
+    if other is not None:
+        if not same(other.value, value):
+            values = (
+                (path, show(other.value), f"set by {other.plugin}"),
+                (path, show(value), f"set by {setting.plugin}"),
+            )
+            reason = because or "one option has one value"
+            yield Problem(setting.plugin, needs, reason, values)
+    elif user.chosen and not same(user.value, value):
+        reason = because or f"{setting.plugin} sets this value itself and does not work with another"
+        yield Problem(setting.plugin, needs, reason, (described(user),), choices=(path,))
+    else:
+        first[path] = setting
+        yield setting
+
+
+def _has_head(path: str, facts: Facts) -> bool:
+    head = path.partition(".")[0] + "."
+    return any(name.startswith(head) for name in facts)

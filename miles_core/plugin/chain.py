@@ -1,0 +1,114 @@
+"""Composing functions that plugins wrap around core's own, so that an exception says whose it is.
+
+Ordinary function calls: one ``try`` a layer and nothing else, so the result can be compiled and a profiler shows every
+layer under its own name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miles_core.errors import PluginError
+
+_OWNER = "__miles_owner__"
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """What a ``wrap_*`` hook of one plugin returned."""
+
+    plugin: str
+    hook: str
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    def __call__(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """The function around ``inner``; an exception raised in it carries a note naming plugin and hook."""
+        try:
+            function = self.wrap(inner)
+        except Exception as error:
+            note(error, self.plugin, self.hook)
+            raise
+        if not callable(function):
+            raise PluginError(
+                f"plugin {self.plugin}: {self.hook} wrapped with something that returned {function!r}; "
+                "it takes the inner function and returns a function with the same arguments"
+            )
+        return guarded(function, self.plugin, self.hook)
+
+
+def compose(inner: Callable[..., Any], wrappers: Sequence[Wrapper]) -> Callable[..., Any]:
+    """Wrap ``inner``; the first of ``wrappers`` ends up outermost. Without wrappers it is ``inner`` itself."""
+    if not wrappers:
+        return inner
+    function = guarded(inner, "", "")
+    for wrapper in reversed(wrappers):
+        function = wrapper(function)
+    return function
+
+
+def note(error: BaseException, plugin: str, hook: str) -> None:
+    """Say once where an exception came from: the innermost function that raised it. Core's own (``plugin`` empty) is
+    only remembered, so that no plugin around it is blamed."""
+    if getattr(error, _OWNER, None) is None:
+        setattr(error, _OWNER, plugin)
+        if plugin:
+            error.add_note(f"in plugin {plugin}, hook {hook}")
+
+
+def guarded(function: Callable[..., Any], plugin: str, hook: str) -> Callable[..., Any]:
+    """``function`` with its exceptions noted, whatever its kind: plain, ``async``, a generator, or one that returns
+    those."""
+    result: Callable[..., Any]
+    if inspect.iscoroutinefunction(function):
+
+        async def result(*args: Any, **kwargs: Any) -> Any:
+            return await _awaited(function(*args, **kwargs), plugin, hook)
+
+    elif inspect.isasyncgenfunction(function):
+
+        async def result(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            try:
+                async for item in function(*args, **kwargs):
+                    yield item
+            except Exception as error:
+                note(error, plugin, hook)
+                raise
+
+    elif inspect.isgeneratorfunction(function):
+
+        def result(*args: Any, **kwargs: Any) -> Any:
+            return _iterated(function(*args, **kwargs), plugin, hook)
+
+    else:
+
+        def result(*args: Any, **kwargs: Any) -> Any:
+            try:
+                value = function(*args, **kwargs)
+            except Exception as error:
+                note(error, plugin, hook)
+                raise
+            if isinstance(value, Generator):
+                return _iterated(value, plugin, hook)
+            return _awaited(value, plugin, hook) if isinstance(value, Coroutine) else value
+
+    return functools.wraps(function)(result) if hasattr(function, "__name__") else result
+
+
+def _iterated(items: Generator[Any, Any, Any], plugin: str, hook: str) -> Generator[Any, Any, Any]:
+    try:
+        return (yield from items)
+    except Exception as error:
+        note(error, plugin, hook)
+        raise
+
+
+async def _awaited(value: Awaitable[Any], plugin: str, hook: str) -> Any:
+    try:
+        return await value
+    except Exception as error:
+        note(error, plugin, hook)
+        raise

@@ -1,0 +1,40 @@
+"""What core declares about itself, in the form every plugin uses.
+
+The embedded engine and trainer, the inline runtime and the in-process transport are parts like any other; ``core`` is
+always active, comes last in every chain and cannot be named after ``--plugins``.
+"""
+
+from __future__ import annotations
+
+from miles_core import __version__
+from miles_core.data.field import Field
+from miles_core.plugin.manifest import Pair, Plugin
+
+CORE = Plugin(
+    name="core",
+    summary="The loop, the embedded engine and trainer, BF16",
+    version=__version__,
+    core=f"=={__version__}",
+    fields=(Field("loss_mask", "float32", "response"), Field("rollout_log_probs", "float32", "response")),
+    provides={
+        "runtime": {"inline": "miles_core.runtime:make_runtime"},
+        "engine": {"embedded": "miles_core.embedded.engine:make_engine"},
+        "trainer": {"embedded": "miles_core.embedded.trainer:make_trainer"},
+        "decoder": {"plain": "miles_core.embedded.decoder:make_decoder"},
+        "transport": {"copy": "miles_core.sync.transport:make_transport"},
+    },
+    capabilities={
+        "engine": (
+            "routed_experts",
+            "sampling_support",
+            "score",
+            "token_versions",
+            "draft",
+            "keyed_sampling",
+            "hot_update",
+        ),
+        "trainer": ("routing_replay", "shared_model", "full_vocab", "resume"),
+        "runtime": (),
+    },
+    pairs=(Pair("bf16", "bf16"),),
+)

@@ -1,0 +1,210 @@
+"""Which plugins are installed, and their manifests.
+
+A distribution registers ``[project.entry-points."miles.plugins"] mxfp8 = "miles_mxfp8:plugin"``; a first experiment
+is a single file, ``--plugins ./my.py``. Scanning reads metadata only. A manifest is imported when somebody asks for
+it; that is cheap because manifests import no torch. Being installed never makes a plugin active.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from miles_core import __version__
+from miles_core.errors import PluginError
+from miles_core.plugin.facts import distribution, nearest
+from miles_core.plugin.manifest import Plugin
+
+GROUP = "miles.plugins"
+_MARK = "miles_impl"  # what hookimpl leaves on a function
+_FILE_MODULE = "miles_plugin_file_"
+
+
+class Catalogue(Mapping[str, Plugin]):
+    """Every plugin that may take part, by name.
+
+    Reading one by name imports its manifest and raises ``PluginError`` when that fails. Iterating imports all and
+    leaves out those that fail; ``broken`` says why, for ``miles plugins`` and for the notes of a run.
+
+    Attributes:
+        sources: plugin -> ``miles-plugin-r3 0.1.0`` or ``file:PATH sha256:...``; filled by scanning.
+        broken: plugin -> why its manifest cannot be used.
+    """
+
+    def __init__(self, points: Iterable[EntryPoint] = ()) -> None:
+        self._points: dict[str, dict[str, EntryPoint]] = {}
+        self._loaded: dict[str, Plugin] = {}
+        self.sources: dict[str, str] = {}
+        self.broken: dict[str, str] = {}
+        for point in points:
+            self._points.setdefault(point.name, {})[_source(point)] = point
+        for name, found in self._points.items():
+            self.sources[name] = next(iter(found))
+
+    def __getitem__(self, name: str) -> Plugin:
+        if name not in self._loaded:
+            if name not in self._points:
+                raise KeyError(name)
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._points or name in self._loaded
+
+    def __iter__(self) -> Iterator[str]:
+        for name in self.names:
+            if name not in self._loaded and name not in self.broken:
+                try:
+                    self[name]
+                except PluginError as error:
+                    self.broken[name] = str(error)
+            if name not in self.broken:
+                yield name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @property
+    def names(self) -> list[str]:
+        """Every name, without importing anything; files first."""
+        return sorted({*self._points, *self._loaded}, key=lambda n: (n in self._points, n))
+
+    def request(self, wanted: str) -> str:
+        """Make sure a plugin asked for on the command line can be used.
+
+        Args:
+            wanted: a name, or the path of a single-file plugin (ends in ``.py`` or holds a path separator).
+
+        Returns:
+            the plugin's name.
+
+        Raises:
+            PluginError: not installed (with the nearest name and the command that installs it), installed twice, or its
+                manifest cannot be imported (with the traceback).
+        """
+        if wanted.endswith(".py") or "/" in wanted or "\\" in wanted:
+            return self.add_file(Path(wanted))
+        if wanted not in self:
+            hint = nearest(wanted, self.names)
+            install = f"pip install {distribution(wanted)}"
+            raise PluginError(f"no plugin {wanted!r} is installed; {f'{hint} Otherwise' if hint else 'try'}: {install}")
+        return self[wanted].name
+
+    def add_file(self, path: Path) -> str:
+        """Take a single-file plugin in.
+
+        The file may hold a manifest ``plugin``, whose hooks and parts then name classes of the same file, or only
+        functions and classes marked with ``hookimpl``, which become a plugin named like the file.
+
+        Raises:
+            PluginError: no such file, it cannot be imported, holds neither, or its name is taken.
+        """
+        path = path.expanduser().resolve()
+        if not path.is_file():
+            raise PluginError(f"--plugins {path}: no such file")
+        source = f"file:{path} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+        for name, known in self.sources.items():
+            if known == source and name in self._loaded:
+                return name
+        stem = re.sub(r"\W", "_", path.stem)
+        module = _import_file(path, f"{_FILE_MODULE}{stem}_{source[-12:]}")
+        declared = getattr(module, "plugin", None)
+        plugin = _localised(declared, module, path) if declared is not None else _synthesised(stem, module, path)
+        if plugin.name in self:
+            raise PluginError(
+                f"two plugins are called {plugin.name!r}: {self.sources[plugin.name]} and {path}; "
+                "rename the one in the file"
+            )
+        self._loaded[plugin.name] = plugin
+        self.sources[plugin.name] = source
+        return plugin.name
+
+    def _load(self, name: str) -> Plugin:
+        found = self._points[name]
+        if len(found) > 1:
+            raise PluginError(
+                f"two distributions provide a plugin called {name!r}: {' and '.join(sorted(found))}; "
+                "uninstall one of them"
+            )
+        source, point = next(iter(found.items()))
+        try:
+            plugin = point.load()
+        except Exception as error:
+            text = "".join(traceback.format_exception(error)).rstrip()
+            raise PluginError(f"plugin {name!r} ({source}) cannot be imported from {point.value}:\n{text}") from error
+        if not isinstance(plugin, Plugin):
+            raise PluginError(
+                f"plugin {name!r} ({source}): {point.value} is {type(plugin).__name__}, not a miles_core.Plugin"
+            )
+        if plugin.name != name:
+            raise PluginError(
+                f"plugin {name!r} ({source}): its manifest calls itself {plugin.name!r}; "
+                "entry point and manifest must agree"
+            )
+        return plugin
+
+
+def discover() -> Catalogue:
+    """What is installed in this environment (reads metadata, imports nothing)."""
+    return Catalogue(entry_points(group=GROUP))
+
+
+def _source(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
+
+
+def _import_file(path: Path, name: str) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"--plugins {path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        text = "".join(traceback.format_exception(error)).rstrip()
+        raise PluginError(f"--plugins {path}: the file cannot be imported:\n{text}") from error
+    return module
+
+
+def _localised(plugin: Any, module: ModuleType, path: Path) -> Plugin:
+    """A file's manifest with ``"Class"`` written out as ``"module:Class"``."""
+    if not isinstance(plugin, Plugin):
+        raise PluginError(f"--plugins {path}: its 'plugin' is {type(plugin).__name__}, not a miles_core.Plugin")
+
+    def full(target: str) -> str:
+        return target if ":" in target else f"{module.__name__}:{target}"
+
+    return dataclasses.replace(
+        plugin,
+        hooks={c: full(t) if isinstance(t, str) else tuple(map(full, t)) for c, t in plugin.hooks.items()},
+        formats={name: full(target) for name, target in plugin.formats.items()},
+        provides={kind: {n: full(t) for n, t in parts.items()} for kind, parts in plugin.provides.items()},
+    )
+
+
+def _synthesised(stem: str, module: ModuleType, path: Path) -> Plugin:
+    """A manifest for a file that only has marked functions or classes with marked methods."""
+    own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
+    targets = [n for n, v in own.items() if isinstance(v, type) and any(hasattr(f, _MARK) for f in vars(v).values())]
+    if any(hasattr(v, _MARK) for v in own.values() if not isinstance(v, type)):
+        targets.append("")  # the module itself holds hooks
+    if not targets:
+        raise PluginError(
+            f"--plugins {path}: the file has no manifest called 'plugin' and nothing marked with miles_core.hookimpl"
+        )
+    hooks = {"": tuple(f"{module.__name__}:{name}" for name in targets)}
+    summary = (module.__doc__ or f"hooks of {path.name}").strip().splitlines()[0]
+    return Plugin(stem, summary, "0", f"=={__version__}", hooks=hooks)

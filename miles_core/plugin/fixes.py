@@ -1,0 +1,189 @@
+"""Changes that would let a refused run start.
+
+The space of single decisions is tiny (drop a plugin, add one, give an option another of its values, switch precision,
+emulate), so each is tried and only those the checker accepts are shown: a suggestion never fails next. Where no single
+change keeps the user's plugins and precision, up to three changes of options are tried together.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
+from typing import TYPE_CHECKING, Any
+
+from miles_core.plugin.activate import BACKENDS, SIDES
+from miles_core.plugin.core import CORE
+from miles_core.plugin.facts import Facts, State, show
+from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.rule import RuleError, Test, conjuncts, parse, same
+
+if TYPE_CHECKING:
+    from miles_core.plugin.resolve import Checked
+
+SHOWN = 6
+_TRIES = 400
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change that was accepted: how to type it, and the request and facts it leads to."""
+
+    text: str
+    requested: dict[str, str]
+    facts: Facts
+
+
+@dataclass(frozen=True)
+class Change:
+    """One decision to make otherwise. ``keeps``: the user's plugins and precision stay."""
+
+    text: str
+    drop: tuple[str, ...] = ()
+    add: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    keeps: bool = False
+
+
+def fixes(
+    requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, Plugin], facts: Facts, refused: Checked
+) -> list[Fix]:
+    """At most ``SHOWN`` accepted changes, the smallest first.
+
+    Args:
+        requested, manifests, facts: as given to ``check``.
+        refused: what ``check`` found.
+    """
+    asked = dict(requested) if isinstance(requested, Mapping) else dict.fromkeys(requested, "--plugins")
+    singles = [*_options(refused), *_plugins(asked, refused), *_precisions(asked, refused)]
+    accepted, partial = [], []
+    before = {p.headline for p in refused.problems}
+    for change in singles:
+        fix, left = _try(change, asked, manifests, facts, refused)
+        if not left:
+            accepted.append((change, fix))
+        elif left < before and change.keeps:
+            partial.append(change)
+    if not any(change.keeps for change, _ in accepted):
+        accepted = [*_together(partial, asked, manifests, facts, refused), *accepted]
+    unique = {fix.text: fix for _, fix in accepted}
+    return list(unique.values())[:SHOWN]
+
+
+def _together(
+    partial: list[Change], asked: dict[str, str], manifests: Mapping[str, Plugin], facts: Facts, refused: Checked
+) -> list[tuple[Change, Fix]]:
+    """The smallest sets of two or three changes that are accepted."""
+    for size in (2, 3):
+        found = []
+        for group in islice(combinations(partial, size), _TRIES):
+            values = {name: value for change in group for name, value in change.values.items()}
+            if len(values) < size:
+                continue
+            change = Change(" ".join(c.text for c in group), values=values, keeps=True)
+            fix, left = _try(change, asked, manifests, facts, refused)
+            if not left:
+                found.append((change, fix))
+        if found:
+            return found
+    return []
+
+
+def _try(
+    change: Change, asked: dict[str, str], manifests: Mapping[str, Plugin], facts: Facts, refused: Checked
+) -> tuple[Fix, set[str]]:
+    """The changed request and the headlines of the problems it has left."""
+    from miles_core.plugin.resolve import check
+
+    requested = {name: why for name, why in asked.items() if name not in change.drop}
+    requested |= {name: "--plugins" for name in change.add if name not in requested}
+    changed = []
+    for name, value in change.values.items():
+        fact = refused.facts.lookup(name)
+        changed.append(replace(fact, value=value, origin=_typed(fact.flag, value), state=State.KNOWN, chosen=True))
+    fix = Fix(change.text, requested, facts.having(changed))
+    return fix, {p.headline for p in check(fix.requested, manifests, fix.facts).problems}
+
+
+def _options(refused: Checked) -> Iterator[Change]:
+    """Another value for each option some problem is about, and emulation."""
+    facts = refused.facts
+    for name in dict.fromkeys(name for problem in refused.problems for name in problem.choices):
+        fact = facts.lookup(name)
+        if not fact.flag or fact.state is not State.KNOWN or name in SIDES:
+            continue
+        for value in _values(name, refused):
+            if not same(value, fact.value):
+                yield Change(_typed(fact.flag, value), values={name: value}, keeps=True)
+    emulated = facts.lookup("precision.emulated")
+    if emulated.value is not True:
+        flag = emulated.flag or "--emulate-precision"
+        yield Change(flag, values={emulated.name: True}, keeps=True)
+
+
+def _values(name: str, refused: Checked) -> list[Any]:
+    """What an option may be instead: its choices, the parts of that kind, both truths, or what a broken rule asks
+    for."""
+    fact = refused.facts.lookup(name)
+    values: list[Any] = list(fact.choices)
+    if name in BACKENDS:
+        values += [n for m in [CORE, *refused.manifests.values()] for n in m.provides.get(name, {})]
+    if isinstance(fact.value, bool):
+        values += [True, False]
+    for problem in refused.problems:
+        if name in problem.choices and problem.verb == "needs":
+            try:
+                parts = conjuncts(parse(problem.needs))
+            except RuleError:
+                continue  # a sentence, not a rule
+            for part in parts:
+                if isinstance(part, Test) and part.name == name and part.op in ("==", "in", ">=", "<="):
+                    values += part.values
+    return list(dict.fromkeys(values))
+
+
+def _plugins(asked: dict[str, str], refused: Checked) -> Iterator[Change]:
+    for name in refused.manifests:
+        if name not in refused.activation.active and name != "core":
+            yield Change(f"add {name} to --plugins", add=(name,))
+    for name, why in asked.items():
+        if name not in refused.manifests:
+            for other in difflib.get_close_matches(name, list(refused.manifests), n=2):
+                yield Change(f"{other} instead of {name} in --plugins", (name,), (other,), keeps=True)
+        yield Change(f"drop {name} from --plugins" if why.startswith("--plugins") else f"drop {why}", drop=(name,))
+
+
+def _precisions(asked: dict[str, str], refused: Checked) -> Iterator[Change]:
+    """Every cell an installed plugin supports, with the formats' plugins exchanged."""
+    facts, manifests = refused.facts, refused.manifests
+    if len(facts.policies) > 1:
+        return
+    now = tuple(facts.value(side) for side in SIDES)
+    cells = [(m, pair) for m in [*manifests.values(), CORE] for pair in m.pairs]
+    cells.sort(key=lambda cell: (cell[1].experimental, (cell[1].rollout != now[0]) + (cell[1].train != now[1])))
+    for owner, pair in cells:
+        if (pair.rollout, pair.train) == now:
+            continue
+        wanted = [m.name for m in manifests.values() if {pair.rollout, pair.train} & m.formats.keys()]
+        if owner.name not in ("core", *wanted):
+            wanted.append(owner.name)
+        drop = tuple(n for n in asked if n in manifests and manifests[n].formats and n not in wanted)
+        plugins = [*(n for n in asked if n not in drop), *(n for n in wanted if n not in asked)]
+        flags = [
+            _typed(facts.lookup(side).flag or _flag(side), v)
+            for side, v in zip(SIDES, (pair.rollout, pair.train), strict=True)
+        ]
+        text = " ".join([f"--plugins {','.join(plugins)}"] * bool(plugins) + flags)
+        yield Change(text, drop, tuple(wanted), dict(zip(SIDES, (pair.rollout, pair.train), strict=True)))
+
+
+def _flag(path: str) -> str:
+    return "--" + path.replace(".", "-").replace("_", "-")
+
+
+def _typed(flag: str, value: Any) -> str:
+    """An option as typed: ``--flag value``, ``--flag`` or ``--no-flag``."""
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-", 1)
+    return f"{flag} {show(value)}"

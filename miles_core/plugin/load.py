@@ -1,0 +1,215 @@
+"""Bringing an accepted plan to life in one process: import its hook classes, register them, call them.
+
+pluggy validates implementations against the specifications and keeps their order; the calls are made here, so that an
+exception names the plugin and the hook it came from. Nothing of a plugin but its manifest is imported before this.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pluggy
+
+from miles_core.errors import PluginError
+from miles_core.plugin import hooks as specifications
+from miles_core.plugin.chain import Wrapper, note
+from miles_core.plugin.core import CORE
+from miles_core.plugin.facts import Facts, nearest
+from miles_core.plugin.guard import check_implementation, specified
+from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.plan import Plan
+from miles_core.plugin.rule import Truth, evaluate
+
+Call = tuple[str, Callable[..., Any], tuple[str, ...]]  # plugin, implementation, the arguments it takes
+
+
+class Hooks:
+    """The hooks of one run in one process.
+
+    Attributes:
+        implemented: hook -> plugins that implement it, in plan order (outermost first).
+    """
+
+    def __init__(self, plan: Plan, manifests: Mapping[str, Plugin], manager: pluggy.PluginManager, specs: type) -> None:
+        self._specs = specified(specs)
+        self._active = [*(manifests[name] for name in plan.order), CORE]
+        self._calls: dict[str, list[Call]] = {}
+        for hook in self._specs:
+            # pluggy calls the last registered first
+            implementations = reversed(getattr(manager.hook, hook).get_hookimpls())
+            self._calls[hook] = [(_owner(i.plugin_name), i.function, tuple(i.argnames)) for i in implementations]
+        self.implemented = {hook: tuple(c[0] for c in calls) for hook, calls in self._calls.items()}
+
+    def on(self, name: str, **arguments: Any) -> None:
+        """Tell every implementation of an ``on_*`` hook, in plan order."""
+        for plugin, function, taken in self._chosen(name, arguments):
+            try:
+                function(*[arguments[a] for a in taken])
+            except Exception as error:
+                note(error, plugin, name)
+                raise
+
+    def chain(self, name: str, **arguments: Any) -> list[Wrapper]:
+        """Ask every implementation of a ``wrap_*`` hook once; compose what comes back with ``compose`` (the first is
+        the outermost). A plugin that returns None stays out."""
+        found = []
+        for plugin, function, taken in self._chosen(name, arguments):
+            try:
+                wrap = function(*[arguments[a] for a in taken])
+            except Exception as error:
+                note(error, plugin, name)
+                raise
+            if wrap is None:
+                continue
+            if not callable(wrap):
+                raise PluginError(f"plugin {plugin}: {name} returned {wrap!r}, not a function to wrap with (or None)")
+            found.append(Wrapper(plugin, name, wrap))
+        return found
+
+    def make(self, kind: str, name: str, **arguments: Any) -> Any:
+        """Build the part ``name`` of a kind; its callable gets those of ``arguments`` it takes.
+
+        Raises:
+            PluginError: no active plugin provides it, or it cannot be imported.
+        """
+        for plugin in self._active:
+            target = plugin.provides.get(kind, {}).get(name)
+            if target is None:
+                continue
+            build = import_target(plugin.name, target)
+            try:
+                return build(**_taken(build, arguments))
+            except Exception as error:
+                note(error, "" if plugin is CORE else plugin.name, f"make_{kind} ({name})")
+                raise
+        raise PluginError(f"no active plugin provides the {kind} {name!r}; {_known(self.provided(kind), name)}")
+
+    def provided(self, kind: str) -> tuple[str, ...]:
+        """Names of the parts of a kind (``format`` for number formats) that active plugins provide; core's come
+        last."""
+        parts = (p.formats if kind == "format" else p.provides.get(kind, {}) for p in self._active)
+        return tuple(dict.fromkeys(name for names in parts for name in names))
+
+    def format(self, name: str) -> Any:
+        """The class of a number format.
+
+        Raises:
+            PluginError: no active plugin has it, or it cannot be imported.
+        """
+        for plugin in self._active:
+            if name in plugin.formats:
+                return import_target(plugin.name, plugin.formats[name])
+        raise PluginError(f"no active plugin has the number format {name!r}; {_known(self.provided('format'), name)}")
+
+    def _chosen(self, name: str, arguments: Mapping[str, Any]) -> list[Call]:
+        if name not in self._calls:
+            raise TypeError(f"there is no hook {name!r}; {nearest(name, self._specs)}")
+        if arguments.keys() != set(self._specs[name]):
+            raise TypeError(f"{name} is called with {sorted(arguments)}, it takes {sorted(self._specs[name])}")
+        return self._calls[name]
+
+
+def load_hooks(
+    plan: Plan,
+    manifests: Mapping[str, Plugin],
+    config: Any = None,
+    *,
+    facts: Facts | None = None,
+    specs: type = specifications.HookSpecs,
+    core: Sequence[object] = (),
+) -> Hooks:
+    """Import, instantiate and register every hook class of a plan.
+
+    Args:
+        plan: the accepted plan.
+        manifests: the catalogue it was resolved from, or an equal one on a worker.
+        config: where a plugin's options are: ``config.NAME`` or ``config["NAME"]``. A hooks class that takes one
+        argument
+            gets its plugin's options.
+        facts: this worker's facts, to decide hooks whose condition the driver could not.
+        specs: the class of specifications.
+        core: core's own implementations, called last.
+
+    Raises:
+        PluginError: a class cannot be imported or made, or implements a hook wrongly; names plugin, class and hook.
+    """
+    manager = pluggy.PluginManager(specifications.PROJECT)
+    manager.add_hookspecs(specs)
+    known = specified(specs)
+    for index, holder in enumerate(reversed(core)):
+        check_implementation("core", holder, known)
+        manager.register(holder, f"core#{index}")
+    for index, wanted in reversed(list(enumerate(plan.hooks))):
+        if wanted.deferred and not _decided(wanted.condition, wanted.plugin, facts):
+            continue
+        holder = _instantiate(wanted.plugin, import_target(wanted.plugin, wanted.target), config)
+        check_implementation(wanted.plugin, holder, known)
+        manager.register(holder, f"{wanted.plugin}#{index}")
+    manager.check_pending()
+    return Hooks(plan, manifests, manager, specs)
+
+
+def import_target(plugin: str, target: str) -> Any:
+    """The object ``module:name`` (``module:`` is the module itself).
+
+    Raises:
+        PluginError: with the traceback of the import, or the nearest name in the module.
+    """
+    module_name, _, name = target.partition(":")
+    if not module_name or ":" not in target:
+        raise PluginError(f"plugin {plugin}: {target!r} does not say where it is; write 'module:name'")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        raise PluginError(f"plugin {plugin}: {module_name} cannot be imported:\n{text}") from error
+    if not name:
+        return module
+    if not hasattr(module, name):
+        raise PluginError(f"plugin {plugin}: {module_name} has no {name!r}; {nearest(name, vars(module))}".rstrip("; "))
+    return getattr(module, name)
+
+
+def _instantiate(plugin: str, target: Any, config: Any) -> Any:
+    """The registered object: a module as it is, a class made with its plugin's options where it takes an argument."""
+    if inspect.ismodule(target):
+        return target
+    if not inspect.isclass(target):
+        raise PluginError(f"plugin {plugin}: hooks must name a class, {target!r} is {type(target).__name__}")
+    parameters = [p for p in inspect.signature(target).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [p.name for p in parameters if p.default is p.empty]
+    if len(required) > 1:
+        raise
+        PluginError(f"plugin {plugin}: {target.__name__} takes {', '.join(required)}; it may take its options, no more")
+    options = config.get(plugin) if isinstance(config, Mapping) else getattr(config, plugin, None)
+    try:
+        return target(options) if parameters else target()
+    except Exception as error:
+        note(error, plugin, f"{target.__name__}()")
+        raise
+
+
+def _decided(condition: str, plugin: str, facts: Facts | None) -> bool:
+    truth = evaluate(condition, facts.lookup) if facts is not None else Truth.UNKNOWN
+    if truth is Truth.UNKNOWN:
+        raise PluginError(f"plugin {plugin}: its hooks depend on {condition!r}, which is not known on this worker")
+    return truth is Truth.TRUE
+
+
+def _taken(build: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(build).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _known(names: Sequence[str], wanted: str) -> str:
+    return nearest(wanted, names) or f"there are: {', '.join(names) or 'none'}"
+
+
+def _owner(registered: str) -> str:
+    return registered.rpartition("#")[0]

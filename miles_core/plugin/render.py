@@ -1,0 +1,75 @@
+"""How a plan and a refusal read on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from miles_core.plugin.facts import show
+from miles_core.plugin.plan import Plan, Problem
+
+
+def refusal(problems: Sequence[Problem], fixes: Sequence[str], title: str = "this run cannot start") -> str:
+    """Every problem with its values and reason, then the fixes that were tried and hold.
+
+    The caller prints ``error: `` before it.
+    """
+    count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
+    blocks = [f"{title} ({count})"]
+    for problem in problems:
+        lines = [f"  x {problem.headline}"]
+        wide = max((len(f"{name} = {value}") for name, value, _ in problem.values), default=0)
+        lines += [f"    | {f'{name} = {value}'.ljust(wide)}   {origin}" for name, value, origin in problem.values]
+        lines += [f"    | because {line}" for line in problem.because.splitlines()]
+        blocks.append("\n".join(lines))
+    if len(fixes) == 1:
+        blocks.append(f"  this would do:\n    {fixes[0]}")
+    elif fixes:
+        blocks.append("  any one of these would do:\n" + "\n".join(f"    {fix}" for fix in fixes))
+    return "\n\n".join(blocks)
+
+
+def chains(implemented: Mapping[str, Sequence[str]]) -> list[str]:
+    """Every wrap chain inside out, e.g. ``wrap_forward: core <- tis <- r3 (outermost)``.
+
+    Args:
+        implemented: hook -> plugins that implement it, in plan order (outermost first).
+    """
+    lines = []
+    for hook, plugins in implemented.items():
+        if hook.startswith("wrap_") and plugins:
+            lines.append(f"{hook}: {' <- '.join(['core', *reversed(plugins)])} (outermost)")
+    return lines
+
+
+def describe(plan: Plan, implemented: Mapping[str, Sequence[str]]) -> str:
+    """A plan as ``miles plan`` prints it."""
+    blocks = [plan.header]
+    if plan.plugins:
+        wide = max(len(p.name) for p in plan.plugins)
+        rows = [
+            f"  {p.name.ljust(wide)}  {p.version}  {p.source or 'no distribution'}: {p.because}" for p in plan.plugins
+        ]
+        blocks.append("plugins, outermost first\n" + "\n".join(rows))
+    shown = [f for f in plan.facts if f.name in plan.consulted or f.chosen]
+    if shown:
+        blocks.append("facts\n" + "\n".join(f"  {f}" for f in shown if not f.name.startswith("plugin.")))
+    if plan.sets:
+        blocks.append("set by plugins\n" + "\n".join(f"  {s.path} = {show(s.value)} ({s.plugin})" for s in plan.sets))
+    told = [f"{h}: {', '.join(p)}" for h, p in implemented.items() if p and not h.startswith("wrap_")]
+    hooks = chains(implemented) + told
+    if hooks:
+        blocks.append("hooks\n" + "\n".join(f"  {line}" for line in hooks))
+    notes = notices(plan)
+    if notes:
+        blocks.append("\n".join(notes))
+    return "\n\n".join(blocks)
+
+
+def notices(plan: Plan) -> list[str]:
+    """What a run tells the user once it is accepted: advice, emulation and rules left for the workers."""
+    later = [d for d in plan.deferred if not d.holds_here]
+    return [
+        *(f"note: {line}" for line in plan.advice),
+        *(f"emulated: {line}" for line in plan.waived),
+        *(f"later: {d.who} needs {d.needs}, not known on this host; every worker will check it" for d in later),
+    ]
