@@ -14,7 +14,7 @@ from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Fact, Facts, State, default_facts, distribution, nearest, show
 from miles_core.plugin.manifest import Plugin, Set
 from miles_core.plugin.plan import Problem, Setting, described
-from miles_core.plugin.rule import RuleError, Test, Truth, conjuncts, evaluate, parse, same
+from miles_core.plugin.rule import RuleError, Compare, Truth, conjuncts, evaluate, parse, same
 
 #: kind of backend -> the one a run has when nobody chooses.
 BACKENDS = {"engine": "embedded", "trainer": "embedded", "runtime": "inline"}
@@ -160,7 +160,7 @@ def _required(active: Mapping[str, Plugin], facts: Facts, manifests: Mapping[str
                 if evaluate(rule.when, facts.lookup) is not Truth.TRUE:
                     continue
                 for part in conjuncts(parse(rule.needs)):
-                    if isinstance(part, Test) and not part.op and part.name.startswith("plugin."):
+                    if isinstance(part, Compare) and not part.op and part.name.startswith("plugin."):
                         name = part.name.removeprefix("plugin.")
                         if name in manifests:
                             yield name, f"required by {plugin.name}: {rule.because}"

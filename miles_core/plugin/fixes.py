@@ -17,7 +17,7 @@ from miles_core.plugin.activate import BACKENDS, SIDES
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, show
 from miles_core.plugin.manifest import Plugin
-from miles_core.plugin.rule import RuleError, Test, conjuncts, parse, same
+from miles_core.plugin.rule import RuleError, Compare, conjuncts, parse, same
 
 if TYPE_CHECKING:
     from miles_core.plugin.resolve import Checked
@@ -138,7 +138,7 @@ def _values(name: str, refused: Checked) -> list[Any]:
             except RuleError:
                 continue  # a sentence, not a rule
             for part in parts:
-                if isinstance(part, Test) and part.name == name and part.op in ("==", "in", ">=", "<="):
+                if isinstance(part, Compare) and part.name == name and part.op in ("==", "in", ">=", "<="):
                     values += part.values
     return list(dict.fromkeys(values))
 

@@ -54,9 +54,8 @@ def check_implementation(plugin: str, holder: Any, specs: Mapping[str, tuple[str
             PluginError(f"{where}: there is no hook {hook!r}; {nearest(hook, specs) or 'see miles_core.plugin.hooks'}")
         used = [flag for flag in _FORBIDDEN if marks.get(flag)]
         if used:
-            raise
-            PluginError(
-                f"{where} uses {used[0]}: order belongs in the manifest (before, after), and wrap_* hooks do the wrapping"
+            raise PluginError(
+                f"{where} uses {used[0]}: order belongs in the manifest (before, after), wrapping in wrap_* hooks"
             )
         _check_arguments(where, hook, getattr(holder, name), specs[hook])
         implemented.append(hook)

@@ -16,13 +16,15 @@ import pluggy
 
 from miles_core.errors import PluginError
 from miles_core.plugin import hooks as specifications
-from miles_core.plugin.chain import Wrapper, note
+from miles_core.plugin.chain import Wrapper, compose, note
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, nearest
 from miles_core.plugin.guard import check_implementation, specified
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.rule import Truth, evaluate
+
+__all__ = ["Hooks", "Wrapper", "compose", "import_target", "load_hooks"]
 
 Call = tuple[str, Callable[..., Any], tuple[str, ...]]  # plugin, implementation, the arguments it takes
 
@@ -187,7 +189,8 @@ def _instantiate(plugin: str, target: Any, config: Any) -> Any:
         PluginError(f"plugin {plugin}: {target.__name__} takes {', '.join(required)}; it may take its options, no more")
     options = config.get(plugin) if isinstance(config, Mapping) else getattr(config, plugin, None)
     try:
-        return target(options) if parameters else target()
+        build: Callable[..., Any] = target
+        return build(options) if parameters else build()
     except Exception as error:
         note(error, plugin, f"{target.__name__}()")
         raise

@@ -19,7 +19,7 @@ from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, distribution, nearest
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.plan import Active, Deferred, HookTarget, Plan, Problem, Setting, described, plain
-from miles_core.plugin.rule import RuleError, Test, Truth, UnknownFact, conjuncts, evaluate, names, parse
+from miles_core.plugin.rule import RuleError, Compare, Truth, UnknownFact, conjuncts, evaluate, names, parse
 
 
 def resolve(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, Plugin], facts: Facts) -> Plan:
@@ -152,7 +152,7 @@ def _advise(checked: Checked, who: str, rule: Rule, facts: Facts) -> None:
         checked.problems.append(Problem(who, str(error), rule.because, verb="has a broken recommendation:"))
         return
     parts = conjuncts(parse(rule.needs))
-    plugins = [p.name.partition(".")[2] for p in parts if isinstance(p, Test) and p.name.startswith("plugin.")]
+    plugins = [p.name.partition(".")[2] for p in parts if isinstance(p, Compare) and p.name.startswith("plugin.")]
     wanted = f"--plugins {','.join(plugins)}" if len(plugins) == len(parts) else rule.needs
     checked.advice.append(f"{who} recommends {wanted}: {rule.because}")
 

@@ -64,7 +64,7 @@ class Truth(Enum):
 
 
 @dataclass(frozen=True)
-class Test:
+class Compare:
     """``name op values``; ``op`` is a comparison, ``in``, ``not in`` or ``""`` for a bare name."""
 
     name: str
@@ -100,7 +100,7 @@ class Join:
         return f" {self.op} ".join(map(_inside, self.parts))
 
 
-Condition = Test | Not | Join
+Condition = Compare | Not | Join
 
 
 def _inside(part: Condition) -> str:
@@ -169,20 +169,20 @@ class _Reader:
         self.at += 1
         for op in _COMPARISONS:
             if self.take(op):
-                return Test(name, op, (self.value(),))
+                return Compare(name, op, (self.value(),))
         op = "not in" if self.peek() == "not" else "in"
         if op == "not in":
             self.at += 1
             if self.peek() != "in":
                 raise self.expected("'in'")
         if not self.take("in"):
-            return Test(name)
+            return Compare(name)
         self.need("{")
         values = [self.value()]
         while self.take(","):
             values.append(self.value())
         self.need("}")
-        return Test(name, op, tuple(values))
+        return Compare(name, op, tuple(values))
 
     def value(self) -> Any:
         word = self.peek()
@@ -210,7 +210,7 @@ class _Reader:
 
 def names(condition: Condition) -> Iterator[str]:
     """Every fact a condition mentions, from left to right."""
-    if isinstance(condition, Test):
+    if isinstance(condition, Compare):
         yield condition.name
     else:
         for part in (condition.part,) if isinstance(condition, Not) else condition.parts:
@@ -258,7 +258,7 @@ def _join(condition: Join, lookup: Lookup) -> Truth:
     return neutral
 
 
-def _test(test: Test, fact: Fact) -> Truth:
+def _test(test: Compare, fact: Fact) -> Truth:
     if fact.state is State.NO_SUCH_NAME:
         raise UnknownFact(test.name, fact.origin)
     if fact.state is State.UNKNOWN:
@@ -268,7 +268,7 @@ def _test(test: Test, fact: Fact) -> Truth:
     return Truth.TRUE if _holds(test, fact.value) else Truth.FALSE
 
 
-def _holds(test: Test, value: Any) -> bool:
+def _holds(test: Compare, value: Any) -> bool:
     if not test.op:
         return bool(value) and value != "none"
     if test.op in ("==", "in"):
@@ -290,7 +290,7 @@ def same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _ordered(test: Test, value: Any, bound: Any) -> tuple[Any, Any]:
+def _ordered(test: Compare, value: Any, bound: Any) -> tuple[Any, Any]:
     if _is_number(value) and _is_number(bound):
         return value, bound
     if _VERSION.match(str(value)) and (_is_number(bound) or _VERSION.match(str(bound))):

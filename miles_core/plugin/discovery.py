@@ -158,6 +158,27 @@ def discover() -> Catalogue:
     return Catalogue(entry_points(group=GROUP))
 
 
+def manifests(files: Iterable[str | Path] = ()) -> list[Plugin]:
+    """The manifests of all installed plugins that can be imported, those of single files first.
+
+    Raises:
+        PluginError: a file cannot be used.
+    """
+    catalogue = discover()
+    for path in files:
+        catalogue.add_file(Path(path))
+    return list(catalogue.values())
+
+
+def name_of_file(path: str | Path) -> str:
+    """The plugin a single file defines.
+
+    Raises:
+        PluginError: the file cannot be used.
+    """
+    return Catalogue().add_file(Path(path))
+
+
 def _source(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
