@@ -8,20 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.algorithm.filters import load_filter
-from miles_core.checkpoint import Checkpoints, Store, locate_checkpoint
+from miles_core.checkpoint import Checkpoints, Difference, Store
 from miles_core.data.field import Field
-from miles_core.data.prompts import Prompts
-from miles_core.data.template import load_tokenizer, render
-from miles_core.errors import ConfigError
+from miles_core.data.prompts import Prompts, check_lengths, drop_long
+from miles_core.data.template import PromptTemplate
+from miles_core.data.sample import Sample
+from miles_core.errors import CheckpointError, ConfigError
 from miles_core.observe.hints import Hints
 from miles_core.observe.metrics import MetricLog
 from miles_core.observe.progress import Progress
 from miles_core.observe.timer import Clock, Profiler
 from miles_core.plugin.load import Hooks, compose
 from miles_core.policy import Policy
+from miles_core.reward.reward import RewardFunction, make_reward, score
 from miles_core.rollout.collect import Collector, Group, Score
-from miles_core.rollout.generate import Generate, Generator
+from miles_core.rollout.generate import Generate, Generator, load_generate
 from miles_core.rollout.prompt import PromptQueue
+from miles_core.rollout.settings import evaluation_sampling, training_sampling
 from miles_core.stash import Stash
 from miles_core.state import get_rng, put_rng
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from miles_core.plugin.plan import Plan
     from miles_core.rollout.engine import Sampling
     from miles_core.runtime import Runtime
+
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +67,8 @@ class Run:
         self.metrics: MetricLog
         self.runtime: Runtime
         self.tokenizer: Any = None
+        self.render: PromptTemplate
+        self.reward: RewardFunction
         self.prompts: PromptQueue
         self.hints = Hints()
         self._committed: dict[str, Any] = {}
@@ -75,15 +81,13 @@ class Run:
     async def build(self) -> None:
         """Make the parts: tokenizer, prompts, and each policy's learner and engine through the runtime."""
         self.tokenizer = load_tokenizer(self.config.model)
-        self.prompts = self._prompt_queue()
+        self.render = PromptTemplate(self.tokenizer, self.config.data.apply_chat_template)
+        self.reward = self._reward()
+        self.prompts = PromptQueue(self.prompt_source(self.config.data.prompt_data, "--prompt-data"), self.render)
         self.runtime = self.hooks.make("runtime", self.config.run.runtime, run=self)
         for policy in self.policies:
             await self.runtime.build(policy)
         self._commit()
-
-    def render(self, prompt: Any) -> list[int]:
-        """Token ids of a prompt."""
-        return render(self.tokenizer, prompt, self.config.data.apply_chat_template)
 
     def collector(self) -> Collector:
         """The innermost rollout: collects the groups of a step."""
@@ -96,28 +100,46 @@ class Run:
         """Generation and reward for held-out prompts."""
         return self._generation(evaluation_sampling(self.config))
 
-    def _generation(self, sampling: Sampling) -> tuple[Generate, Score]:
-        path = self.config.rollout.custom_generate_function_path
-        custom = load_generate(path) if path else None
-        assert self.policy.engine is not None
-        generate = compose(
-            Generator(self, self.policy.engine, sampling, custom), self.hooks.chain("wrap_generate", run=self)
-        )
-        return generate, make_score(self)
-
-    def _prompt_queue(self) -> PromptQueue:
-        data = self.config.data
-        if not data.prompt_data:
-            raise ConfigError("no prompts: give --prompt-data FILE (JSONL or parquet)")
+    def prompt_source(self, paths: Any, flag: str) -> Prompts:
+        """The rows of ``paths``, checked against the context length."""
+        data, options = self.config.data, self.config.rollout
+        if not paths:
+            raise ConfigError(f"no prompts: give {flag} FILE (JSONL or parquet)")
         source = Prompts(
-            data.prompt_data,
+            paths,
             input_key=data.input_key,
             label_key=data.label_key,
             metadata_key=data.metadata_key,
             shuffle=data.shuffle,
             seed=self.config.train.seed,
         )
-        return PromptQueue(source, self.render)
+        if options.max_prompt_len:
+            dropped = drop_long(source, self.render, options.max_prompt_len)
+            if dropped:
+                log.info("%s: %d prompts are longer than --rollout-max-prompt-len and left out", flag, dropped)
+        if options.max_context_len:
+            check_lengths(source, self.render, options.max_context_len - 1, "--rollout-max-context-len")
+        return source
+
+    def _generation(self, sampling: Sampling) -> tuple[Generate, Score]:
+        path = self.config.rollout.custom_generate_function_path
+        assert self.policy.engine is not None
+        generate = compose(
+            Generator(self, self.policy.engine, sampling, load_generate(path) if path else None),
+            self.hooks.chain("wrap_generate", run=self),
+        )
+
+        async def score_all(samples: list[Sample]) -> None:
+            await score(samples, self.reward, self.config.args)
+
+        return generate, score_all
+
+    def _reward(self) -> RewardFunction:
+        options = self.config.reward
+        if options.rm_type in self.hooks.provided("reward"):
+            made = self.hooks.make("reward", options.rm_type, run=self)
+            return RewardFunction(made, options.rm_type, f"--rm-type {options.rm_type}", "async")
+        return make_reward(options.rm_type, options.custom_rm_path, getattr(options, "rm_url", None))
 
     def named(self, policy: Policy, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics of one policy, prefixed when there are several."""
@@ -166,7 +188,7 @@ class Run:
         source = self.config.run.load
         if source is None:
             return False
-        directory = locate_checkpoint(source, json.loads(self.plan.to_json()))
+        directory = locate(Path(source)).load(plan=json.loads(self.plan.to_json()), compare=compare_plans)
         for policy in self.policies:
             policy.learner.load(directory / policy.name)
         store = Store(directory / "state")
@@ -202,3 +224,46 @@ class Run:
         }
         with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, default=str, ensure_ascii=False) + "\n")
+
+
+def load_tokenizer(options: Any) -> Any:
+    """The checkpoint's tokenizer; CheckpointError when there is none or it has no end token."""
+    from transformers import AutoTokenizer
+
+    path = options.hf_checkpoint
+    if not path:
+        raise ConfigError("no model: give --hf-checkpoint DIR (a Hugging Face checkpoint)")
+    if not Path(path).is_dir():
+        raise CheckpointError(f"--hf-checkpoint {path}: no such directory; give a local Hugging Face checkpoint")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"--hf-checkpoint {path}: its tokenizer cannot be loaded ({first})") from error
+    if tokenizer.eos_token_id is None:
+        raise CheckpointError(f"--hf-checkpoint {path}: its tokenizer has no end-of-sequence token; set eos_token there")
+    return tokenizer
+
+
+def locate(source: Path) -> Checkpoints:
+    """The checkpoints of ``--load``: a run directory, or a checkpoint inside one."""
+    for candidate in (source / "checkpoints", source):
+        found = Checkpoints(candidate)
+        if found.latest() is not None:
+            return found
+    raise CheckpointError(f"--load {source}: no checkpoint there; give a run directory or one of its checkpoints")
+
+
+def compare_plans(saved: Any, current: Any) -> list[Difference]:
+    """What differs between the plan of a checkpoint and the current one; a model or format of another shape is fatal."""
+    then = {f["name"]: f["value"] for f in saved["facts"]}
+    now = {f["name"]: f["value"] for f in current["facts"]}
+    fatal = {n for n in (*then, *now) if n.startswith("model.") and n not in ("model.hf_checkpoint", "model.model_name")}
+    fatal |= {"rollout.precision", "train.precision", "data.prompt_data"}
+    names = sorted({n for n in (*then, *now) if then.get(n) != now.get(n)})
+    ignored = {"save", "load", "plugins", "log_level", "profile", "profile_dir", "rollout.num_rollout", "save_interval"}
+    found = [Difference(n, then.get(n), now.get(n), n in fatal) for n in names if n not in ignored]
+    old, new = ([(p["name"], p["version"]) for p in plan["plugins"]] for plan in (saved, current))
+    if old != new:
+        found.append(Difference("plugins", old, new, fatal=False))
+    return found

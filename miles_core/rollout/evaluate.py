@@ -9,6 +9,8 @@ import asyncio
 import statistics
 from typing import TYPE_CHECKING
 
+from miles_core.rollout.prompt import Prompt
+
 if TYPE_CHECKING:
     from miles_core.rollout.collect import Group
     from miles_core.run import Run
@@ -19,11 +21,13 @@ FIRST_INDEX = 1 << 40
 
 async def evaluate(run: Run) -> dict[str, float]:
     """``eval/reward`` (mean over samples), ``eval/accuracy`` (fraction with reward >= 1) and lengths, over all files."""
-    generate, score = run.evaluation_generator()
+    generate, score = run.evaluation()
     count = run.config.evaluation.n_samples
     key = run.config.reward.reward_key
     groups: list[Group] = []
-    for number, prompt in enumerate(run.evaluation_prompts()):
+    source = run.prompt_source(run.config.evaluation.prompt_data, "--eval-prompt-data")
+    for number, row in enumerate(source):
+        prompt = Prompt(row.prompt, tuple(run.render(row.prompt)), row.label, dict(row.metadata), number)
         samples = prompt.samples(count)
         for i, sample in enumerate(samples):
             sample.index = FIRST_INDEX + number * count + i

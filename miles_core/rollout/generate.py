@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles_core.data.sample import Sample, Status
-from miles_core.errors import DataError
+from miles_core.errors import ConfigError, DataError
+from miles_core.reward.custom import load_function
 from miles_core.rollout.engine import Request, Response, Sampling
 from miles_core.rollout.record import Record
 
@@ -108,3 +109,12 @@ class Generator:
             raise DataError(f"sampling_params has no {unknown[0]!r}; it takes {', '.join(sorted(known))}")
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}
         return dataclasses.replace(self.sampling, **values)
+
+
+def load_generate(spec: str) -> Callable[..., Any]:
+    """The function of ``--custom-generate-function-path``; ConfigError when it cannot be loaded or is not async."""
+    flag = "--custom-generate-function-path"
+    function = load_function(spec, flag=flag, default="generate", parameters=("args", "sample", "sampling_params"))
+    if not function.is_async:
+        raise ConfigError(f"{flag} {spec}: {function.name} must be async (async def {function.name}(args, sample, sampling_params))")
+    return function

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from miles_core.data.prompts import read_rows
+from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
-from miles_core.errors import DataError
 
 if TYPE_CHECKING:
     from miles_core.run import Run
@@ -40,15 +39,10 @@ async def warm_start(run: Run) -> None:
 def supervised_samples(run: Run) -> list[Sample]:
     """Prompt and response tokenised apart, an end token appended: what the engine would have produced."""
     options, data = run.config.sft, run.config.data
+    rows = Prompts(options.data, input_key=data.input_key, label_key=options.response_key, metadata_key=data.metadata_key)
     samples = []
-    for number, row in enumerate(read_rows(options.data)):
-        if options.response_key not in row:
-            raise DataError(f"{options.data} row {number}: no {options.response_key!r}; it has {', '.join(row)} (--sft-response-key)")
-        prompt = run.render(row[data.input_key])
-        answer = run.tokenizer.encode(row[options.response_key], add_special_tokens=False) + [run.tokenizer.eos_token_id]
-        samples.append(
-            Sample(prompt=row[data.input_key], tokens=prompt + answer, response_length=len(answer), index=number)
-        )
-    if not samples:
-        raise DataError(f"--sft-data {options.data}: the file is empty")
+    for number, row in enumerate(rows):
+        prompt = run.render(row.prompt)
+        answer = run.tokenizer.encode(str(row.label), add_special_tokens=False) + [run.tokenizer.eos_token_id]
+        samples.append(Sample(prompt=row.prompt, tokens=prompt + answer, response_length=len(answer), index=number))
     return samples

@@ -1,0 +1,107 @@
+"""Starting a run from an accepted plan: its directory, its log, its signals, its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from miles_core.data.field import Field
+from miles_core.errors import ConfigError
+from miles_core.observe import log as logs
+from miles_core.observe.metrics import MetricLog
+from miles_core.observe.progress import Progress
+from miles_core.observe.sinks import make_sinks
+from miles_core.plugin.load import load_hooks
+from miles_core.plugin.manifest import Plugin
+from miles_core.rollout.fields import SAMPLING_SUPPORT
+from miles_core.run import Run, locate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from miles_core.config.config import Config
+    from miles_core.plugin.plan import Plan
+
+log = logging.getLogger(__name__)
+
+
+def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console: Console | None = None) -> Run:
+    """Run the training loop to its end and return the finished run.
+
+    Args:
+        config: effective configuration, the plan's ``sets`` applied.
+        plan: the accepted plan.
+        manifests: every known manifest by name.
+        console: where live output goes; standard error by default.
+    """
+    directory = run_directory(config)
+    modules = [h.target.split(".")[0].split(":")[0] for h in plan.hooks]
+    console = logs.configure(config.run.log_level, directory, console, modules)
+    fields = (SAMPLING_SUPPORT, *(f for p in plan.plugins for f in manifests[p.name].fields))
+    run = Run(config, plan, load_hooks(plan, manifests, config), fields, directory)
+    (directory / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    (directory / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    log.info("%s", plan.header)
+    log.info("run directory: %s", directory)
+    start = resumed_step(config)
+    run.metrics = MetricLog(directory / "metrics.jsonl", resume_step=start, sinks=make_sinks(config, directory))
+    run.progress = Progress(config.rollout.num_rollout, console, start=start or 0)
+    from miles_core.loop import train
+
+    with interruptible(run), run.progress:
+        asyncio.run(train(run))
+    return run
+
+
+def run_directory(config: Config) -> Path:
+    """``--save``, else ``--load``'s run, else ``runs/<model>-<time>``; refuses to mix two runs in one directory."""
+    options = config.run
+    if options.save is None and options.load is not None:
+        return locate(Path(options.load)).directory.parent
+    label = config.model.model_name or Path(config.model.hf_checkpoint or "run").name
+    directory = Path(options.save) if options.save else Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
+    holds_a_run = (directory / "checkpoints").is_dir() or (directory / "metrics.jsonl").exists()
+    if holds_a_run and options.load is None:
+        raise ConfigError(
+            f"--save {directory} already holds a run; continue it with --load {directory}, or choose another directory"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--save {directory}: the directory cannot be made ({error.strerror})") from error
+    return directory
+
+
+def resumed_step(config: Config) -> int | None:
+    """The step a resumed run continues from."""
+    return None if config.run.load is None else locate(Path(config.run.load)).latest()
+
+
+@contextmanager
+def interruptible(run: Run) -> Iterator[None]:
+    """The first Ctrl-C ends the run at the last completed step; a second one exits at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if run.stop_requested:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            sys.exit(130)
+        run.stop_requested = True
+        log.warning("stopping at the last completed step (Ctrl-C again exits at once)")
+
+    try:
+        previous = signal.signal(signal.SIGINT, handle)
+    except ValueError:  # not the main thread: the caller handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
