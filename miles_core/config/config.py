@@ -21,7 +21,8 @@ class Config:
     are equal when the enabled plugins and all their values are, wherever these came from.
 
     Attributes:
-        plugins: names of the enabled plugins in the order asked for (before requirements are resolved).
+        requested: the plugins asked for, in order, each with what asked for it (``"--plugins r3,tis"``).
+        plugins: names of the enabled plugins: those asked for and, after ``activated``, what they require.
     """
 
     run: groups.Run
@@ -40,22 +41,27 @@ class Config:
         values: Mapping[str, Any],
         origins: Mapping[str, str],
         chosen: frozenset[str],
-        plugins: tuple[str, ...],
+        requested: Mapping[str, str],
         passthrough: Mapping[str, Any],
+        active: tuple[str, ...] | None = None,
     ) -> None:
         """
         Args:
             values: option path -> checked value; a missing one has its default.
             origins: option or pass-through path -> where the value came from.
             chosen: paths whose value a user chose.
+            requested: plugin -> what asked for it.
             passthrough: ``table.key`` -> value, for tables that take any key.
+            active: the plan's plugins, once there is one.
         """
         self._schema = schema
         self._values = {path: values.get(path, option.default) for path, option in schema.options.items()}
         self._origins = dict(origins)
         self._chosen = chosen
         self._passthrough = dict(passthrough)
-        self.plugins = plugins
+        self.requested = dict(requested)
+        self.plugins = tuple(requested) if active is None else active
+        self._active = active
         self._groups: dict[str, Any] = {}
         for table, group in schema.groups.items():
             fields = {o.name: self._values[o.path] for o in schema.options.values() if o.group == table}
@@ -151,7 +157,7 @@ class Config:
                 where = option.path
             origins[where] = origin
             chosen.discard(where)
-        return Config(self._schema, changed, origins, frozenset(chosen), self.plugins, passed)
+        return Config(self._schema, changed, origins, frozenset(chosen), self.requested, passed, self._active)
 
     def activated(self, names: Iterable[str]) -> Config:
         """This configuration with the plugins of the accepted plan, requirements included.
@@ -165,7 +171,9 @@ class Config:
             owners = self._schema.flag_of(path).owners if option else (self._schema.owners[path.partition(".")[0]],)
             if not ({CORE, *active} & set(owners)):
                 raise ConfigError(f"{self._origins[path]}: {owners[0]} is not part of this run; add it to --plugins")
-        return Config(self._schema, self._values, self._origins, self._chosen, active, self._passthrough)
+        return Config(
+            self._schema, self._values, self._origins, self._chosen, self.requested, self._passthrough, active
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: chosen values by table, and under ``defaults`` the values nobody chose."""

@@ -148,17 +148,14 @@ def _add_alias(section: Any, schema: Schema, spelling: str) -> None:
 def _add(section: Any, flag: Flag) -> None:
     option = flag.option
     names = [flag.spelling, *flag.aliases]
-    if option.is_bool:
-        names += [f"--no-{name[2:]}" for name in names]
-    section.add_argument(
-        *names,
-        action=_Record,
-        flag=flag,
-        nargs=0 if option.is_bool else None,
-        dest=argparse.SUPPRESS,
-        metavar=None if option.is_bool else metavar(option),
-        help=_escape(describe(flag)),
-    )
+    text = _escape(describe(flag))
+    common: dict[str, Any] = {"action": _Record, "flag": flag, "dest": argparse.SUPPRESS}
+    if not option.is_bool:
+        section.add_argument(*names, metavar=metavar(option), help=text, **common)
+        return
+    shown = (argparse.SUPPRESS, text) if option.default else (text, argparse.SUPPRESS)  # what changes the default
+    section.add_argument(*names, nargs=0, help=shown[0], **common)
+    section.add_argument(*(f"--no-{name[2:]}" for name in names), nargs=0, help=shown[1], **common)
 
 
 def metavar(option: Option) -> str:
@@ -180,9 +177,9 @@ def shown_default(option: Option) -> str:
 
 
 def describe(flag: Flag) -> str:
-    """Help, bounds, default and owners of a flag in one line."""
+    """Help, default and owners of a flag in one line."""
     option = flag.option
-    notes = [option.info.bounds()] if option.info.bounds() else []
+    notes = []
     if shown_default(option):
         notes.append(f"default: {shown_default(option)}")
     if len(set(flag.owners)) > 1:
@@ -216,7 +213,8 @@ def _needs_value(error: argparse.ArgumentError) -> str:
     names = (error.argument_name or "?").split("/")
     if "expected" in error.message:
         return f"{names[0]} needs a value; one that begins with a dash is written {names[0]}=VALUE"
-    return f"{names[0]} takes no value ({error.message}); write {' or '.join(names)}"
+    bare = names[0].removeprefix("--no-").removeprefix("--")
+    return f"{names[0]} takes no value ({error.message}); write --{bare} or --no-{bare}"
 
 
 def _stray(token: str) -> str:

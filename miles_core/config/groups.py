@@ -212,7 +212,9 @@ class Train:
         choices=("bf16", "*"),
         part="format",
     )
-    emulate_precision: bool = option(False, help="run a format's numerics without its tensor cores, on any machine")
+    emulate_precision: bool = option(
+        False, help="run a format's numerics without its tensor cores, on any machine", fact="precision.emulated"
+    )
     seed: int = option(1234, help="seed of everything random in the run", ge=0)
 
 

@@ -18,7 +18,10 @@ PLUGINS = f"{ROOT}.plugins"
 
 
 def load(
-    argv: Sequence[str], *, manifests: Iterable[Plugin] | None = None, environment: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    *,
+    manifests: Iterable[Plugin] | Mapping[str, Plugin] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Config:
     """The configuration that a command line describes.
 
@@ -47,11 +50,19 @@ def load(
     return config
 
 
-def installed(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> list[Plugin]:
-    """The manifests of all installed plugins, and of the single files that ``--plugins`` names."""
-    from miles_core.plugin.discovery import manifests
+def installed(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Mapping[str, Plugin]:
+    """The manifests of all installed plugins, and of the single files that ``--plugins`` names.
 
-    return list(manifests(_local_plugins(argv, files)))
+    Raises:
+        PluginError: a plugin that ``--plugins`` names cannot be imported; others that cannot are left out.
+    """
+    from miles_core.plugin.discovery import discover
+
+    catalogue = discover()
+    for name in _named_plugins(argv, files):
+        if is_local(name) or name in catalogue:
+            catalogue.request(name)
+    return catalogue
 
 
 def _config_paths(argv: Sequence[str]) -> list[str]:
@@ -69,8 +80,8 @@ def _peek(argv: Sequence[str], flag: str) -> list[str]:
     return getattr(known, flag[2:]) or []
 
 
-def _local_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> list[str]:
-    """Paths of single-file plugins named on the command line or, when it names no plugins, in files."""
+def _named_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> list[str]:
+    """What ``--plugins`` names on the command line or, when it is not there, in files."""
     named: list[Any] = [*_peek(argv, "--plugins")]
     if not named:
         for entries in files.values():
@@ -78,12 +89,12 @@ def _local_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -
                 inner = entry.children if entry.key == ROOT and entry.children is not None else (entry,)
                 named += [e.value for e in inner if e.key.lstrip("-") == "plugins"]
     words = [word for item in named for word in (item if isinstance(item, list) else str(item).split(","))]
-    return list(dict.fromkeys(str(word) for word in words if is_local(str(word))))
+    return list(dict.fromkeys(str(word) for word in words if word))
 
 
 def is_local(name: str) -> bool:
     """Whether an item of ``--plugins`` is the path of a single-file plugin."""
-    return name.endswith(".py") or os.sep in name
+    return name.endswith(".py") or "/" in name or "\\" in name
 
 
 def _from_environment(schema: Schema, environment: Mapping[str, str]) -> list[Assignment]:
@@ -121,12 +132,9 @@ class _Loading:
             by_path.setdefault(assignment.path, []).append(assignment)
         for path, given in by_path.items():
             self._settle(path, given)
-        plugins, specs = self._enabled()
-        self._refuse_idle_plugins(by_path, plugins)
-        if plugins:
-            self.values[PLUGINS] = tuple(specs)
-            self.origins.setdefault(PLUGINS, "enabled by other options")
-        return Config(self.schema, self.values, self.origins, frozenset(self.chosen), tuple(plugins), self.passthrough)
+        requested = self._requested()
+        self._refuse_idle_plugins(by_path, tuple(requested))
+        return Config(self.schema, self.values, self.origins, frozenset(self.chosen), requested, self.passthrough)
 
     def _settle(self, path: str, given: list[Assignment]) -> None:
         """The strongest assignment wins; two flags (or two places of one file) that contradict each other do not."""
@@ -141,7 +149,7 @@ class _Loading:
         option = self.schema.options[path]
         try:
             if option.is_list and last.source is Source.FLAG:
-                raws = [raw for a in rivals for raw in (a.raw if isinstance(a.raw, (list, tuple)) else [a.raw])]
+                raws = [item for a in rivals for item in value.as_list(a.raw)]
                 self.values[path] = value.check(option, raws, last.origin)
                 return
             checked = [(value.check(option, a.raw, a.origin), a) for a in rivals]
@@ -161,19 +169,22 @@ class _Loading:
                 return f"{assignment.origin}: {sentence}"
         return message
 
-    def _enabled(self) -> tuple[list[str], list[str]]:
-        """Names of the enabled plugins and, for each, what to write after ``--plugins``."""
+    def _requested(self) -> dict[str, str]:
+        """Plugin -> what asked for it; ``run.plugins`` becomes the whole list, so that a saved file repeats it."""
         specs: dict[str, str] = {}
+        origins: dict[str, str] = {}
         for spec in self.values.get(PLUGINS, ()):
             name = self._name_of(spec)
             if name in self.schema.manifests:
                 specs.setdefault(name, spec)
+                origins.setdefault(name, self.origins[PLUGINS])
             else:
                 self.problems.append(f"{self.origins[PLUGINS]}: {elsewhere.explain_plugin(spec, self.schema)}")
         for path, item in self.values.items():
             option = self.schema.options[path]
             if option.info.enables and item not in (None, False):
                 specs.setdefault(option.owner, option.owner)
+                origins.setdefault(option.owner, self.origins[path])
             providers = option.providers.get(item, ()) if isinstance(item, str) else ()
             if providers and item not in option.info.choices and not set(providers) & set(specs):
                 if len(providers) > 1:
@@ -182,7 +193,11 @@ class _Loading:
                     )
                 else:
                     specs[providers[0]] = providers[0]
-        return list(specs), list(specs.values())
+                    origins[providers[0]] = self.origins[path]
+        if specs:
+            self.values[PLUGINS] = tuple(specs.values())
+            self.origins.setdefault(PLUGINS, ", ".join(origins.values()))
+        return origins
 
     def _name_of(self, spec: str) -> str:
         """The plugin's name for an item of ``--plugins``; a single file is known by its path."""
@@ -190,7 +205,7 @@ class _Loading:
             return spec
         from miles_core.plugin.discovery import name_of_file
 
-        return str(name_of_file(spec))
+        return name_of_file(spec)
 
     def _refuse_idle_plugins(self, by_path: Mapping[str, list[Assignment]], plugins: Sequence[str]) -> None:
         possible = {CORE, *_with_requirements(self.schema, plugins)}

@@ -24,6 +24,7 @@ class OptionInfo:
     enables: bool = False
     metavar: str = ""
     part: str = ""
+    fact: str = ""
     gt: float | None = None
     ge: float | None = None
     le: float | None = None
@@ -45,6 +46,7 @@ def option(
     enables: bool = False,
     metavar: str = "",
     part: str = "",
+    fact: str = "",
     gt: float | None = None,
     ge: float | None = None,
     le: float | None = None,
@@ -63,9 +65,10 @@ def option(
         metavar: what ``--help`` shows for the value.
         part: which names ``"*"`` stands for: a kind of ``Plugin.provides`` (``"engine"``) or ``"format"`` for
             ``Plugin.formats``. A name that exactly one installed plugin provides enables that plugin.
+        fact: the name in rules, where it is not ``<group>.<field>``.
         gt, ge, le, lt: bounds of a number (or of every number of a list).
     """
-    info = OptionInfo(help, flag, tuple(choices), tuple(aliases), enables, metavar, part, gt, ge, le, lt)
+    info = OptionInfo(help, flag, tuple(choices), tuple(aliases), enables, metavar, part, fact, gt, ge, le, lt)
     kwargs: dict[str, Any] = {"metadata": {METADATA_KEY: info}}
     if default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=default_factory, **kwargs)

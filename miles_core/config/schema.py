@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from miles_core.config.groups import GROUPS
@@ -55,7 +56,7 @@ class Option:
 
     @property
     def fact(self) -> str:
-        return self.name if self.group == ROOT else self.path
+        return self.info.fact or (self.name if self.group == ROOT else self.path)
 
     @property
     def inner(self) -> Any:
@@ -131,8 +132,12 @@ class Schema:
     manifests: Mapping[str, Plugin]
 
     def find(self, path: str) -> Option | None:
-        """The option at ``rollout.batch_size``; the run group's also without prefix (``engine``)."""
-        return self.options.get(path) or self.options.get(f"{ROOT}.{path}")
+        """The option at ``rollout.batch_size``, or with this name as a fact (``engine``)."""
+        return self.options.get(path) or self._by_fact.get(path)
+
+    @cached_property
+    def _by_fact(self) -> dict[str, Option]:
+        return {option.fact: option for option in self.options.values()}
 
     def flag_of(self, path: str) -> Flag:
         return self.flags[self.options[path].flag]
@@ -173,14 +178,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
-def collect(manifests: Iterable[Plugin]) -> Schema:
-    """The schema of core and these plugins.
+def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
+    """The schema of core and these plugins. A mapping by name is kept as ``Schema.manifests``.
 
     Raises:
         PluginError: two packages declare one flag differently, or a manifest refers to an option that nobody has.
     """
-    plugins = list(manifests)
-    names = {plugin.name: plugin for plugin in plugins}
+    found = manifests.values() if isinstance(manifests, Mapping) else manifests
+    plugins = [plugin for plugin in found if plugin.name != CORE]  # core's manifest has no options of its own
+    names = manifests if isinstance(manifests, Mapping) else {plugin.name: plugin for plugin in plugins}
     tables = {**GROUPS, **{plugin.name: plugin.config for plugin in plugins if plugin.config is not None}}
     owners = {**dict.fromkeys(GROUPS, CORE), **{plugin.name: plugin.name for plugin in plugins}}
     for plugin in plugins:

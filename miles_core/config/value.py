@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import typing
 from functools import cache
 from typing import Any
 
@@ -26,7 +27,7 @@ def check(option: Option, raw: Any, origin: str) -> Any:
     if option.optional and (raw is None or (isinstance(raw, str) and raw.lower() == NONE)):
         return None
     if option.is_list:
-        raw = _as_list(raw)
+        raw = as_list(raw)
     value = _typed(option, raw, origin)
     items = value if option.is_list else (value,)
     for item in items:
@@ -56,22 +57,21 @@ def kind(option: Option) -> str:
     if inner is float:
         return "a number"
     if option.is_list:
-        return f"a list ({option.info.metavar or 'A,B,...'})"
+        items = {int: "whole numbers", float: "numbers"}.get(typing.get_args(option.inner)[0], "texts")
+        return f"{items}, separated by commas,"
     return "a text"
 
 
-def _as_list(raw: Any) -> list[Any]:
-    """Repeats and commas make a list; a JSON list is taken as it is (for items that hold commas)."""
-    items = []
-    for part in raw if isinstance(raw, (list, tuple)) else [raw]:
-        if isinstance(part, str) and part.lstrip().startswith("["):
-            try:
-                items += json.loads(part)
-                continue
-            except ValueError:  # not JSON, so the bracket is text like any other
-                pass
-        items += [piece for piece in part.split(",") if piece] if isinstance(part, str) else [part]
-    return items
+def as_list(raw: Any) -> list[Any]:
+    """A typed text as items: split at commas, or a JSON list where items hold commas; a file's list as it is."""
+    if not isinstance(raw, str):
+        return list(raw) if isinstance(raw, (list, tuple)) else [raw]
+    if raw.lstrip().startswith("["):
+        try:
+            return list(json.loads(raw))
+        except ValueError:  # not JSON, so the bracket is text like any other
+            pass
+    return [piece for piece in raw.split(",") if piece]
 
 
 def _typed(option: Option, raw: Any, origin: str) -> Any:
@@ -89,10 +89,9 @@ def _typed(option: Option, raw: Any, origin: str) -> Any:
     if option.choices:
         hint = did_you_mean(str(raw), map(str, option.choices))
         raise ConfigError(f"{origin}: {option.fact} cannot be {raw!r}; it is one of {listing(option.choices)}{hint}")
-    bounds = option.info.bounds()
-    raise ConfigError(
-        f"{origin}: {option.fact} cannot be {raw!r}; it must be {kind(option)}{' ' + bounds if bounds else ''}"
-    )
+    shown = ",".join(map(str, raw)) if option.is_list else raw
+    must = f"{kind(option)} {option.info.bounds()}".strip(" ,")
+    raise ConfigError(f"{origin}: {option.fact} cannot be {shown!r}; it must be {must}")
 
 
 @cache

@@ -1,0 +1,84 @@
+"""``miles``: picks the subcommand, and turns errors into sentences and exit codes.
+
+0 done, 1 a defect (with its traceback), 2 a user's mistake (one message on stderr), 130 interrupted. A command is the
+module ``miles_core.cli.<name>`` with ``run(argv) -> int``, imported only when it is called.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from miles_core import __version__
+from miles_core.errors import MilesError
+
+COMMANDS = {
+    "train": "run a training",
+    "demo": "train a small model on this machine in minutes and write a report",
+    "plan": "what a run would consist of, or why it cannot start",
+    "plugins": "what is installed; check, explain, new",
+    "report": "an HTML report of a run",
+    "doctor": "environment, versions, hardware, and what each plugin can do here",
+}
+DEBUG = "MILES_DEBUG"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe left (miles train --help | head); nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except MilesError as error:
+        if os.environ.get(DEBUG, "0") not in ("", "0"):
+            raise
+        message = str(error)
+        print(message if message.startswith("error:") else f"error: {message}", file=sys.stderr)
+        return 2
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    name, rest = words[0], words[1:]
+    if name in ("--version", "-V"):
+        print(f"miles-core {__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise MilesError(_unknown(name))
+    code: int = import_module(f"miles_core.cli.{name}").run(rest)
+    return code
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        "usage: miles COMMAND [options]\n\n"
+        "A plugin-based reinforcement-learning loop for language models.\n\n"
+        f"commands:\n{commands}\n\n"
+        "miles COMMAND --help shows a command's options; miles --version the version.\n"
+        f"{DEBUG}=1 shows the traceback behind an error message."
+    )
+
+
+def _unknown(name: str) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, COMMANDS, n=1)
+    if name.startswith("-"):
+        return f"unknown option {name}: a command comes first, e.g. miles train {name}"
+    hint = f"did you mean miles {close[0]}?" if close else f"commands are {', '.join(COMMANDS)}"
+    return f"unknown command {name!r}; {hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

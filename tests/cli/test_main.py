@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from miles_core import __version__
+from miles_core.cli import main as cli
+from miles_core.errors import ConfigError
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """command(function): ``miles doctor`` runs this function instead."""
+
+    def put(function) -> None:
+        module = ModuleType("miles_core.cli.doctor")
+        module.run = function
+        monkeypatch.setitem(sys.modules, "miles_core.cli.doctor", module)
+
+    return put
+
+
+def fail_with(error: BaseException):
+    def run(argv):
+        raise error
+
+    return run
+
+
+def test_help_lists_every_command_and_nothing_else(capsys):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("train", "demo", "plan", "plugins", "report", "doctor"):
+        assert f"\n  {name} " in text
+    assert "convert" not in text and "verify" not in text
+
+
+def test_no_command_is_help_and_version_is_one_line(capsys):
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: miles COMMAND")
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"miles-core {__version__}\n"
+
+
+def test_a_command_gets_its_words_and_returns_the_exit_code(command):
+    seen = []
+    command(lambda argv: seen.append(argv) or 3)
+    assert cli.main(["doctor", "--model", "x"]) == 3
+    assert seen == [["--model", "x"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean miles train?"),
+        (["zzz"], "commands are train, demo"),
+        (["--lr", "1"], "a command comes first, e.g. miles train --lr"),
+    ],
+)
+def test_a_wrong_command_is_a_sentence(capsys, words, says):
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err and captured.out == ""
+
+
+def test_a_users_mistake_is_one_message_and_code_2(command, capsys, monkeypatch):
+    monkeypatch.delenv("MILES_DEBUG", raising=False)
+    command(fail_with(ConfigError("no such thing")))
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "error: no such thing\n"
+
+
+def test_a_message_that_says_error_is_not_prefixed_again(command, capsys):
+    command(fail_with(ConfigError("error: this run cannot start")))
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "error: this run cannot start\n"
+
+
+def test_debug_keeps_the_traceback(command, monkeypatch):
+    monkeypatch.setenv("MILES_DEBUG", "1")
+    command(fail_with(ConfigError("no such thing")))
+    with pytest.raises(ConfigError):
+        cli.main(["doctor"])
+
+
+def test_a_defect_keeps_its_traceback(command):
+    command(fail_with(ZeroDivisionError("a defect")))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["doctor"])
+
+
+def test_an_interrupt_is_130(command, capsys):
+    command(fail_with(KeyboardInterrupt()))
+    assert cli.main(["doctor"]) == 130
+
+
+def test_help_loads_only_what_it_needs():
+    code = (
+        "import sys; from miles_core.cli.main import main; main(['--help']);"
+        "names = ('torch', 'transformers', 'pydantic', 'argparse', 'yaml');"
+        "print([name for name in names if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "[]\n"

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+
+from miles_core.errors import ConfigError
+
+
+def refused(loaded, path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loaded("--config", path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rollout: {batch_size: 7}",
+        "rollout-batch-size: 7",
+        "rollout_batch_size: 7",
+        "--rollout-batch-size: 7",
+        "rollout: {rollout_batch_size: 7}",
+        "rollout.batch_size: 7",
+        "rollout: {batch-size: '7'}",
+    ],
+)
+def test_tables_and_flat_flags_are_both_accepted(loaded, written, text):
+    assert loaded("--config", written(text)).rollout.batch_size == 7
+
+
+def test_toml(loaded, written):
+    path = written('lr = 1e-4\nplugins = ["replay"]\n\n[rollout]\ntop_k = 3\n\n[replay]\nbuffer_size = 5\n', "run.toml")
+    config = loaded("--config", path)
+    assert (config.train.lr, config.rollout.top_k, config.plugin("replay").buffer_size) == (1e-4, 3, 5)
+    assert config.origin("rollout.top_k") == f"{path} line 5"
+
+
+def test_values_keep_their_yaml_types(loaded, written):
+    path = written(
+        "lr: 1e-6\nmodel_name: 7\nrollout_shuffle: yes\nlabel_key: null\nrollout_stop: ['a,b', c]\nsave: runs/x"
+    )
+    config = loaded("--config", path)
+    assert config.train.lr == 1e-6 and config.model.model_name == "7" and config.data.shuffle is True
+    assert config.data.label_key is None and config.rollout.stop == ("a,b", "c") and str(config.run.save) == "runs/x"
+
+
+def test_an_empty_file_changes_nothing(loaded, written):
+    assert loaded("--config", written("# nothing\n")) == loaded()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rollout:\n  batch_siz: 7", "line 2: the table rollout has no key 'batch_siz'; did you mean batch_size"),
+        ("rollout:\n  lr: 7", "the table rollout has no key 'lr'; there is train.lr"),
+        ("a: 1\nrolout:\n  batch_size: 7", "line 2: unknown table 'rolout'; did you mean rollout"),
+        ("\nrollout_batch_siz: 7", "line 2: unknown key rollout_batch_siz; did you mean --rollout-batch-size"),
+        ("tis:\n  threshold: 2", "line 1: the plugin tis is not installed: pip install miles-plugin-tis"),
+        ("rollout: {batch_size: many}", "line 1: rollout.batch_size cannot be 'many'; it must be a whole number >= 1"),
+        ("rollout: {batch_size: true}", "cannot be True"),
+        ("rollout_shuffle: 3", "it must be true or false"),
+        ("lr: 1\nlr: 2", "line 2: lr stands there twice (also in line 1)"),
+        ("lr: [1", "line 1: malformed YAML"),
+        ("a: b: c", "line 1: malformed YAML"),
+        ("- lr", "must be a mapping of keys to values, not a single list"),
+        ("rollout_small: fast", "stands for fixed values; write true"),
+        ("? [a]\n: 1", "a key must be a name"),
+        ("when: 2020-99-99", "malformed YAML"),
+    ],
+)
+def test_a_wrong_file_is_a_sentence_with_file_and_line(loaded, written, text, says):
+    path = written(text)
+    message = refused(loaded, path)
+    assert says in message and path in message
+
+
+def test_malformed_toml_names_the_line(loaded, written):
+    assert "malformed TOML" in (message := refused(loaded, written("lr = \n", "run.toml"))) and "line 1" in message
+
+
+def test_a_missing_file_and_an_unknown_ending(loaded, written, tmp_path):
+    assert "No such file" in refused(loaded, tmp_path / "none.yaml")
+    assert "must end in .yaml" in refused(loaded, written("lr: 1", "run.txt"))
+
+
+def test_aliases_in_files(loaded, written):
+    assert loaded("--config", written("rollout_small: true")).rollout.precision == "small"
+    assert loaded("--config", written("rollout_small: false")).rollout.precision == "bf16"

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_core.config.flags import Source, build_parser, natural, parse
+from miles_core.config.schema import collect
+
+
+def test_help_shows_groups_plugins_defaults_and_choices(manifests):
+    text = build_parser(collect(manifests), extra=[("--dry-run", "print the plan and stop")]).format_help()
+    for part in (
+        "rollout:",
+        "replay (plugin replay):",
+        "--replay-buffer-size N",
+        "default: 1024",
+        "{bf16,small,tiny}",
+        "shared by small, tiny",
+        "enables the plugin replay",
+        "sets rollout.precision = small",
+        "--dry-run",
+        "[NAME=]FILE,...",
+    ):
+        assert part in text, part
+    assert text.count("--small-recipe") == 1
+    assert "--no-rollout-shuffle" not in text  # what changes nothing is not shown
+
+
+def test_what_was_typed_is_the_origin(manifests):
+    schema = collect(manifests)
+    given_ = parse(schema, ["--moe-aux-loss-coeff", "1", "--rollout-shuffle", "--rollout-small", "--lr=2"])
+    assert [(a.path, a.raw, a.origin) for a in given_.assignments] == [
+        ("train.aux_loss_coef", "1", "--moe-aux-loss-coeff 1"),
+        ("data.shuffle", True, "--rollout-shuffle"),
+        ("rollout.precision", "small", "--rollout-small"),
+        ("train.lr", "2", "--lr 2"),
+    ]
+    assert {a.source for a in given_.assignments} == {Source.FLAG}
+    assert given_.problems == []
+
+
+def test_abbreviations_are_not_accepted(manifests):
+    assert "--rollout-temp" in parse(collect(manifests), ["--rollout-temp", "1"]).problems[0]
+
+
+def test_values_of_unknown_flags_are_not_reported_as_well(manifests):
+    problems = parse(collect(manifests), ["--zzz", "5", "--lr", "1", "--yyy=3"]).problems
+    assert len(problems) == 2 and "--zzz" in problems[0] and "--yyy" in problems[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", 1), ("0.5", 0.5), ("true", True), ("[1]", [1]), ("a b", "a b"), ("", "")]
+)
+def test_natural(text, value):
+    assert natural(text) == value
+
+
+@given(st.lists(st.text(max_size=8), max_size=6))
+def test_no_command_line_makes_the_parser_fail(words):
+    """Whatever is typed ends in assignments or sentences, never in a traceback or an exit."""
+    found = parse(collect([]), words)
+    assert isinstance(found.problems, list)

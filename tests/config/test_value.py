@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_core.config.schema import collect
+from miles_core.config.value import check, listing
+from miles_core.errors import ConfigError
+
+SCHEMA = collect([])
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False, min_value=0))
+def test_numbers_survive_being_typed(number):
+    assert check(SCHEMA.find("train.lr"), repr(number), "--lr") == number
+
+
+@given(st.lists(st.text(min_size=1, max_size=5), max_size=4))
+def test_lists_from_files_keep_items_that_need_no_splitting(items):
+    plain = [item.replace(",", ";").replace("[", "(") for item in items]
+    assert check(SCHEMA.find("rollout.stop"), plain, "x") == tuple(plain)
+
+
+def test_none_only_where_it_is_allowed():
+    assert check(SCHEMA.find("data.label_key"), "None", "x") is None
+    with pytest.raises(ConfigError, match="cannot be None"):
+        check(SCHEMA.find("train.lr"), None, "x")
+
+
+def test_a_boolean_is_no_number():
+    for path in ("train.lr", "rollout.batch_size", "data.input_key"):
+        with pytest.raises(ConfigError, match="cannot be True"):
+            check(SCHEMA.find(path), True, "x")
+
+
+def test_bounds_hold_for_every_item_of_a_list():
+    with pytest.raises(ConfigError, match="cannot be -3; it must be >= 0"):
+        check(SCHEMA.find("rollout.stop_token_ids"), "1,-3", "x")
+
+
+def test_listing():
+    assert (listing(("a",)), listing(("a", "b", "c"))) == ("a", "a, b or c")
