@@ -1,0 +1,166 @@
+"""AdamW on FP32 master weights, with a learning-rate schedule and clipping by the global norm.
+
+A model copy in FP32 (or FP64) is its own master. A BF16 copy has a separate FP32 master, into which every micro-batch's
+gradient is summed as soon as it is complete, so that neither the sum over micro-batches nor the step loses bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.errors import MilesError
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Attributes:
+    lr: peak learning rate.
+    schedule: what follows the linear warm-up.
+    warmup_steps: optimiser steps of warm-up; step s of them uses ``lr * (s + 1) / warmup_steps``.
+    decay_steps: optimiser steps, warm-up included, until ``min_lr`` is reached.
+    min_lr: where the decay ends.
+    weight_decay: decoupled; not on biases, norms and other 1-D parameters.
+    clip_grad: bound of the gradient's global norm; 0 is off.
+    """
+
+    lr: float = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    decay_steps: int = 1
+    min_lr: float = 0.0
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """The rate of optimiser step ``step`` (from 0)."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    span = max(config.decay_steps - config.warmup_steps, 1)
+    done = min((step - config.warmup_steps) / span, 1.0)
+    remaining = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * remaining
+
+
+class Optimizer:
+    """AdamW over named parameters of a model.
+
+    Attributes:
+        masters: parameter name -> the tensor that is stepped; its ``grad`` is the step's gradient.
+        step_number: optimiser steps done.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        self.config = config
+        self.step_number = 0
+        self.copies: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.masters: dict[str, Tensor] = {n: self._master(p) for n, p in self.copies.items()}
+        self._adam = _adamw(self.masters, config)
+
+    def _master(self, copy: nn.Parameter) -> Tensor:
+        if copy.dtype in (torch.float32, torch.float64):
+            return copy
+        master = copy.detach().float().clone().requires_grad_()
+
+        def collect(parameter: Tensor) -> None:
+            grad = parameter.grad
+            assert grad is not None
+            master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
+            parameter.grad = None
+
+        copy.register_post_accumulate_grad_hook(collect)
+        return master
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        for master in self.masters.values():
+            master.grad = None
+
+    def step(self) -> dict[str, float]:
+        """Clip, step, refresh the model copy. Returns ``grad_norm`` (before clipping) and ``lr``; raises MilesError when
+        the norm is not finite, and then nothing has changed."""
+        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        norm_value = float(norm)
+        if not math.isfinite(norm_value):
+            raise MilesError(self._blame(norm_value))
+        if self.config.clip_grad > 0 and norm_value > self.config.clip_grad:
+            torch._foreach_mul_(grads, self.config.clip_grad / norm_value)
+        rate = learning_rate(self.config, self.step_number)
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+        self.refresh()
+        self.zero_grad()
+        self.step_number += 1
+        return {"grad_norm": norm_value, "lr": rate}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the masters into the model copy."""
+        apart = [(c, self.masters[n]) for n, c in self.copies.items() if c is not self.masters[n]]
+        if apart:
+            torch._foreach_copy_([c for c, _ in apart], [m for _, m in apart])
+
+    def _blame(self, norm: float) -> str:
+        bad = [n for n, m in self.masters.items() if m.grad is not None and not bool(m.grad.isfinite().all())]
+        where = f"first in {bad[0]} ({len(bad)} of {len(self.masters)} parameters)" if bad else "only in their sum"
+        return (
+            f"the gradient norm of optimiser step {self.step_number + 1} is {norm}, {where}; nothing was changed by "
+            "this step: try a lower --lr, or look at this step's rewards and log-probs"
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Moments, and masters where they are apart from the model copy, by ``exp_avg.<parameter>`` and so on."""
+        out: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            if master is not self.copies[name]:
+                out[f"master.{name}"] = master.detach()
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in self._adam.state[master]:
+                    out[f"{key}.{name}"] = self._adam.state[master][key]
+        return out
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, Tensor], step_number: int) -> None:
+        """Inverse of ``tensors``; the model copy must already hold its weights. KeyError names a missing tensor."""
+        self.step_number = step_number
+        for name, master in self.masters.items():
+            if master is not self.copies[name]:
+                master.copy_(tensors[f"master.{name}"])
+            if step_number:
+                state: dict[str, Any] = {
+                    "step": torch.tensor(float(step_number), device=_step_device(self._adam, master))
+                }
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = tensors[f"{key}.{name}"].to(master.device, master.dtype, copy=True)
+                self._adam.state[master] = state
+            else:
+                self._adam.state.pop(master, None)
+
+
+def _adamw(masters: dict[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+    decayed = [m for m in masters.values() if m.dim() > 1]
+    others = [m for m in masters.values() if m.dim() <= 1]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    device = next(iter(masters.values())).device.type
+    how = {"fused": True} if device in ("cpu", "cuda") else {"foreach": True}
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, **how
+    )
+
+
+def _step_device(adam: torch.optim.AdamW, master: Tensor) -> torch.device:
+    return master.device if adam.defaults.get("fused") else torch.device("cpu")

@@ -1,0 +1,259 @@
+"""The embedded trainer: a Transformers model in this process, packed micro-batches, AdamW.
+
+A micro-batch goes through the model as one row of tokens (``packing``), attention knows the tree (``attention``), only trained
+positions meet ``lm_head`` (``logprobs``). How samples are dealt into micro-batches changes the time and the memory of a step,
+never its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.data.batch import Batch, Ragged
+from miles_core.embedded import layout, state
+from miles_core.embedded.attention import PackedCall
+from miles_core.embedded.balance import Balance
+from miles_core.embedded.logprobs import scatter, token_log_probs
+from miles_core.embedded.model import backbone, decoder_layers, load_model
+from miles_core.embedded.optimizer import Optimizer, OptimizerConfig
+from miles_core.embedded.packing import Packing, pack
+from miles_core.embedded.split import split
+from miles_core.sync.unit import Unit
+from miles_core.train.trainer import Context, LossFunction, Output, Parts, Pass, Trainer
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Attributes:
+    optimizer: see ``OptimizerConfig``.
+    temperature: of the rollout; log-probs are those of the distribution that was sampled.
+    micro_batch_size: samples a micro-batch.
+    max_tokens: computed tokens a micro-batch, instead of ``micro_batch_size``.
+    share_prompts: compute what the samples of a group start with once.
+    recompute: recompute the layers' activations in the backward pass.
+    aux_loss_coef: coefficient of the load-balancing loss; 0 is off.
+    entropy: give the loss the entropy at trained positions.
+    """
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    temperature: float = 1.0
+    micro_batch_size: int | None = 8
+    max_tokens: int | None = None
+    share_prompts: bool = True
+    recompute: bool = False
+    aux_loss_coef: float = 0.0
+    entropy: bool = False
+
+
+class EmbeddedTrainer(Trainer):
+    """See the module's paragraph.
+
+    Args:
+        model: prepared by ``miles_core.embedded.model``.
+        config: see ``TrainerConfig``.
+        reference: makes the reference model for ``kind="ref"`` when it is first asked for.
+    """
+
+    capabilities = frozenset({"entropy", "sampling_support"})
+
+    def __init__(
+        self, model: nn.Module, config: TrainerConfig, reference: Callable[[], nn.Module] | None = None
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.layers = tuple(range(len(decoder_layers(model))))
+        self.optimizer = Optimizer(model, config.optimizer)
+        self.balance = Balance(model, config.aux_loss_coef) if config.aux_loss_coef > 0 else None
+        self._make_reference = reference
+        self._reference: nn.Module | None = None
+        if config.recompute:
+            _recompute_layers(model)
+        self.parts = Parts(self.forward, _no_loss, self.optimizer_step)
+
+    @property
+    def chunks(self) -> list[nn.Module]:
+        """One: the model."""
+        return [self.model]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def reference(self) -> nn.Module:
+        """The reference model, loaded now if it was not."""
+        if self._reference is None:
+            if self._make_reference is None:
+                raise RuntimeError("this trainer was built without a reference model")
+            self._reference = self._make_reference().to(self.device).requires_grad_(False).eval()
+        return self._reference
+
+    def forward(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
+        """Log-probs at trained positions; ``ctx.state`` may carry ``entropy`` (bool) to ask for the entropy."""
+        packing: Packing = ctx.state["packing"]
+        call = PackedCall(ctx, packing)
+        watch = self.balance if ctx.kind == "train" else None
+        if watch is not None:
+            watch.open(ctx)
+        hidden = backbone(chunk)(
+            input_ids=micro_batch.tokens[ctx.rows].unsqueeze(0),
+            position_ids=packing.positions.unsqueeze(0),
+            use_cache=False,
+            call=call,
+        ).last_hidden_state[0]
+        support = micro_batch.columns.get("sampling_support")
+        assert support is None or isinstance(support, Ragged)
+        log_probs, entropy = token_log_probs(
+            chunk,
+            hidden.index_select(0, packing.sources),
+            micro_batch.tokens[packing.targets],
+            self.config.temperature,
+            None if support is None else support.select(packing.targets),
+            bool(ctx.state.get("entropy")),
+        )
+        length = len(micro_batch.tokens)
+        return Output(
+            log_probs=scatter(log_probs, packing.targets, length),
+            entropy=None if entropy is None else scatter(entropy, packing.targets, length),
+            aux={} if watch is None else watch.close(ctx, micro_batch, packing),
+        )
+
+    def optimizer_step(self) -> dict[str, float]:
+        """See ``Trainer.optimizer_step``."""
+        return self.optimizer.step()
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
+        """See ``Trainer.log_probs``."""
+        chunk = self.reference if kind == "ref" else self.model
+        home = batch.tokens.device
+        wanted = ("log_probs", "entropy") if entropy else ("log_probs",)
+        out: dict[str, Tensor] = {}
+        for samples in self._split(batch):
+            micro_batch, ctx = self._prepare(batch, samples, kind, entropy)
+            result = self.parts.forward(chunk, micro_batch, ctx)
+            at = _flat(batch, samples)
+            for name in wanted:
+                values = getattr(result, name).to(home)
+                out.setdefault(name, values.new_zeros(len(batch.tokens)))[at] = values
+        return out
+
+    def step(self, batch: Batch, loss: LossFunction | None = None) -> dict[str, tuple[float, float]]:
+        """See ``Trainer.step``."""
+        loss = loss or self.parts.loss
+        totals: dict[str, list[Tensor]] = {}
+        self.optimizer.zero_grad()
+        for samples in self._split(batch):
+            micro_batch, ctx = self._prepare(batch, samples, "train", self.config.entropy)
+            output = self.parts.forward(self.model, micro_batch, ctx)
+            share = loss(output, micro_batch, ctx)
+            if share.value.requires_grad:
+                share.value.backward()
+            for name, pair in share.metrics.items():
+                pair = [torch.as_tensor(x, dtype=torch.float64).detach() for x in pair]
+                totals[name] = [a + b for a, b in zip(totals[name], pair, strict=True)] if name in totals else pair
+        metrics = {n: (float(self.sum(a)), float(self.sum(b))) for n, (a, b) in totals.items()}
+        return metrics | {name: (value, 1.0) for name, value in self.parts.optimizer_step().items()}
+
+    def units(self) -> Iterator[Unit]:
+        """See ``Trainer.units``: views of the model's memory, changed by the next step."""
+        return layout.export(self.model)
+
+    def save(self, directory: Path) -> None:
+        """See ``Trainer.save``."""
+        state.save(self.model, self.optimizer, Path(directory))
+
+    def load(self, directory: Path) -> None:
+        """See ``Trainer.load``; CheckpointError when ``directory`` holds another model."""
+        state.load(self.model, self.optimizer, Path(directory))
+
+    def _split(self, batch: Batch) -> list[list[int]]:
+        return split(batch, self.config.micro_batch_size, self.config.max_tokens, self.config.share_prompts)
+
+    def _prepare(self, batch: Batch, samples: list[int], kind: Pass, entropy: bool) -> tuple[Batch, Context]:
+        micro_batch = batch if samples == list(range(len(batch))) else batch.select(samples)
+        packing = pack(micro_batch, self.config.share_prompts)
+        micro_batch = micro_batch.to(self.device)
+        packing = replace(
+            packing,
+            **{n: getattr(packing, n).to(self.device) for n in ("rows", "positions", "row_of", "sources", "targets")},
+        )
+        ctx = Context(kind, self.layers, packing.rows, recompute=self.config.recompute and kind == "train")
+        ctx.state.update(packing=packing, entropy=entropy)
+        return micro_batch, ctx
+
+
+def _flat(batch: Batch, samples: list[int]) -> Tensor:
+    """Flat positions of these samples' tokens, in their order."""
+    picked = torch.tensor(samples)
+    owner = torch.repeat_interleave(picked, batch.lengths.cpu()[picked])
+    lengths = batch.lengths.cpu()[picked]
+    within = torch.arange(len(owner)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    return (batch.starts.cpu()[owner] + within).to(batch.tokens.device)
+
+
+def _recompute_layers(model: nn.Module) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    # Transformers recomputes layers only in training mode. The layers alone are put there: their children, dropout
+    # among them, stay in evaluation mode, since a policy's log-probs must not be random.
+    for layer in decoder_layers(model):
+        layer.training = True
+
+
+def _no_loss(output: Output, micro_batch: Batch, ctx: Context) -> Any:
+    raise RuntimeError("no loss was bound to this trainer (see Trainer.bind)")
+
+
+def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
+    """The provider of ``--trainer embedded``."""
+    config = run.config
+    device, dtype = resolve_device(config.model.device), config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    start = config.model.ref_load or policy.hf_checkpoint or config.model.hf_checkpoint
+
+    def build(role: str) -> nn.Module:
+        model = load_model(start, dtype, device, config.model.trust_remote_code)
+        run.hooks.on("on_model", run=run, policy=policy, model=model, role=role)
+        return model
+
+    return EmbeddedTrainer(build("train"), trainer_config(config), lambda: build("ref"))
+
+
+def resolve_device(name: str) -> str:
+    """``auto`` becomes ``cuda`` where there is one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def trainer_config(config: Any) -> TrainerConfig:
+    """From the run's configuration groups ``train`` and ``rollout``."""
+    train = config.train
+    return TrainerConfig(
+        optimizer=OptimizerConfig(
+            lr=train.lr,
+            schedule=train.lr_schedule,
+            warmup_steps=train.lr_warmup_iters,
+            decay_steps=train.lr_decay_iters or config.rollout.num_rollout * (train.num_steps_per_rollout or 1),
+            min_lr=train.min_lr,
+            weight_decay=train.weight_decay,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_eps,
+            clip_grad=train.clip_grad,
+        ),
+        temperature=config.rollout.temperature,
+        micro_batch_size=None if train.use_dynamic_batch_size else train.micro_batch_size,
+        max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
+        recompute=train.activation_checkpointing,
+        aux_loss_coef=train.aux_loss_coef,
+        entropy=config.algorithm.entropy_coef > 0,
+    )
