@@ -25,7 +25,7 @@ async def train(run: Run) -> None:
     run.hooks.on("on_start", run=run)
     try:
         await run.build()
-        if not run.resume():
+        if not await run.resume():
             await warm_start(run)
         for policy in run.policies:
             await sync(run, policy)
@@ -37,7 +37,7 @@ async def train(run: Run) -> None:
                 await step(run, rollout)
             except Interrupted:
                 run.roll_back()
-        run.finish()
+        await run.finish()
     except BaseException as caught:
         error = caught
         raise
@@ -64,13 +64,13 @@ async def step(run: Run, rollout) -> None:  # noqa: ANN001
     metrics |= run.clock.metrics()
     await evaluate_if_due(run, metrics)
     run.hooks.on("on_step", run=run, metrics=metrics)
-    run.complete_step(groups, metrics)
+    await run.complete_step(groups, metrics)
 
 
 async def sync(run: Run, policy: Policy) -> dict[str, float]:
     """Give the engine the learner's weights as version ``run.step``."""
     with run.clock.phase("sync"):
-        report = await policy.learner.push(policy, version=run.step)
+        report = await policy.learner.push(run.step)
     policy.version = report.version
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
     return {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}

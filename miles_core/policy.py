@@ -7,10 +7,12 @@ route, sync version, checkpoint namespace) hangs here and not on the run.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from miles_core.data.sample import Sample
     from miles_core.rollout.engine import Engine
+    from miles_core.runtime import LearnerHandle
     from miles_core.sync.transport import Transport
 
 
@@ -21,7 +23,7 @@ class Policy:
     Attributes:
         name: names its checkpoint folder and prefixes its metrics when there are several.
         hf_checkpoint: the checkpoint directory it starts from.
-        learner: the trainer side (``miles_core.train.learner.Learner`` or a remote handle with its methods).
+        learner: the trainer side, a ``miles_core.runtime.LearnerHandle``.
         engine: where its requests go.
         transport: moves encoded weights from trainer to engine.
         version: the last weight version synced; -1 before the first.
@@ -29,7 +31,11 @@ class Policy:
 
     name: str = "policy"
     hf_checkpoint: str = ""
-    learner: Any = field(default=None, repr=False)
+    learner: LearnerHandle | None = field(default=None, repr=False)
     engine: Engine | None = field(default=None, repr=False)
     transport: Transport | None = field(default=None, repr=False)
     version: int = -1
+
+    def own(self, groups: list[list[Sample]]) -> list[Sample]:
+        """The samples this policy learns from: those whose metadata names it, or name nobody."""
+        return [s for group in groups for s in group if s.metadata.get("policy", self.name) == self.name]

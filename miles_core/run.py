@@ -152,45 +152,45 @@ class Run:
         for hint in self.hints.of(finite):
             log.warning("%s", hint)
 
-    def complete_step(self, groups: list[Group], metrics: dict[str, float]) -> None:
+    async def complete_step(self, groups: list[Group], metrics: dict[str, float]) -> None:
         """Commit the step: metrics, examples, checkpoint when it is due."""
         self._commit()
         self.record(self.step, metrics)
         self._write_examples(groups)
         interval = self.config.run.save_interval
         if interval and self.step % interval == 0:
-            self.save()
+            await self.save()
 
     def roll_back(self) -> None:
         """Forget an unfinished rollout: the run stands where the last completed step left it."""
         log.info("interrupted: the unfinished rollout is dropped; the run stands at step %d", self.step)
         self.prompts.load_state(self._committed["prompts"])
 
-    def finish(self) -> None:
+    async def finish(self) -> None:
         """Write what a finished or interrupted run leaves behind."""
         if self.checkpoints.latest() != self.step:
-            self.save()
+            await self.save()
         if self.config.run.export_hf:
-            self.policy.learner.export(self.config.run.export_hf, self.tokenizer)
+            await self.policy.learner.export(Path(self.config.run.export_hf))
 
-    def save(self) -> None:
+    async def save(self) -> None:
         """Write the checkpoint of the last completed step."""
         with self.clock.phase("save"), self.checkpoints.save(self.step, json.loads(self.plan.to_json())) as directory:
             for policy in self.policies:
-                policy.learner.save(directory / policy.name)
+                await policy.learner.save(directory / policy.name)
             store = Store(directory / "state")
             store.put("run", data={"step": self.step, **self._committed})
             put_rng(store)
             self.hooks.on("on_save", run=self, store=store)
 
-    def resume(self) -> bool:
+    async def resume(self) -> bool:
         """Continue from ``--load``; False when there is nothing to continue."""
         source = self.config.run.load
         if source is None:
             return False
         directory = locate(Path(source)).load(plan=json.loads(self.plan.to_json()), compare=compare_plans)
         for policy in self.policies:
-            policy.learner.load(directory / policy.name)
+            await policy.learner.load(directory / policy.name)
         store = Store(directory / "state")
         _, state = store.get("run")
         self.step = int(state["step"])

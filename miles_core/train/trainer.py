@@ -145,6 +145,10 @@ class Trainer(ABC):
     def load(self, directory: Path) -> None:
         """Inverse of ``save``."""
 
+    @abstractmethod
+    def export(self, directory: Path, tokenizer: Any) -> None:
+        """Write a Hugging Face checkpoint with the tokenizer."""
+
     def sum(self, value: Tensor) -> Tensor:
         """Reduce over data- and context-parallel ranks; identity in one process."""
         return value

@@ -1,0 +1,138 @@
+"""Where the parts run.
+
+The driver talks to a policy's trainer through a ``LearnerHandle`` and to its engine through the engine contract; a runtime
+makes both. ``inline`` keeps them in this process. A Ray runtime makes one actor a trainer rank, each building its own
+``Learner`` after comparing the plan's digest with the driver's; its handle calls all ranks and returns rank 0's metrics.
+Weights never pass through the driver: ``push`` runs the transport where the weights are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.data.sample import Sample
+from miles_core.precision.select import make_codec
+from miles_core.rollout.engine import Engine
+from miles_core.sync.transport import SyncReport, Transport
+from miles_core.train.learner import Learner
+
+if TYPE_CHECKING:
+    from miles_core.policy import Policy
+    from miles_core.run import Run
+
+Metrics = dict[str, float]
+
+
+class LearnerHandle(ABC):
+    """What the driver asks of one policy's trainer, all ranks of it. Metrics are means over tokens and ranks."""
+
+    @abstractmethod
+    async def learn(self, samples: Sequence[Sample]) -> Metrics:
+        """Train on one rollout (whole groups)."""
+
+    @abstractmethod
+    async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
+        """One supervised step."""
+
+    @abstractmethod
+    async def reset_optimizer(self) -> None:
+        """Forget moments and schedule after a warm start."""
+
+    @abstractmethod
+    async def push(self, version: int) -> SyncReport:
+        """Encode the weights and deliver them to the policy's engine as ``version``."""
+
+    @abstractmethod
+    async def save(self, directory: Path) -> None:
+        """Write the trainer's state."""
+
+    @abstractmethod
+    async def load(self, directory: Path) -> None:
+        """Read the trainer's state."""
+
+    @abstractmethod
+    async def export(self, directory: Path) -> None:
+        """Write a Hugging Face checkpoint."""
+
+
+class Runtime(ABC):
+    """Builds the parts of each policy and releases them."""
+
+    @abstractmethod
+    async def build(self, policy: Policy) -> None:
+        """Set ``policy.learner`` and ``policy.engine``, the engine started but without weights of this run."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release everything that was built, also after a failure half-way."""
+
+
+class InlineRuntime(Runtime):
+    """Trainer, engine and driver in one process."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.engines: list[Engine] = []
+        self.learners: list[Learner] = []
+
+    async def build(self, policy: Policy) -> None:
+        run, options = self.run, self.run.config.run
+        trainer = run.hooks.make("trainer", options.trainer, run=run, policy=policy)
+        learner = Learner(run, policy, trainer)
+        self.learners.append(learner)
+        engine: Engine = run.hooks.make("engine", options.engine, run=run, policy=policy)
+        self.engines.append(engine)
+        await engine.start()
+        policy.engine = engine
+        policy.transport = run.hooks.make("transport", "copy", run=run, policy=policy, engine=engine)
+        policy.learner = InlineLearner(run, learner, policy.transport)
+
+    async def close(self) -> None:
+        for engine in self.engines:
+            await engine.stop()
+        for learner in self.learners:
+            learner.trainer.close()
+
+
+class InlineLearner(LearnerHandle):
+    """A learner called directly."""
+
+    def __init__(self, run: Run, learner: Learner, transport: Transport) -> None:
+        self.run, self.learner, self.transport = run, learner, transport
+        self.codec = make_codec(run)
+
+    async def learn(self, samples: Sequence[Sample]) -> Metrics:
+        return means(self.learner.learn(samples))
+
+    async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
+        return means(self.learner.supervise(samples, lr))
+
+    async def reset_optimizer(self) -> None:
+        self.learner.trainer.reset_optimizer()
+
+    async def push(self, version: int) -> SyncReport:
+        return await self.transport.send(self.codec.encode(self.learner.units()), version)
+
+    async def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.learner.trainer.save(directory)
+
+    async def load(self, directory: Path) -> None:
+        self.learner.trainer.load(directory)
+
+    async def export(self, directory: Path) -> None:
+        self.learner.trainer.export(directory, self.run.tokenizer)
+
+
+def means(pairs: dict[str, tuple[float, float]]) -> Metrics:
+    """name -> sum / weight; quantities of weight 0 were not measured."""
+    return {name: total / weight for name, (total, weight) in pairs.items() if weight}
+
+
+def make_runtime(run: Run) -> InlineRuntime:
+    """The runtime named ``inline``."""
+    return InlineRuntime(run)
+
