@@ -1,0 +1,257 @@
+"""The report's plots: which panels a set of metrics calls for, and how one is drawn.
+
+``panels`` is data (what to show), ``draw`` is looks. matplotlib is imported only to draw, with the Agg backend and without
+pyplot, so that no display and no global state is involved.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from miles_core.observe.metrics import names, series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Records = Sequence[Mapping[str, Any]]
+
+#: Okabe and Ito's colours, distinguishable with any colour vision; the first is for what matters most in a panel.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#6A51A3")
+INK = "#1f2933"
+FAINT = "#d9dee4"
+#: From this many points on a line is drawn faintly with its moving average over it.
+SMOOTH_FROM = 60
+#: Namespaces of core's own metrics; every other prefix is a plugin's.
+CORE = ("reward", "eval", "rollout", "train", "mismatch", "time", "sft")
+PHASES = ("rollout", "prepare", "train", "sync", "save", "eval")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot.
+
+    Attributes:
+        name: file name without suffix.
+        title: above the plot.
+        lines: metric -> label in the legend.
+        unit: y-axis label.
+        section: heading it stands under; empty is the main section.
+        kind: ``line``, or ``stack`` for parts that add up.
+        log: logarithmic y axis where all values are positive and span more than a factor of 20.
+        percent: values are fractions, shown as percentages.
+        band: metric whose value is drawn as a band around the first line (a standard deviation).
+        marked: metrics measured only now and then, drawn with markers.
+    """
+
+    name: str
+    title: str
+    lines: Mapping[str, str]
+    unit: str = ""
+    section: str = ""
+    kind: str = "line"
+    log: bool = False
+    percent: bool = False
+    band: str = ""
+    marked: frozenset[str] = field(default_factory=frozenset)
+
+
+MAIN = (
+    Panel(
+        "reward",
+        "Reward and held-out accuracy",
+        {"reward/mean": "mean reward", "eval/accuracy": "held-out accuracy"},
+        band="reward/std",
+        marked=frozenset({"eval/accuracy"}),
+    ),
+    Panel("length", "Response length", {"rollout/length_mean": "mean length"}, "tokens"),
+    Panel("truncated", "Responses cut at the length limit", {"rollout/truncated": "truncated"}, percent=True),
+    Panel(
+        "mismatch",
+        "Mismatch between engine and trainer",
+        {"mismatch/kl_k3": "KL (k3)", "mismatch/abs_log_prob": "mean |Δ log p|"},
+        "nats per token",
+        log=True,
+    ),
+    Panel(
+        "kl",
+        "KL divergence",
+        {"train/kl": "to the rollout's policy", "train/ref_kl": "to the reference model"},
+        "nats per token",
+    ),
+    Panel("loss", "Policy loss", {"train/loss": "loss"}),
+    Panel("grad_norm", "Gradient norm", {"train/grad_norm": "norm before clipping"}, log=True),
+    Panel("entropy", "Entropy of the policy", {"train/entropy": "entropy"}, "nats per token"),
+    Panel(
+        "clip",
+        "Tokens clipped by the policy loss",
+        {"train/clip_high": "above", "train/clip_low": "below"},
+        percent=True,
+    ),
+    Panel("lr", "Learning rate", {"train/lr": "learning rate"}),
+    Panel("throughput", "Rollout speed", {"rollout/tokens_per_second": "generated"}, "tokens per second"),
+    Panel("warm_start", "Supervised warm start", {"sft/loss": "negative log-likelihood"}, "nats per token"),
+)
+
+
+def panels(records: Records) -> list[Panel]:
+    """The panels these records call for: the main ones whose metrics exist, time by phase, then core's remaining metrics
+    and each plugin's, one panel a metric, under a heading of their own."""
+    present = names(records)
+    chosen = []
+    for panel in MAIN:
+        lines = {metric: label for metric, label in panel.lines.items() if metric in present}
+        if lines:
+            band = panel.band if panel.band in present and next(iter(lines)) == "reward/mean" else ""
+            chosen.append(_with(panel, lines=lines, band=band))
+    phases = [m for m in present if m.startswith("time/") and m != "time/step"]
+    phases.sort(key=lambda m: (*PHASES, m[5:]).index(m[5:]))
+    if phases:
+        lines = {metric: metric.removeprefix("time/") for metric in phases}
+        chosen.append(Panel("time", "Time by phase", lines, "seconds a step", kind="stack"))
+    shown = {m for panel in chosen for m in panel.lines} | {"time/step", "reward/std"}
+    rest = [m for m in present if m not in shown]
+    chosen += [_single(m, "More metrics") for m in rest if _prefix(m) in CORE]
+    return chosen + [_single(m, _prefix(m)) for m in sorted(rest, key=_prefix) if _prefix(m) not in CORE]
+
+
+def draw(panel: Panel, records: Records) -> bytes:
+    """The panel as a PNG image."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.3), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _style(axes, panel)
+    if panel.kind == "stack":
+        _stack(axes, panel, records)
+    else:
+        _lines(axes, panel, records)
+    _finish(axes, panel)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _lines(axes: Axes, panel: Panel, records: Records) -> None:
+    for color, (metric, label) in zip(_colors(len(panel.lines)), panel.lines.items(), strict=True):
+        steps, values = series(records, metric)
+        few = len(steps) <= 30 or metric in panel.marked
+        marker = {"marker": "o", "markersize": 4.5 if len(steps) < 12 else 3} if few else {}
+        if len(steps) >= SMOOTH_FROM and metric not in panel.marked:
+            axes.plot(steps, values, color=color, alpha=0.28, linewidth=1)
+            axes.plot(steps, smooth(values), color=color, linewidth=2, label=label)
+        else:
+            axes.plot(steps, values, color=color, linewidth=1.8, label=label, **marker)
+        for step, value in zip(steps, values, strict=True):
+            if math.isnan(value):
+                axes.axvline(step, color="#b00020", linewidth=1, linestyle=":")
+        if panel.band and metric == next(iter(panel.lines)):
+            _band(axes, records, metric, panel.band, color)
+
+
+def _band(axes: Axes, records: Records, metric: str, spread: str, color: str) -> None:
+    """± one ``spread`` around ``metric``, within the range rewards were seen in."""
+    at = {step: value for step, value in zip(*series(records, spread), strict=True)}
+    rows = [(s, v, at[s]) for s, v in zip(*series(records, metric), strict=True) if s in at]
+    if len(rows) < 2:
+        return
+    steps = [s for s, _, _ in rows]
+    middle, wide = smooth([v for _, v, _ in rows]), smooth([d for _, _, d in rows])
+    low = [v - d for v, d in zip(middle, wide, strict=True)]
+    high = [v + d for v, d in zip(middle, wide, strict=True)]
+    axes.fill_between(steps, low, high, color=color, alpha=0.10, linewidth=0, label="± 1 standard deviation")
+
+
+def _stack(axes: Axes, panel: Panel, records: Records) -> None:
+    steps = [r["step"] for r in records if any(m in r for m in panel.lines)]
+    table = {m: dict(zip(*series(records, m), strict=True)) for m in panel.lines}
+    heights = [[_number(table[m].get(s)) for s in steps] for m in panel.lines]
+    colors = _colors(len(heights))
+    if len(steps) <= 40:
+        base = [0.0] * len(steps)
+        for label, values, color in zip(panel.lines.values(), heights, colors, strict=True):
+            axes.bar(steps, values, 0.85, bottom=base, color=color, label=label)
+            base = [b + v for b, v in zip(base, values, strict=True)]
+    else:
+        axes.stackplot(steps, heights, colors=colors, labels=list(panel.lines.values()), linewidth=0)
+        axes.margins(x=0)
+    axes.set_ylim(bottom=0)
+
+
+def _style(axes: Axes, panel: Panel) -> None:
+    axes.set_title(panel.title, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=10)
+    axes.set_xlabel("step", fontsize=9, color=INK)
+    if panel.unit:
+        axes.set_ylabel(panel.unit, fontsize=9, color=INK)
+    axes.tick_params(labelsize=9, colors=INK, length=3)
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#9aa5b1")
+
+
+def _finish(axes: Axes, panel: Panel) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+
+    drawn = [v for line in axes.lines for v in line.get_ydata() if isinstance(v, float) and math.isfinite(v)]
+    logarithmic = panel.log and drawn and min(drawn) > 0 and max(drawn) / min(drawn) > 20
+    if logarithmic:
+        axes.set_yscale("log")
+    elif panel.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        axes.set_ylim(bottom=0, top=max(1.1 * max(drawn, default=0), 0.02))
+    elif drawn and max(map(abs, drawn)) >= 10_000:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    elif drawn and 0 < max(map(abs, drawn)) < 1e-3:
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        axes.yaxis.get_offset_text().set_fontsize(9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+    count = len(axes.get_legend_handles_labels()[1])
+    if count > 1:
+        legend = axes.legend(fontsize=8.5, frameon=False, ncols=min(count, 6), loc="lower right", labelcolor=INK)
+        legend.set_bbox_to_anchor((1.0, 0.985), transform=axes.transAxes)
+        legend.set_loc("lower right")
+        if count > 2 or len(panel.title) > 30:
+            axes.set_title(panel.title, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=28)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Centred moving average over about a fifteenth of the points (at least 1, at most 25), ignoring NaN."""
+    half = max(0, min(len(values) // 30, 12))
+    result = []
+    for i in range(len(values)):
+        near = [v for v in values[max(0, i - half) : i + half + 1] if not math.isnan(v)]
+        result.append(fmean(near) if near else math.nan)
+    return result
+
+
+def _colors(count: int) -> list[str]:
+    return [PALETTE[i % len(PALETTE)] for i in range(count)]
+
+
+def _number(value: float | None) -> float:
+    return 0.0 if value is None or math.isnan(value) else value
+
+
+def _prefix(metric: str) -> str:
+    return metric.partition("/")[0] if "/" in metric else "other"
+
+
+def _single(metric: str, section: str) -> Panel:
+    label = metric.partition("/")[2] or metric
+    title = metric if section == "More metrics" else label
+    return Panel(metric.replace("/", "_"), title.replace("_", " "), {metric: label}, section=section)
+
+
+def _with(panel: Panel, **changes: Any) -> Panel:
+    from dataclasses import replace
+
+    return replace(panel, **changes)
