@@ -54,6 +54,9 @@ class Difference:
         return f"{self.name} was {self.saved}, is now {self.current}"
 
 
+#: Facts without which saved weights and optimiser states fit no model: its shape, and what it is trained in.
+FATAL = ("model.type", "model.hidden_size", "model.layers", "model.experts", "model.vocab_size", "train.precision")
+
 #: Compares (saved plan, current plan), both plain JSON data.
 Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[Difference]]
 
@@ -235,6 +238,53 @@ def _check_plan(path: Path, saved: Mapping[str, Any] | None, plan: Mapping[str, 
             f"checkpoint {path} was saved by a run that this one cannot continue: {'; '.join(fatal)}. "
             "Give the saved values again, or start a new run from its weights with --hf-checkpoint"
         )
+
+
+def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+    """What differs between two plans (``Plan.to_json`` read as data): plugins, values they set, and the facts that
+    rules of either asked for. Only a change of a fact in ``FATAL`` is fatal."""
+    if saved.get("digest") is not None and saved.get("digest") == current.get("digest"):
+        return []
+    consulted = {*saved.get("consulted", ()), *current.get("consulted", ()), *FATAL}
+    before, after = _parts(saved, consulted), _parts(current, consulted)
+    differences = []
+    for name in dict.fromkeys([*before, *after]):
+        was, now = before.get(name, "absent"), after.get(name, "absent")
+        if was != now:
+            fatal = name in FATAL and name in before and name in after
+            differences.append(Difference(name, was, now, fatal))
+    return differences
+
+
+def _parts(plan: Mapping[str, Any], consulted: set[str]) -> dict[str, Any]:
+    parts = {"miles-core": plan.get("core")}
+    parts |= {f"plugin {p['name']}": p["version"] for p in plan.get("plugins", ())}
+    parts |= {f"setting {s['path']}": s["value"] for s in plan.get("sets", ())}
+    facts = (f for f in plan.get("facts", ()) if f["name"] in consulted and f.get("state", "KNOWN") == "KNOWN")
+    return parts | {f["name"]: f["value"] for f in facts}
+
+
+def locate_checkpoint(
+    source: Path | str, plan: Mapping[str, Any] | None = None, compare: Compare = compare_plans
+) -> Path:
+    """The verified checkpoint directory that ``--load`` means.
+
+    Args:
+        source: a run directory, its ``checkpoints`` directory (the latest step of either), or one step's directory.
+        plan: the current plan as JSON data, compared with the saved one.
+        compare: see ``Checkpoints.load``.
+
+    Raises:
+        CheckpointError: nothing there to resume from, a damaged file, or a plan that cannot continue.
+    """
+    source = Path(source)
+    if not source.is_dir():
+        raise CheckpointError(f"--load {source}: no such directory; give a run directory or one of its checkpoints")
+    match = _STEP.fullmatch(source.resolve().name)
+    if match:
+        return Checkpoints(source.resolve().parent).load(int(match[1]), plan, compare)
+    inside = source / "checkpoints"
+    return Checkpoints(inside if inside.is_dir() else source).load(None, plan, compare)
 
 
 def _seal(work: Path, step: int, plan: Mapping[str, Any] | None) -> None:

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from safetensors import SafetensorError
 
-from miles_core.checkpoint import Checkpoints, Difference, verify
+from miles_core.checkpoint import Checkpoints, Difference, compare_plans, locate_checkpoint, verify
 from miles_core.errors import CheckpointError
 
 
@@ -184,3 +184,45 @@ def test_other_plan_is_refused_only_on_what_matters(tmp_path, caplog):
     save(checkpoints, 2)
     with pytest.raises(CheckpointError, match="records no plan"):
         checkpoints.load(plan=saved, compare=compare)
+
+
+def plan(**facts):
+    version = facts.pop("tis", "0.1")
+    return {
+        "digest": json.dumps([version, facts], sort_keys=True),
+        "core": "0.1.0",
+        "plugins": [{"name": "tis", "version": version}],
+        "sets": [{"path": "rollout.top_p", "value": 1.0, "plugin": "tis"}],
+        "consulted": ["model.moe"],
+        "facts": [
+            {"name": k.replace("__", "."), "value": v, "origin": "test", "state": "KNOWN"} for k, v in facts.items()
+        ],
+    }
+
+
+def test_plans_are_compared_by_what_matters():
+    saved = plan(model__moe=True, train__precision="bf16", train__lr=0.1)
+    assert compare_plans(saved, saved) == []
+    assert compare_plans(saved, plan(model__moe=True, train__precision="bf16", train__lr=0.2)) == []
+    told = compare_plans(saved, plan(model__moe=False, train__precision="bf16", tis="0.2"))
+    assert [(d.name, d.saved, d.current, d.fatal) for d in told] == [
+        ("plugin tis", "0.1", "0.2", False),
+        ("model.moe", True, False, False),
+    ]
+    (fatal,) = compare_plans(saved, plan(model__moe=True, train__precision="e4m3"))
+    assert fatal.fatal
+    assert str(fatal) == "train.precision was bf16, is now e4m3"
+
+
+def test_load_means_a_run_a_checkpoint_directory_or_a_step(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    for step in (4, 8):
+        save(checkpoints, step)
+    assert locate_checkpoint(tmp_path / "run") == checkpoints.path(8)
+    assert locate_checkpoint(tmp_path / "run" / "checkpoints") == checkpoints.path(8)
+    assert locate_checkpoint(checkpoints.path(4)) == checkpoints.path(4)
+    with pytest.raises(CheckpointError, match=r"--load .*nowhere: no such directory"):
+        locate_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="it has none"):
+        locate_checkpoint(tmp_path / "empty")

@@ -1,7 +1,7 @@
 """Hints: rules from what metrics do to what usually helps, shown in the log as a run goes and in its report.
 
-A rule looks at one metric's values so far; a metric that a run does not have never triggers one. Rules are data: a plugin
-adds its own by passing ``Rule`` objects to ``Watcher`` or ``hints``.
+A rule looks at one metric's values so far; a metric that a run does not have never triggers one. Rules are data, and
+``Hints`` takes any.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Hint:
 
 SOLVED = ("reward/mean", above(0.9))
 UNSTABLE = (
-    "lower --lr, keep --clip-grad at 1, check the data of that step; if training or rollout runs in a low precision, use "
-    "block-wise scales and warm up in bfloat16; if the model is a mixture of experts, replay the rollout's routing (r3)"
+    "lower --lr, keep --clip-grad at 1, look at the samples of that step; in a low precision, use block-wise scales "
+    "and warm up in bfloat16; on a mixture of experts, replay the rollout's routing (--plugins r3)"
 )
 
 RULES = (
@@ -92,8 +92,8 @@ RULES = (
         "mismatch/kl_k3",
         above(2e-3),
         "engine and trainer disagree by a KL of {value} per token (a dense bfloat16 model has about 6e-4)",
-        "replay the rollout's routing on a mixture of experts (--plugins r3), weigh tokens by importance "
-        "(--plugins tis), and find the source with --verify-logprobs",
+        "on a mixture of experts replay the rollout's routing (--plugins r3); weigh tokens by importance "
+        "(--plugins tis)",
     ),
     Rule(
         "entropy-collapse",
@@ -105,9 +105,9 @@ RULES = (
     ),
     Rule(
         "no-signal",
-        "reward/std",
-        below(1e-8, 5),
-        "all rewards of the last 5 steps were equal, so no gradient came from them",
+        "reward/all_equal",
+        above(0.9, 5),
+        "in {value} of the groups all rewards are equal, and no gradient comes from those",
         "check the reward on some responses (samples.jsonl), use easier or harder prompts, or raise "
         "--n-samples-per-prompt",
         unless=SOLVED,
@@ -122,7 +122,7 @@ RULES = (
     ),
     Rule(
         "clipped",
-        "train/clip_*",
+        "train/clip_fraction_*",
         above(0.3, 5),
         "{metric}: {value} of the tokens are clipped, so the policy moves far within one rollout",
         "lower --lr or take fewer optimiser steps per rollout",
@@ -144,7 +144,7 @@ RULES = (
 )
 
 
-class Watcher:
+class Hints:
     """Follows a run and reports each rule once per metric.
 
     Args:
@@ -157,9 +157,12 @@ class Watcher:
         self._keep = keep
         self._history: dict[str, list[float]] = {}
         self._told: set[tuple[str, str]] = set()
+        self._step = 0
 
-    def update(self, step: int, metrics: Mapping[str, Any]) -> list[Hint]:
-        """Take one step's metrics (None or NaN where not finite); returns the hints that are new."""
+    def of(self, metrics: Mapping[str, Any], step: int | None = None) -> list[Hint]:
+        """Take the metrics of ``step``, by default the one after the last call's, with None or NaN where a value was
+        not finite; returns the hints that are new."""
+        step = self._step = self._step + 1 if step is None else step
         for name, value in metrics.items():
             if name not in RESERVED:
                 past = self._history.setdefault(name, [])
@@ -179,10 +182,10 @@ class Watcher:
         return fresh
 
 
-def hints(records: Iterable[Mapping[str, Any]], rules: Iterable[Rule] = RULES) -> list[Hint]:
-    """What the rules say about a finished or running run, in order of appearance."""
-    watcher = Watcher(rules)
-    return [hint for record in records for hint in watcher.update(record["step"], record)]
+def review(records: Iterable[Mapping[str, Any]], rules: Iterable[Rule] = RULES) -> list[Hint]:
+    """What the rules say about the records of a run, in order of appearance."""
+    hints = Hints(rules)
+    return [hint for record in records for hint in hints.of(record, record["step"])]
 
 
 def for_error(error: BaseException) -> str | None:

@@ -115,7 +115,9 @@ class MetricLog:
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:
-    """The records of ``path`` in step order, a step's last record winning; [] when there is no file.
+    """The records of ``path``, one a step in step order; [] when there is no file.
+
+    Several records of one step (a warm start and an evaluation before step 1) are merged, later values winning.
 
     A torn last line is skipped. Any other line that is not a record raises MilesError with its number.
     """
@@ -123,7 +125,10 @@ def read(path: Path | str) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records, _ = _parse(path)
-    return [by_step for _, by_step in sorted({r["step"]: r for r in records}.items())]
+    merged: dict[int, dict[str, Any]] = {}
+    for record in records:
+        merged.setdefault(record["step"], {}).update(record)
+    return [merged[step] for step in sorted(merged)]
 
 
 def names(records: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -1,7 +1,7 @@
 """The report's plots: which panels a set of metrics calls for, and how one is drawn.
 
-``panels`` is data (what to show), ``draw`` is looks. matplotlib is imported only to draw, with the Agg backend and without
-pyplot, so that no display and no global state is involved.
+``panels`` is data (what to show), ``draw`` is looks. matplotlib is imported only to draw, with the Agg backend and
+without pyplot, so that no display and no global state is involved.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FAINT = "#d9dee4"
 #: From this many points on a line is drawn faintly with its moving average over it.
 SMOOTH_FROM = 60
 #: Namespaces of core's own metrics; every other prefix is a plugin's.
-CORE = ("reward", "eval", "rollout", "train", "mismatch", "time", "sft")
-PHASES = ("rollout", "prepare", "train", "sync", "save", "eval")
+CORE = ("reward", "eval", "rollout", "train", "mismatch", "sync", "time", "sft")
+PHASES = ("rollout", "prepare", "train", "sync", "evaluation", "save")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ MAIN = (
     Panel(
         "kl",
         "KL divergence",
-        {"train/kl": "to the rollout's policy", "train/ref_kl": "to the reference model"},
+        {"train/approx_kl_k3": "from the rollout's policy", "train/ref_kl": "from the reference model"},
         "nats per token",
     ),
     Panel("loss", "Policy loss", {"train/loss": "loss"}),
@@ -89,7 +89,7 @@ MAIN = (
     Panel(
         "clip",
         "Tokens clipped by the policy loss",
-        {"train/clip_high": "above", "train/clip_low": "below"},
+        {"train/clip_fraction_high": "above", "train/clip_fraction_low": "below"},
         percent=True,
     ),
     Panel("lr", "Learning rate", {"train/lr": "learning rate"}),
@@ -99,21 +99,22 @@ MAIN = (
 
 
 def panels(records: Records) -> list[Panel]:
-    """The panels these records call for: the main ones whose metrics exist, time by phase, then core's remaining metrics
-    and each plugin's, one panel a metric, under a heading of their own."""
+    """The panels these records call for: the main ones whose metrics exist, time by phase, then core's remaining
+    metrics and each plugin's, one panel a metric, under a heading of their own."""
     present = names(records)
+    flat = _flat(records, present)
     chosen = []
     for panel in MAIN:
         lines = {metric: label for metric, label in panel.lines.items() if metric in present}
-        if lines:
+        if any(metric not in flat for metric in lines):
             band = panel.band if panel.band in present and next(iter(lines)) == "reward/mean" else ""
             chosen.append(_with(panel, lines=lines, band=band))
     phases = [m for m in present if m.startswith("time/") and m != "time/step"]
-    phases.sort(key=lambda m: (*PHASES, m[5:]).index(m[5:]))
+    phases.sort(key=lambda m: (m == "time/other", (*PHASES, m[5:]).index(m[5:])))
     if phases:
         lines = {metric: metric.removeprefix("time/") for metric in phases}
         chosen.append(Panel("time", "Time by phase", lines, "seconds a step", kind="stack"))
-    shown = {m for panel in chosen for m in panel.lines} | {"time/step", "reward/std"}
+    shown = {m for panel in chosen for m in panel.lines} | {"time/step", "reward/std"} | flat
     rest = [m for m in present if m not in shown]
     chosen += [_single(m, "More metrics") for m in rest if _prefix(m) in CORE]
     return chosen + [_single(m, _prefix(m)) for m in sorted(rest, key=_prefix) if _prefix(m) not in CORE]
@@ -157,7 +158,7 @@ def _lines(axes: Axes, panel: Panel, records: Records) -> None:
 
 def _band(axes: Axes, records: Records, metric: str, spread: str, color: str) -> None:
     """± one ``spread`` around ``metric``, within the range rewards were seen in."""
-    at = {step: value for step, value in zip(*series(records, spread), strict=True)}
+    at = dict(zip(*series(records, spread), strict=True))
     rows = [(s, v, at[s]) for s, v in zip(*series(records, metric), strict=True) if s in at]
     if len(rows) < 2:
         return
@@ -239,6 +240,11 @@ def _colors(count: int) -> list[str]:
 
 def _number(value: float | None) -> float:
     return 0.0 if value is None or math.isnan(value) else value
+
+
+def _flat(records: Records, present: Sequence[str]) -> set[str]:
+    """Core's metrics that were 0 throughout: the summary table says so, a plot would not say more."""
+    return {m for m in present if _prefix(m) in CORE and all(v == 0 for v in series(records, m)[1])}
 
 
 def _prefix(metric: str) -> str:

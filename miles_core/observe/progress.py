@@ -26,7 +26,7 @@ SHOWN = {
     "eval/accuracy": ("eval", "{:.1%}"),
     "rollout/length_mean": ("length", "{:.1f}"),
     "train/loss": ("loss", "{:.4f}"),
-    "train/kl": ("kl", "{:.2g}"),
+    "mismatch/kl_k3": ("mismatch", "{:.2g}"),
     "train/grad_norm": ("grad", "{:.2g}"),
 }
 #: On the bar there is room for these.
@@ -88,20 +88,21 @@ class Progress:
     def step(self, metrics: Mapping[str, float], done: int | None = None) -> None:
         """A step is complete: show its metrics. ``done`` sets the number of completed steps, else it goes up by one."""
         now = time.monotonic()
-        self._durations.append(now - self._last_step)
-        self._last_step = now
-        self.done = self.done + 1 if done is None else done
+        took, self._last_step = now - self._last_step, now
+        before, self.done = self.done, self.done + 1 if done is None else done
+        if self.done > before:  # what comes before the first step (warm start, evaluation) tells nothing about pace
+            self._durations.append(took)
         self._shown |= {name: metrics[name] for name in SHOWN if name in metrics}
         if self._bars is not None:
             text = _brief({k: v for k, v in self._shown.items() if k in ON_BAR})
-            eta = _duration(self.remaining())
-            self._bars.update(self._steps, completed=self.done, text=f"{text}  {self._durations[-1]:.2f} s  eta {eta}")
-            log.debug("%s", self.line(metrics))
+            eta = _duration(self.remaining()) if self._durations else "?"
+            self._bars.update(self._steps, completed=self.done, text=f"{text}  {took:.2f} s  eta {eta}")
+            log.debug("%s", self.line(metrics, took))
             return
         always = self.done - self.first <= 3 or self.done >= self.total or "eval/accuracy" in metrics
         if always or now - self._last_line >= self.every:
             self._last_line = now
-            log.info("%s", self.line(metrics))
+            log.info("%s", self.line(metrics, took))
 
     def remaining(self) -> float:
         """Seconds the remaining steps take at the median pace of the last ones; 0 before the first."""
@@ -110,15 +111,15 @@ class Progress:
         pace = sorted(self._durations)[len(self._durations) // 2]
         return pace * max(self.total - self.done, 0)
 
-    def line(self, metrics: Mapping[str, float]) -> str:
-        """The step in one line: number, metrics, seconds by phase, time that remains."""
+    def line(self, metrics: Mapping[str, float], took: float) -> str:
+        """The step in one line: number, metrics, seconds it ``took`` and those by phase, time that remains."""
         seconds = {k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/") and k != "time/step"}
         phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items())
         parts = [
             f"step {self.done}/{self.total}",
             _brief({k: metrics[k] for k in SHOWN if k in metrics}),
-            f"{self._durations[-1]:.2f} s" + (f" ({phases})" if phases else ""),
-            f"eta {_duration(self.remaining())}" if self.done < self.total else "",
+            f"{took:.2f} s" + (f" ({phases})" if phases else ""),
+            f"eta {_duration(self.remaining())}" if self._durations and self.done < self.total else "",
         ]
         return "  ".join(part for part in parts if part)
 

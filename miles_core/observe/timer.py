@@ -71,11 +71,12 @@ class Profiler:
 
     Args:
         directory: where the files go.
-        first: the first profiled step; the one before warms caches up.
-        count: how many steps in a row.
+        first: the first profiled step, counted as the run does: completed steps when it begins. 1 is the second
+            step; the one before it warms caches up.
+        count: how many steps in a row; 0 turns the profiler off.
     """
 
-    def __init__(self, directory: Path | str, first: int = 2, count: int = 1) -> None:
+    def __init__(self, directory: Path | str, first: int = 1, count: int = 1) -> None:
         self.directory = Path(directory)
         self.steps = range(first, first + count)
 

@@ -43,10 +43,10 @@ def test_device_is_synchronised_around_phases():
 
 
 def test_profiler_writes_trace_and_table_of_chosen_steps_only(tmp_path):
-    profiler = Profiler(tmp_path / "profile", first=2)
-    for step in (1, 2, 3):
+    profiler = Profiler(tmp_path / "profile")
+    for step in (0, 1, 2):
         with profiler.step(step):
             torch.ones(4, 4) @ torch.ones(4, 4)
-    assert sorted(p.name for p in (tmp_path / "profile").iterdir()) == ["step_00000002.trace.json", "step_00000002.txt"]
-    assert json.loads((tmp_path / "profile" / "step_00000002.trace.json").read_text())["traceEvents"]
-    assert "aten::mm" in (tmp_path / "profile" / "step_00000002.txt").read_text()
+    assert sorted(p.name for p in (tmp_path / "profile").iterdir()) == ["step_00000001.trace.json", "step_00000001.txt"]
+    assert json.loads((tmp_path / "profile" / "step_00000001.trace.json").read_text())["traceEvents"]
+    assert "aten::mm" in (tmp_path / "profile" / "step_00000001.txt").read_text()
