@@ -1,0 +1,44 @@
+# Everything sets itself up: only Python 3.11-3.13 and make are needed.
+#   make demo    train a small MoE on this machine and write a report
+#   make test    lint, types and all tests
+#   make wheels  build every wheel, install core + one plugin into an empty environment and run them there
+# TORCH chooses the build, e.g. `make demo TORCH=torch` or an index of your own in PIP_EXTRA_INDEX_URL.
+TORCH ?= torch==2.13.0
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
+	&& { command -v $$p; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
+PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
+STAMP := $(VENV)/.miles-installed
+
+.PHONY: demo test lint types wheels install clean
+
+install: $(STAMP)
+
+$(STAMP): $(PROJECTS) Makefile
+	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; give one with make PYTHON=/path/to/python"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" $(foreach p,$(PLUGINS),-e ./$(p))
+	@touch $(STAMP)
+
+demo: install
+	$(BIN)/miles demo $(DEMO)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/python -m pytest $(TESTS)
+
+wheels: install
+	$(BIN)/python tests/packaging/check_wheels.py --python $(PYTHON) --torch "$(TORCH)"
+
+clean:
+	rm -rf $(VENV) build dist
