@@ -10,7 +10,7 @@ from typing import Any
 from miles_core.config import groups, value
 from miles_core.config.file import DEFAULTS
 from miles_core.config.schema import CORE, ROOT, Option, Schema, did_you_mean
-from miles_core.errors import ConfigError
+from miles_core.errors import ConfigError, PluginError
 from miles_core.plugin.facts import Fact
 
 
@@ -66,8 +66,10 @@ class Config:
         for table, group in schema.groups.items():
             fields = {o.name: self._values[o.path] for o in schema.options.values() if o.group == table}
             self._groups[table] = group(**fields)
-            if table in groups.GROUPS:
-                setattr(self, table, self._groups[table])
+            if hasattr(type(self), table):
+                raise PluginError(
+                    f"a plugin may not be called {table!r}: configurations have an attribute of that name"
+                )
 
     @property
     def schema(self) -> Schema:
@@ -78,6 +80,13 @@ class Config:
         if table not in self._groups:
             raise KeyError(f"no option group {table!r}{did_you_mean(table, self._groups)}")
         return self._groups[table]
+
+    def __getattr__(self, name: str) -> Any:
+        """``config.tis``: a plugin's table, like core's ``config.rollout``."""
+        tables = self.__dict__.get("_groups", {})
+        if name not in tables:
+            raise AttributeError(f"the configuration has no table {name!r}{did_you_mean(name, tables)}")
+        return tables[name]
 
     def plugin(self, name: str) -> Any:
         """The config dataclass of a plugin, with defaults where nobody set anything."""

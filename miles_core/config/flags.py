@@ -136,6 +136,11 @@ def build_parser(schema: Schema, command: str = "miles train", extra: Sequence[t
     return parser
 
 
+def print_help(schema: Schema, command: str, extra: Sequence[tuple[str, str]] = ()) -> None:
+    """Print every flag of ``schema`` by group; see ``build_parser``."""
+    print(build_parser(schema, command, extra).format_help(), end="")
+
+
 def _add_alias(section: Any, schema: Schema, spelling: str) -> None:
     alias = schema.aliases[spelling]
     values = {option.path: value for path, value in alias.values.items() if (option := schema.find(path))}

@@ -34,8 +34,8 @@ def load(
         ConfigError: everything wrong with flags, files, variables and values, in one message.
         PluginError: a plugin's manifest cannot be loaded, or two packages declare one flag differently.
     """
-    files = {path: file.read(path) for path in _config_paths(argv)}
-    schema = collect(installed(argv, files) if manifests is None else manifests)
+    files = {path: file.read(path) for path in _peek(argv, "--config")}
+    schema = collect(_installed(argv, files) if manifests is None else manifests)
     given = parse(schema, argv)
     problems = given.problems
     for rank, path in enumerate(given.files):
@@ -50,7 +50,12 @@ def load(
     return config
 
 
-def installed(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Mapping[str, Plugin]:
+def schema_for(argv: Sequence[str]) -> Schema:
+    """What can be configured here, the single-file plugins of this command line included (``--help`` shows it)."""
+    return collect(_installed(argv, {path: file.read(path) for path in _peek(argv, "--config")}))
+
+
+def _installed(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Mapping[str, Plugin]:
     """The manifests of all installed plugins, and of the single files that ``--plugins`` names.
 
     Raises:
@@ -63,10 +68,6 @@ def installed(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Map
         if is_local(name) or name in catalogue:
             catalogue.request(name)
     return catalogue
-
-
-def _config_paths(argv: Sequence[str]) -> list[str]:
-    return _peek(argv, "--config")
 
 
 def _peek(argv: Sequence[str], flag: str) -> list[str]:

@@ -130,7 +130,30 @@ def test_reading_a_value_by_path(loaded):
     assert config.get("engine") == config.get("run.engine") == "server"
     assert config.get("server.x") == "y"
     assert config.group("rollout") is config.rollout
+    assert config.replay is config.plugin("replay")
+    with pytest.raises(AttributeError, match="no table 'replya'; did you mean replay"):
+        _ = config.replya
     with pytest.raises(ConfigError, match=r"there is no option rollout\.tempratur"):
         config.get("rollout.tempratur")
     with pytest.raises(KeyError, match="did you mean rollout"):
         config.group("rolout")
+
+
+def test_a_configuration_survives_copying_and_pickling(loaded):
+    import copy
+    import pickle
+
+    config = loaded("--plugins", "weights", "--weights-threshold", "2")
+    assert copy.copy(config) == copy.deepcopy(config) == config
+    core = loaded("--lr", "2")
+    assert core.train == pickle.loads(pickle.dumps(core.train))
+
+
+def test_a_plugin_may_not_hide_an_attribute_of_the_configuration(manifests):
+    import dataclasses
+
+    from miles_core.errors import PluginError
+
+    taken = dataclasses.replace(manifests[0], name="schema")
+    with pytest.raises(PluginError, match="may not be called 'schema'"):
+        load([], manifests=[taken])
