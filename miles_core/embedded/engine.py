@@ -1,0 +1,386 @@
+"""The engine that ships with the core: continuous batching over Transformers modules, in this process.
+
+Requests wait, join the batch at the next step, share the prompt they have in common, leave when they end. One asyncio task
+steps the batch while there is work and lets others run between steps; everything that touches the batch happens between
+two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from miles_core.embedded import sampling as draw
+from miles_core.embedded.decoder import Decoder, PlainDecoder, one_each
+from miles_core.embedded.runner import Fed, Runner
+from miles_core.embedded.scheduler import Row, Scheduler
+from miles_core.embedded.weights import Decode, load_units
+from miles_core.errors import MilesError
+from miles_core.rollout.engine import Engine, PauseMode, Request, Response
+from miles_core.sync.unit import Encoded
+
+#: Prompt tokens, padding included, computed in one call.
+_PROMPT_TOKENS = 16384
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt in the cache: its slot, its last token's hidden state [hidden], and the fields recorded for it."""
+
+    key: tuple[int, ...]
+    slot: int
+    hidden: Tensor
+    fields: set[str]
+
+
+@dataclass
+class Settings:
+    """Limits of the engine.
+
+    Attributes:
+        seed: the run's seed.
+        max_running_requests: rows in the batch at most.
+        max_context: longest sequence; 0 takes the model's own limit.
+        eos: ids that end a response.
+        detokenize: token ids to text.
+        decode: reads encoded weights, see ``weights.load_units``.
+        decoder: one scheduler step; core's emits one token a row.
+    """
+
+    detokenize: Callable[[list[int]], str]
+    eos: Sequence[int] = ()
+    seed: int = 0
+    max_running_requests: int = 512
+    max_context: int = 0
+    decode: Decode | None = None
+    decoder: Decoder = field(default_factory=PlainDecoder)
+
+
+class EmbeddedEngine(Engine):
+    """See the module's paragraph. ``model`` comes from ``embedded.model.load_model`` and stays on its device."""
+
+    capabilities = frozenset({"routed_experts", "sampling_support", "score", "token_versions", "draft", "keyed_sampling"})
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.decoder = settings.decoder
+        config = model.config.get_text_config()
+        self.max_context = settings.max_context or config.max_position_embeddings
+        self.runner = Runner(model)
+        self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
+        self.rows: list[Row] = []
+        self._prompts: list[Prompt] = []
+        self._known: dict[tuple[int, ...], Prompt] = {}
+        self._version = -1
+        self._usable = True
+        self._paused = False
+        self._task: asyncio.Task[None] | None = None
+        self._batch: tuple[draw.Params, Tensor, list[bool]] | None = None
+        self._names: set[str] | None = None
+        self._stopped = False
+
+    # -- the contract ---------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        self._stopped = self._paused = False
+
+    async def stop(self) -> None:
+        await self.pause("abort")
+        await self.sleep()
+        self._stopped = True
+
+    async def generate(self, request: Request) -> Response:
+        if self._stopped:
+            raise RuntimeError("the engine was stopped; call start first")
+        row = self.scheduler.make_row(request, asyncio.get_running_loop().create_future())
+        self.scheduler.waiting.append(row)
+        self._wake()
+        return await row.future
+
+    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+        for i, sequence in enumerate(sequences):
+            if not 0 < len(sequence) <= self.max_context:
+                raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {self.max_context} are possible")
+        results: dict[int, np.ndarray] = {}
+        for chunk in _chunks([len(s) for s in sequences]):
+            scored = self.runner.score([sequences[i] for i in chunk], temperature)
+            results.update(zip(chunk, scored, strict=True))
+            await asyncio.sleep(0)
+        return [results[i] for i in range(len(sequences))]
+
+    async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
+        if not self._paused and (self.rows or self.scheduler.waiting):
+            raise RuntimeError(f"update_weights with {len(self.rows)} requests in flight: pause or abort them first")
+        self._usable = False
+        load_units(self.model, units, self.settings.decode)
+        self._version, self._usable = version, True
+        self._known.clear()  # no new request may share keys and values of the old weights
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        self._paused = True
+        if mode == "abort":
+            self._finish(self.rows, "abort")
+            while self.scheduler.waiting:
+                self.scheduler.respond(self.scheduler.waiting.popleft(), "abort", {})
+        elif mode == "retract":
+            self._retract()
+        elif mode != "in_place":
+            raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._wake()
+
+    async def sleep(self) -> None:
+        if self.rows:
+            raise RuntimeError(f"sleep with {len(self.rows)} requests in the cache: abort or retract them first")
+        self.runner.clear()
+        self._prompts.clear()
+        self._known.clear()
+
+    # -- what a decoder calls ---------------------------------------------------------------------------------------
+
+    def forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> Fed:
+        """Feed ``tokens[i]`` (one or more) to row i; logits and hidden states of all of them, flat, in order."""
+        return self.runner.forward(self._slots(rows), tokens, self._fields())
+
+    def truncate(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        """Drop the cache of row i beyond ``lengths[i]`` tokens, prompt included; never into the prompt."""
+        slots = self._slots(rows)
+        cache = self.runner.cache
+        own = np.asarray(lengths, np.int64) - cache.prefixes.lengths[cache.prefix_of[slots]]
+        if (own < 0).any() or (own > cache.own.lengths[slots]).any():
+            raise ValueError(f"truncate to {list(lengths)}: outside of what is cached")
+        cache.own.lengths[slots] = own
+
+    def sample(self, logits: Tensor, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 0) -> draw.Sampled:
+        """Draw one token from each logits row [n, vocab]; ``rows[i]`` gives its parameters and key. ``positions`` [n] are the indexes of
+        the drawn tokens in their sequences, by default the next one of each row."""
+        params, keys, wanted = self._parameters(rows)
+        u = self._uniform(rows, keys, positions, stream)
+        return draw.sample(logits, params, u, wanted)
+
+    def distribution(self, logits: Tensor, rows: Sequence[Row]) -> draw.Distribution:
+        """What ``sample`` draws from: [n, vocab] log-probabilities."""
+        return draw.distribution(logits, self._parameters(rows)[0])
+
+    def uniform(self, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 1) -> Tensor:
+        """[n] float64 numbers in (0, 1); ``stream`` 0 is what ``sample`` uses."""
+        return self._uniform(rows, self._parameters(rows)[1], positions, stream)
+
+    # -- stepping ---------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if not self._paused and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self._steps())
+
+    async def _steps(self) -> None:
+        try:
+            while not self._paused and (self.rows or self.scheduler.waiting):
+                self._step()
+                await asyncio.sleep(0)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        if not self._usable:
+            raise MilesError("the last weight update failed part-way; the engine cannot generate until one succeeds")
+        self._leave([row for row in self.rows if row.future.done()])
+        self._admit()
+        if self.rows:
+            emitted = self.decoder.step(self, self.rows)
+            self._finish(self.scheduler.accept(self.rows, emitted, self._version))
+
+    def _admit(self) -> None:
+        waiting, joining = self.scheduler.waiting, []
+        while waiting and len(self.rows) + len(joining) < self.settings.max_running_requests:
+            row = waiting.popleft()
+            if not row.future.done():
+                joining.append(row)
+        if not joining:
+            return
+        prompts = self._compute_prompts(joining)
+        joining = [row for row in joining if not row.future.done()]
+        if not joining:
+            return
+        own = [prompts[tuple(row.request.tokens)] for row in joining]
+        slots = self.runner.cache.add_rows([p.slot for p in own])
+        for row, slot in zip(joining, slots.tolist(), strict=True):
+            row.slot = slot
+        self.rows += joining
+        self._changed()
+        self._first_tokens([r for r in joining if len(r.tokens) == r.prompt_length], prompts)
+        self._recompute([r for r in joining if r.slot >= 0 and len(r.tokens) > r.prompt_length + 1])
+
+    def _compute_prompts(self, rows: list[Row]) -> dict[tuple[int, ...], Prompt]:
+        found: dict[tuple[int, ...], Prompt] = {}
+        wanted: dict[tuple[int, ...], set[str]] = {}
+        for row in rows:
+            key = tuple(row.request.tokens)
+            wanted.setdefault(key, set()).update(row.request.extras - {draw.SAMPLING_SUPPORT.name})
+        for key, names in wanted.items():
+            known = self._known.get(key)
+            if known is not None and names <= known.fields:
+                found[key] = known
+        fresh = [k for k in wanted if k not in found]
+        names = set().union(*wanted.values())
+        for chunk in _chunks([len(k) for k in fresh]):
+            keys = [fresh[i] for i in chunk]
+            slots, hidden, recorded = self.runner.prompts(keys, names)
+            for i, key in enumerate(keys):
+                found[key] = self._known[key] = Prompt(key, int(slots[i]), hidden[i], recorded)
+                self._prompts.append(found[key])
+        for row in rows:
+            lacking = row.request.extras - {draw.SAMPLING_SUPPORT.name} - found[tuple(row.request.tokens)].fields
+            if lacking:
+                row.future.set_exception(_not_recorded(lacking))
+        return found
+
+    def _first_tokens(self, rows: list[Row], prompts: dict[tuple[int, ...], Prompt]) -> None:
+        if not rows:
+            return
+        own = [prompts[tuple(row.request.tokens)] for row in rows]
+        order = {id(p): i for i, p in enumerate(dict.fromkeys(own))}
+        logits = self.runner.head(torch.stack(list({id(p): p.hidden for p in own}.values())))
+        index = torch.tensor([order[id(p)] for p in own], device=logits.device)
+        sampled = self.sample(logits.index_select(0, index), rows)
+        self._finish(self.scheduler.accept(rows, one_each(sampled), self._version))
+
+    def _recompute(self, rows: list[Row]) -> None:
+        """Bring retracted rows' own tokens back into the cache, all but the last one."""
+        for chunk in _chunks([len(r.tokens) - r.prompt_length - 1 for r in rows]):
+            some = [rows[i] for i in chunk]
+            self.forward(some, [r.tokens[r.prompt_length : -1] for r in some])
+
+    def _finish(self, rows: list[Row], finish: str = "") -> None:
+        if not rows:
+            return
+        rows = list(rows)
+        extras = self._extras(rows)
+        self._leave(rows)
+        for row, own in zip(rows, extras, strict=True):
+            self.scheduler.respond(row, finish or row.finish, own)
+
+    def _extras(self, rows: list[Row]) -> list[dict[str, Any]]:
+        out: list[dict[str, Any]] = [{} for _ in rows]
+        for name in self._fields():
+            asking = [i for i, row in enumerate(rows) if name in row.request.extras]
+            if not asking:
+                continue
+            recorded = self.runner.fields(self._slots([rows[i] for i in asking]), name)
+            for i, fresh in zip(asking, recorded, strict=True):
+                row = rows[i]
+                old = row.kept.get(name)
+                full = fresh if old is None else np.concatenate([old, fresh[len(old) :]])
+                out[i][name] = full[: len(row.tokens) - 1]
+        return out
+
+    def _leave(self, rows: Sequence[Row]) -> None:
+        """Take rows out of the batch and the cache."""
+        if not rows:
+            return
+        self.decoder.leave(rows)
+        where, whence, prompts = self.runner.cache.remove_rows(np.sort(self._slots(rows)))
+        for row in rows:
+            row.slot = -1
+        _move(self.rows, where, whence, self.runner.cache.rows)
+        gone, where, whence = prompts
+        for slot in gone.tolist():
+            prompt = self._prompts[slot]
+            if self._known.get(prompt.key) is prompt:
+                del self._known[prompt.key]
+        _move(self._prompts, where, whence, self.runner.cache.prefixes.size)
+        self._changed()
+
+    def _retract(self) -> None:
+        rows = list(self.rows)
+        for row, kept in zip(rows, self._extras(rows), strict=True):
+            row.kept = kept
+        self._leave(rows)
+        self.scheduler.waiting.extendleft(reversed(rows))
+
+    def _fail(self, error: BaseException) -> None:
+        rows = [*self.rows, *self.scheduler.waiting]
+        self.decoder.leave(self.rows)
+        self.rows.clear()
+        self.scheduler.waiting.clear()
+        self._prompts.clear()
+        self._known.clear()
+        self.runner.clear()
+        self._changed()
+        for row in rows:
+            if not row.future.done():
+                if isinstance(error, Exception):
+                    row.future.set_exception(error)
+                else:
+                    row.future.cancel()
+
+    # -- small things ---------------------------------------------------------------------------------------------------
+
+    def _slots(self, rows: Sequence[Row]) -> np.ndarray:
+        return np.fromiter((row.slot for row in rows), np.int64, len(rows))
+
+    def _fields(self) -> set[str]:
+        if self._names is None:
+            self._names = set().union(*(row.request.extras for row in self.rows)) - {draw.SAMPLING_SUPPORT.name}
+        return self._names
+
+    def _changed(self) -> None:
+        self._batch = self._names = None
+
+    def _parameters(self, rows: Sequence[Row]) -> tuple[draw.Params, Tensor, list[bool]]:
+        whole = rows is self.rows
+        if whole and self._batch is not None:
+            return self._batch
+        made = (
+            draw.params_of([row.request.sampling for row in rows], self.runner.device),
+            torch.tensor([row.request.key for row in rows], dtype=torch.int64, device=self.runner.device),
+            [row.records_support for row in rows],
+        )
+        if whole:
+            self._batch = made
+        return made
+
+    def _uniform(self, rows: Sequence[Row], keys: Tensor, positions: Tensor | None, stream: int) -> Tensor:
+        if positions is None:
+            positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=keys.device)
+        return draw.uniform(self.settings.seed, keys, positions, stream)
+
+
+def _not_recorded(names: set[str]) -> MilesError:
+    return MilesError(
+        f"a request asks for {', '.join(sorted(names))}, but nothing in the engine's model recorded it; "
+        "the plugin that declares the field must hook the rollout model (on_model with role rollout or shared)"
+    )
+
+
+def _move(items: list, where: np.ndarray, whence: np.ndarray, size: int) -> None:
+    """Follow the cache's moves; items know their slot."""
+    for to, source in zip(where.tolist(), whence.tolist(), strict=True):
+        items[to] = items[source]
+        items[to].slot = to
+    del items[size:]
+
+
+def _chunks(lengths: Sequence[int]) -> list[list[int]]:
+    """Indexes in runs of similar length, each at most _PROMPT_TOKENS with its padding (or one sequence)."""
+    chunks: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if chunks and (len(chunks[-1]) + 1) * lengths[i] <= _PROMPT_TOKENS:
+            chunks[-1].append(i)
+        else:
+            chunks.append([i])
+    return chunks
