@@ -1,8 +1,8 @@
 """How rows attend: to a packed prompt, and to a shared prompt plus their own tokens.
 
-Decoding attends to the two stores of the cache in two parts and joins the partial softmaxes exactly (the running maximum and sum of
-Milakov and Gimelshein 2018, as FlashAttention does between blocks). The rows of a group are stacked as queries against one copy of
-their prompt, so its keys and values are read once a group instead of once a row.
+Decoding attends to the two stores of the cache in two parts and joins the partial softmaxes exactly (the running
+maximum and sum of Milakov and Gimelshein 2018, as FlashAttention does between blocks). The rows of a group are
+stacked as queries against one copy of their prompt, so its keys and values are read once a group instead of once a row.
 Scores, maxima and sums are float32 whatever the model's type.
 """
 
@@ -23,13 +23,16 @@ _NEVER = -1e30  # finite: a fully masked padding query must not become NaN
 
 
 class PromptCall:
-    """Whole sequences, packed without padding: [1, sum of lengths] tokens; each token sees its own sequence up to itself.
+    """Whole sequences, packed without padding: [1, sum of lengths] tokens; each token sees its own sequence up to
+    itself.
 
     Only attention pads, inside this call, to the longest of the sequences. ``slots`` are where the cache keeps the
     keys and values, or None to keep nothing (scoring).
     """
 
-    def __init__(self, ctx: Context, lengths: Sequence[int], cache: Cache | None = None, slots: np.ndarray | None = None) -> None:
+    def __init__(
+        self, ctx: Context, lengths: Sequence[int], cache: Cache | None = None, slots: np.ndarray | None = None
+    ) -> None:
         self.ctx, self.cache, self.slots = ctx, cache, slots
         self.count, self.longest = len(lengths), max(lengths)
         self.even = min(lengths) == self.longest
@@ -238,8 +241,8 @@ def _batch(slab: Tensor, count: int, slots: Tensor | None, width: int) -> Tensor
 
 
 def _partial(q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised attention over one part: q [b, m, d], k [b, t, d], v [b, t, e] -> weighted sum of v [b, m, e], maximum [b, m, 1] and
-    sum [b, m, 1] of the scores' exponentials, all float32."""
+    """Unnormalised attention over one part: q [b, m, d], k [b, t, d], v [b, t, e] -> weighted sum of v [b, m, e],
+    maximum [b, m, 1] and sum [b, m, 1] of the scores' exponentials, all float32."""
     scores = _product(q, k.transpose(1, 2)).mul_(scaling)
     if mask is not None:
         scores += mask

@@ -1,9 +1,10 @@
 """The key/value cache of many rows that share prompts.
 
 Two stores. ``prefixes`` holds the prompt of each group once, however many rows continue it; ``own`` holds what each row
-generated. A store is one slab a layer, [slots, heads, width, dim], that doubles when it is full. Live slots are always the first
-ones: when a row leaves, the last row moves into its slot, so a decode step attends to slices of the slabs and copies
-nothing. Whatever else belongs to a cached token (recorded fields) is a further slab and follows the same moves.
+generated. A store is one slab a layer, [slots, heads, width, dim], that doubles when it is full. Live slots are
+always the first ones: when a row leaves, the last row moves into its slot, so a decode step attends to slices of the
+slabs and copies nothing. Whatever else belongs to a cached token (recorded fields) is a further slab and follows the
+same moves.
 """
 
 from __future__ import annotations

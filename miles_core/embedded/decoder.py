@@ -1,7 +1,7 @@
 """A decoder: what one scheduler step does with the running rows.
 
-Core's decoder feeds each row its last token and samples one. A drafting decoder feeds several, keeps those the model agrees
-with, drops the rest from the cache and emits them all at once.
+Core's decoder feeds each row its last token and samples one. A drafting decoder feeds several, keeps those the model
+agrees with, drops the rest from the cache and emits them all at once.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Emitted:
 class Decoder(Protocol):
     """One step over the running rows.
 
-    When it returns, each row's cache must hold its tokens up to and without the last emitted one: feed through ``engine.forward``,
-    which appends to the cache, and drop what is not kept with ``engine.truncate``. Rows come and go between steps; whatever a decoder
-    remembers belongs in a mapping keyed by row and is dropped in ``leave``.
+    When it returns, each row's cache must hold its tokens up to and without the last emitted one: feed through
+    ``engine.forward``, which appends to the cache, and drop what is not kept with ``engine.truncate``. Rows come and
+    go between steps; whatever a decoder remembers belongs in a mapping keyed by row and is dropped in ``leave``.
     """
 
     def step(self, engine: EmbeddedEngine, rows: list[Row]) -> Emitted:
@@ -67,3 +67,8 @@ def one_each(sampled: Sampled) -> Emitted:
     supports = None if sampled.supports is None else [[s] for s in sampled.supports]
     capped = None if sampled.capped is None else [[c] for c in sampled.capped]
     return Emitted([[t] for t in sampled.tokens], [[p] for p in sampled.log_probs], supports, capped)
+
+
+def make_decoder() -> PlainDecoder:
+    """The provider of the decoder named ``plain``."""
+    return PlainDecoder()

@@ -1,8 +1,8 @@
 """The engine that ships with the core: continuous batching over Transformers modules, in this process.
 
-Requests wait, join the batch at the next step, share the prompt they have in common, leave when they end. One asyncio task
-steps the batch while there is work and lets others run between steps; everything that touches the batch happens between
-two steps.
+Requests wait, join the batch at the next step, share the prompt they have in common, leave when they end. One
+asyncio task steps the batch while there is work and lets others run between steps; everything that touches the batch
+happens between two steps.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from miles_core.embedded.scheduler import Row, Scheduler
 from miles_core.embedded.weights import Decode, load_units
 from miles_core.errors import MilesError
 from miles_core.rollout.engine import Engine, PauseMode, Request, Response
+from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.sync.unit import Encoded
 
 #: Prompt tokens, padding included, computed in one call.
@@ -65,7 +66,9 @@ class Settings:
 class EmbeddedEngine(Engine):
     """See the module's paragraph. ``model`` comes from ``embedded.model.load_model`` and stays on its device."""
 
-    capabilities = frozenset({"routed_experts", "sampling_support", "score", "token_versions", "draft", "keyed_sampling"})
+    capabilities = frozenset(
+        {"routed_experts", "sampling_support", "score", "token_versions", "draft", "keyed_sampling"}
+    )
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
@@ -110,7 +113,9 @@ class EmbeddedEngine(Engine):
     async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
         for i, sequence in enumerate(sequences):
             if not 0 < len(sequence) <= self.max_context:
-                raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {self.max_context} are possible")
+                raise MilesError(
+                    f"sequence {i} to score has {len(sequence)} tokens; 1 to {self.max_context} are possible"
+                )
         results: dict[int, np.ndarray] = {}
         for chunk in _chunks([len(s) for s in sequences]):
             scored = self.runner.score([sequences[i] for i in chunk], temperature)
@@ -163,9 +168,11 @@ class EmbeddedEngine(Engine):
             raise ValueError(f"truncate to {list(lengths)}: outside of what is cached")
         cache.own.lengths[slots] = own
 
-    def sample(self, logits: Tensor, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 0) -> draw.Sampled:
-        """Draw one token from each logits row [n, vocab]; ``rows[i]`` gives its parameters and key. ``positions`` [n] are the indexes of
-        the drawn tokens in their sequences, by default the next one of each row."""
+    def sample(
+        self, logits: Tensor, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 0
+    ) -> draw.Sampled:
+        """Draw one token from each logits row [n, vocab]; ``rows[i]`` gives its parameters and key. ``positions``
+        [n] are the indexes of the drawn tokens in their sequences, by default the next one of each row."""
         params, keys, wanted = self._parameters(rows)
         u = self._uniform(rows, keys, positions, stream)
         return draw.sample(logits, params, u, wanted)
@@ -230,7 +237,7 @@ class EmbeddedEngine(Engine):
         wanted: dict[tuple[int, ...], set[str]] = {}
         for row in rows:
             key = tuple(row.request.tokens)
-            wanted.setdefault(key, set()).update(row.request.extras - {draw.SAMPLING_SUPPORT.name})
+            wanted.setdefault(key, set()).update(row.request.extras - {SAMPLING_SUPPORT.name})
         for key, names in wanted.items():
             known = self._known.get(key)
             if known is not None and names <= known.fields:
@@ -244,7 +251,7 @@ class EmbeddedEngine(Engine):
                 found[key] = self._known[key] = Prompt(key, int(slots[i]), hidden[i], recorded)
                 self._prompts.append(found[key])
         for row in rows:
-            lacking = row.request.extras - {draw.SAMPLING_SUPPORT.name} - found[tuple(row.request.tokens)].fields
+            lacking = row.request.extras - {SAMPLING_SUPPORT.name} - found[tuple(row.request.tokens)].fields
             if lacking:
                 row.future.set_exception(_not_recorded(lacking))
         return found
@@ -328,14 +335,15 @@ class EmbeddedEngine(Engine):
                 else:
                     row.future.cancel()
 
-    # -- small things ---------------------------------------------------------------------------------------------------
+    # -- small things
+    # ---------------------------------------------------------------------------------------------------
 
     def _slots(self, rows: Sequence[Row]) -> np.ndarray:
         return np.fromiter((row.slot for row in rows), np.int64, len(rows))
 
     def _fields(self) -> set[str]:
         if self._names is None:
-            self._names = set().union(*(row.request.extras for row in self.rows)) - {draw.SAMPLING_SUPPORT.name}
+            self._names = set().union(*(row.request.extras for row in self.rows)) - {SAMPLING_SUPPORT.name}
         return self._names
 
     def _changed(self) -> None:

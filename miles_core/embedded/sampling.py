@@ -1,12 +1,14 @@
 """Sampling a token from logits, the same one whatever else is in the batch.
 
 The random number of a token is a function of (seed, key, position, stream) alone, made by a counter-based integer hash
-(SplitMix64's finaliser, Steele, Lea and Flood 2014) in wrapping int64 arithmetic, so CPU and CUDA give the same bits. The
-token is read off the inverse of the cumulative distribution in vocabulary order. Cumulative sums are float64: in float32 the
-tail of a large vocabulary is lost in rounding, and a different order of summation on another device would move tokens.
+(SplitMix64's finaliser, Steele, Lea and Flood 2014) in wrapping int64 arithmetic, so CPU and CUDA give the same
+bits. The token is read off the inverse of the cumulative distribution in vocabulary order. Cumulative sums are
+float64: in float32 the tail of a large vocabulary is lost in rounding, and a different order of summation on another
+device would move tokens.
 
-Top-k and top-p are taken jointly on the temperature-scaled full distribution: tokens are ranked by probability (equal ones by id),
-top-k keeps the first k ranks, top-p the shortest head that holds that mass, and the support is what both keep.
+Top-k and top-p are taken jointly on the temperature-scaled full distribution: tokens are ranked by probability
+(equal ones by id), top-k keeps the first k ranks, top-p the shortest head that holds that mass, and the support is
+what both keep.
 """
 
 from __future__ import annotations
@@ -18,12 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.data.field import Field
 from miles_core.errors import MilesError
 from miles_core.rollout.engine import Sampling
 
-#: Token ids the sampled token was drawn from, per response position, ascending. An empty row means the whole vocabulary.
-SAMPLING_SUPPORT = Field("sampling_support", "int32", "response", ragged=True)
 #: A truncated distribution never keeps more than this many tokens: the recorded support is then always the true one.
 SUPPORT_CAP = 4096
 #: Ranks looked at before sorting a whole vocabulary.
@@ -69,8 +68,8 @@ def uniform(seed: int, keys: Tensor, positions: Tensor, stream: int = 0) -> Tens
 def pick(probs: Tensor, u: Tensor) -> Tensor:
     """Invert the cumulative distribution: probs [n, vocab] (need not sum to one), u [n] in (0, 1) -> [n] int64.
 
-    The first index whose cumulative sum exceeds u * total; that sum grew there, so its probability is not zero. As u <= 1 - 2**-49, the
-    product stays below the total in float64.
+    The first index whose cumulative sum exceeds u * total; that sum grew there, so its probability is not zero. As u
+    <= 1 - 2**-49, the product stays below the total in float64.
     """
     cumulative = probs.double().cumsum(-1)
     target = (u * cumulative[:, -1]).unsqueeze(1)
@@ -90,14 +89,6 @@ class Params:
     def truncated(self) -> bool:
         """True when some row's support is smaller than the vocabulary."""
         return not (isinstance(self.top_k, int) and self.top_k <= 0 and self.top_p == 1.0)
-
-    def repeat(self, counts: Tensor) -> Params:
-        """Row i ``counts[i]`` times."""
-
-        def expand(value: object) -> object:
-            return value.repeat_interleave(counts, 0) if isinstance(value, Tensor) else value
-
-        return Params(expand(self.temperature), expand(self.top_k), expand(self.top_p), expand(self.greedy))  # type: ignore[arg-type]
 
 
 def params_of(samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Params:
@@ -145,7 +136,9 @@ def distribution(logits: Tensor, params: Params) -> Distribution:
     logits = logits.float()
     if params.greedy is True:
         return Distribution(_point(logits))
-    scaled = logits if isinstance(params.temperature, float) and params.temperature == 1.0 else logits / params.temperature
+    scaled = (
+        logits if isinstance(params.temperature, float) and params.temperature == 1.0 else logits / params.temperature
+    )
     log_probs = scaled.log_softmax(-1)
     out = Distribution(log_probs)
     if params.truncated:
@@ -207,8 +200,8 @@ def _settled(values: Tensor, keep: Tensor) -> bool:
 
 @dataclass
 class Sampled:
-    """n sampled tokens: ids and log-probabilities under the sampled distribution, and, where some row is truncated, each row's
-    support (an empty one for a row that is not) and whether the cap cut it."""
+    """n sampled tokens: ids and log-probabilities under the sampled distribution, and, where some row is truncated,
+    each row's support (an empty one for a row that is not) and whether the cap cut it."""
 
     tokens: list[int]
     log_probs: list[float]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from miles_core.embedded.decoder import Emitted
-from miles_core.embedded.sampling import SAMPLING_SUPPORT
 from miles_core.errors import MilesError
 from miles_core.rollout.engine import Request, Response
+from miles_core.rollout.fields import SAMPLING_SUPPORT
 
 Decode = Callable[[list[int]], str]
 
@@ -61,8 +61,8 @@ class StopText:
     """The response's text, decoded as it grows, to find a stop string in it.
 
     A token may end inside a character (byte-level vocabularies) or decode differently at the start of a text (a leading
-    space), so new text is the difference between decoding a few tokens with and without the new ones, held back while it ends in an incomplete
-    character (Text Generation Inference and vLLM do the same).
+    space), so new text is the difference between decoding a few tokens with and without the new ones, held back
+    while it ends in an incomplete character (Text Generation Inference and vLLM do the same).
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:

@@ -28,8 +28,8 @@ def load_units(model: nn.Module, units: Iterable[Encoded], decode: Decode | None
         How many tensors were copied.
 
     Raises:
-        CheckpointError: a name the model does not have, another shape, a format without ``decode``, or tensors that never came. What
-            was copied before stays copied: the engine must not generate until an update succeeds.
+        CheckpointError: a name the model does not have, another shape, a format without ``decode``, or tensors that
+            never came. What was copied before stays copied: the engine must not generate until an update succeeds.
     """
     loader, count = Loader(model), 0
     for unit in units:

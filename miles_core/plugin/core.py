@@ -18,7 +18,7 @@ CORE = Plugin(
     fields=(Field("loss_mask", "float32", "response"), Field("rollout_log_probs", "float32", "response")),
     provides={
         "runtime": {"inline": "miles_core.runtime:make_runtime"},
-        "engine": {"embedded": "miles_core.embedded.engine:make_engine"},
+        "engine": {"embedded": "miles_core.embedded.build:make_engine"},
         "trainer": {"embedded": "miles_core.embedded.trainer:make_trainer"},
         "decoder": {"plain": "miles_core.embedded.decoder:make_decoder"},
         "transport": {"copy": "miles_core.sync.transport:make_transport"},

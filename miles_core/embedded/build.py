@@ -1,0 +1,51 @@
+"""The embedded engine from a run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from miles_core.embedded.engine import EmbeddedEngine, Settings
+from miles_core.embedded.model import load_model
+from miles_core.embedded.trainer import resolve_device
+from miles_core.precision.select import make_codec
+
+
+def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
+    """The provider of ``--engine embedded``. The decoder is the first that an active plugin provides, else core's."""
+    config = run.config
+    device, dtype = resolve_device(config.model.device), config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    start = config.model.ref_load or policy.hf_checkpoint or config.model.hf_checkpoint
+    model = load_model(start, dtype, device, config.model.trust_remote_code)
+    run.hooks.on("on_model", run=run, policy=policy, model=model, role="rollout")
+    settings = Settings(
+        detokenize=detokenizer(run.tokenizer),
+        eos=end_tokens(model, run.tokenizer),
+        seed=config.train.seed,
+        max_running_requests=config.rollout.max_running_requests,
+        max_context=config.rollout.max_context_len or 0,
+        decode=make_codec(run).decode,
+    )
+    engine = EmbeddedEngine(model, settings)
+    name = run.hooks.provided("decoder")[0]
+    engine.decoder = run.hooks.make("decoder", name, run=run, policy=policy, engine=engine)
+    return engine
+
+
+def detokenizer(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Token ids to text without special tokens; straight to the Rust tokenizer where nothing else would be done."""
+    if tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        backend = tokenizer.backend_tokenizer
+        return lambda tokens: backend.decode(tokens, skip_special_tokens=True)
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
+    """Ids that end a response: the generation configuration's and the tokenizer's."""
+    declared = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = set(declared) if isinstance(declared, list) else {declared}
+    return sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None})

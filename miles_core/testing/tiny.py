@@ -1,0 +1,68 @@
+"""Tiny random checkpoints of each model family, in the Hugging Face layout, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_MOE: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+
+#: family -> (name of the configuration class, its arguments).
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_COMMON, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {**_COMMON, "head_dim": 16}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_COMMON, **_MOE, "head_dim": 16, "num_experts": 4, "norm_topk_prob": True}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_COMMON,
+            **_MOE,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+        },
+    ),
+}
+
+
+def tiny_checkpoint(family: str, directory: str | Path, seed: int = 0, **changes: Any) -> Path:
+    """Save a random model of ``family`` under ``directory``; ``changes`` override configuration entries. Returns the
+    directory.
+
+    Weights are larger than a fresh initialisation's, so that different tokens get clearly different probabilities.
+    """
+    import torch
+    import transformers
+
+    name, values = FAMILIES[family]
+    config = getattr(transformers, name)(**{**values, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=2.0 / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(directory)
+    return Path(directory)
