@@ -287,6 +287,14 @@ def locate_checkpoint(
     return Checkpoints(inside if inside.is_dir() else source).load(None, plan, compare)
 
 
+def checkpoint_step(directory: Path) -> int:
+    """The completed steps of the checkpoint in ``directory``."""
+    match = _STEP.fullmatch(directory.name)
+    if match is None:
+        raise ValueError(f"{directory} is not named like a checkpoint")
+    return int(match[1])
+
+
 def _seal(work: Path, step: int, plan: Mapping[str, Any] | None) -> None:
     """Write the manifest and flush everything to the disk."""
     files = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 import sys
@@ -13,16 +14,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from miles_core.data.field import Field
+from miles_core.checkpoint import checkpoint_step, locate_checkpoint
 from miles_core.errors import ConfigError
 from miles_core.observe import log as logs
-from miles_core.observe.metrics import MetricLog
+from miles_core.observe.metrics import MetricLog, Sink
 from miles_core.observe.progress import Progress
-from miles_core.observe.sinks import make_sinks
 from miles_core.plugin.load import load_hooks
 from miles_core.plugin.manifest import Plugin
 from miles_core.rollout.fields import SAMPLING_SUPPORT
-from miles_core.run import Run, locate
+from miles_core.run import Run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,17 +42,19 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         manifests: every known manifest by name.
         console: where live output goes; standard error by default.
     """
-    directory = run_directory(config)
+    options = config.run
+    resume_from = locate_checkpoint(options.load, json.loads(plan.to_json())) if options.load else None
+    directory = run_directory(config, resume_from)
     modules = [h.target.split(".")[0].split(":")[0] for h in plan.hooks]
     console = logs.configure(config.run.log_level, directory, console, modules)
     fields = (SAMPLING_SUPPORT, *(f for p in plan.plugins for f in manifests[p.name].fields))
-    run = Run(config, plan, load_hooks(plan, manifests, config), fields, directory)
+    run = Run(config, plan, load_hooks(plan, manifests, config), fields, directory, resume_from)
     (directory / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     (directory / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     log.info("%s", plan.header)
     log.info("run directory: %s", directory)
-    start = resumed_step(config)
-    run.metrics = MetricLog(directory / "metrics.jsonl", resume_step=start, sinks=make_sinks(config, directory))
+    start = checkpoint_step(resume_from) if resume_from else None
+    run.metrics = MetricLog(directory / "metrics.jsonl", resume_step=start, sinks=sinks(config, directory))
     run.progress = Progress(config.rollout.num_rollout, console, start=start or 0)
     from miles_core.loop import train
 
@@ -61,15 +63,15 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
     return run
 
 
-def run_directory(config: Config) -> Path:
-    """``--save``, else ``--load``'s run, else ``runs/<model>-<time>``; refuses to mix two runs in one directory."""
+def run_directory(config: Config, resume_from: Path | None) -> Path:
+    """``--save``, else the directory of the run that is continued, else ``runs/<model>-<time>``; never two runs in one."""
     options = config.run
-    if options.save is None and options.load is not None:
-        return locate(Path(options.load)).directory.parent
+    if options.save is None and resume_from is not None:
+        return resume_from.parent.parent
     label = config.model.model_name or Path(config.model.hf_checkpoint or "run").name
     directory = Path(options.save) if options.save else Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
     holds_a_run = (directory / "checkpoints").is_dir() or (directory / "metrics.jsonl").exists()
-    if holds_a_run and options.load is None:
+    if holds_a_run and resume_from is None:
         raise ConfigError(
             f"--save {directory} already holds a run; continue it with --load {directory}, or choose another directory"
         )
@@ -80,9 +82,18 @@ def run_directory(config: Config) -> Path:
     return directory
 
 
-def resumed_step(config: Config) -> int | None:
-    """The step a resumed run continues from."""
-    return None if config.run.load is None else locate(Path(config.run.load)).latest()
+def sinks(config: Config, directory: Path) -> list[Sink]:
+    """The further places metrics go to."""
+    found: list[Sink] = []
+    if config.run.use_tensorboard:
+        from miles_core.observe.sinks import TensorBoard
+
+        found.append(TensorBoard(directory / "tensorboard"))
+    if config.run.use_wandb:
+        from miles_core.observe.sinks import WeightsAndBiases
+
+        found.append(WeightsAndBiases(directory, directory.name, vars(config.args)))
+    return found
 
 
 @contextmanager

@@ -46,7 +46,7 @@ async def train(run: Run) -> None:
         await run.close()
 
 
-async def step(run: Run, rollout) -> None:  # noqa: ANN001
+async def step(run: Run, rollout) -> None:
     """One step, complete or not at all: an interrupted rollout leaves nothing behind."""
     metrics: dict[str, float] = {}
     with run.profiler.step(run.step), run.clock.phase("other"):

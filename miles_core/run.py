@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.algorithm.filters import load_filter
-from miles_core.checkpoint import Checkpoints, Difference, Store
+from miles_core.checkpoint import Checkpoints, Store
 from miles_core.data.field import Field
 from miles_core.data.prompts import Prompts, check_lengths, drop_long
-from miles_core.data.template import PromptTemplate
 from miles_core.data.sample import Sample
+from miles_core.data.template import PromptTemplate
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.observe.hints import Hints
 from miles_core.observe.metrics import MetricLog
@@ -44,6 +44,7 @@ class Run:
     Attributes:
         config, plan, hooks: what was asked for, what was resolved, who is told.
         directory: where everything of this run is written.
+        resume_from: a verified checkpoint to continue from.
         fields: declared columns of core and the active plugins.
         policies: one by default.
         prompts: the queue of prompts; tokenizer: the checkpoint's.
@@ -53,8 +54,17 @@ class Run:
         stash: typed plugin state.
     """
 
-    def __init__(self, config: Config, plan: Plan, hooks: Hooks, fields: tuple[Field, ...], directory: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        hooks: Hooks,
+        fields: tuple[Field, ...],
+        directory: Path,
+        resume_from: Path | None = None,
+    ) -> None:
         self.config, self.plan, self.hooks, self.fields, self.directory = config, plan, hooks, fields, directory
+        self.resume_from = resume_from
         self.stash = Stash()
         self.step = 0
         self.stop_requested = False
@@ -184,11 +194,10 @@ class Run:
             self.hooks.on("on_save", run=self, store=store)
 
     async def resume(self) -> bool:
-        """Continue from ``--load``; False when there is nothing to continue."""
-        source = self.config.run.load
-        if source is None:
+        """Continue from the checkpoint found by ``launch``; False when the run starts anew."""
+        directory = self.resume_from
+        if directory is None:
             return False
-        directory = locate(Path(source)).load(plan=json.loads(self.plan.to_json()), compare=compare_plans)
         for policy in self.policies:
             await policy.learner.load(directory / policy.name)
         store = Store(directory / "state")
@@ -198,7 +207,7 @@ class Run:
         get_rng(store)
         self.hooks.on("on_load", run=self, store=store)
         self._commit()
-        log.info("continuing %s at step %d", source, self.step)
+        log.info("continuing %s: %d steps are complete", directory, self.step)
         return True
 
     async def close(self) -> None:
@@ -241,29 +250,7 @@ def load_tokenizer(options: Any) -> Any:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(f"--hf-checkpoint {path}: its tokenizer cannot be loaded ({first})") from error
     if tokenizer.eos_token_id is None:
-        raise CheckpointError(f"--hf-checkpoint {path}: its tokenizer has no end-of-sequence token; set eos_token there")
+        raise CheckpointError(
+            f"--hf-checkpoint {path}: its tokenizer has no end-of-sequence token; set eos_token there"
+        )
     return tokenizer
-
-
-def locate(source: Path) -> Checkpoints:
-    """The checkpoints of ``--load``: a run directory, or a checkpoint inside one."""
-    for candidate in (source / "checkpoints", source):
-        found = Checkpoints(candidate)
-        if found.latest() is not None:
-            return found
-    raise CheckpointError(f"--load {source}: no checkpoint there; give a run directory or one of its checkpoints")
-
-
-def compare_plans(saved: Any, current: Any) -> list[Difference]:
-    """What differs between the plan of a checkpoint and the current one; a model or format of another shape is fatal."""
-    then = {f["name"]: f["value"] for f in saved["facts"]}
-    now = {f["name"]: f["value"] for f in current["facts"]}
-    fatal = {n for n in (*then, *now) if n.startswith("model.") and n not in ("model.hf_checkpoint", "model.model_name")}
-    fatal |= {"rollout.precision", "train.precision", "data.prompt_data"}
-    names = sorted({n for n in (*then, *now) if then.get(n) != now.get(n)})
-    ignored = {"save", "load", "plugins", "log_level", "profile", "profile_dir", "rollout.num_rollout", "save_interval"}
-    found = [Difference(n, then.get(n), now.get(n), n in fatal) for n in names if n not in ignored]
-    old, new = ([(p["name"], p["version"]) for p in plan["plugins"]] for plan in (saved, current))
-    if old != new:
-        found.append(Difference("plugins", old, new, fatal=False))
-    return found

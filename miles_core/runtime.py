@@ -135,4 +135,3 @@ def means(pairs: dict[str, tuple[float, float]]) -> Metrics:
 def make_runtime(run: Run) -> InlineRuntime:
     """The runtime named ``inline``."""
     return InlineRuntime(run)
-

@@ -14,7 +14,7 @@ from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Fact, Facts, State, default_facts, distribution, nearest, show
 from miles_core.plugin.manifest import Plugin, Set
 from miles_core.plugin.plan import Problem, Setting, described
-from miles_core.plugin.rule import RuleError, Compare, Truth, conjuncts, evaluate, parse, same
+from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluate, parse, same
 
 #: kind of backend -> the one a run has when nobody chooses.
 BACKENDS = {"engine": "embedded", "trainer": "embedded", "runtime": "inline"}

@@ -17,7 +17,7 @@ from miles_core.plugin.activate import BACKENDS, SIDES
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, show
 from miles_core.plugin.manifest import Plugin
-from miles_core.plugin.rule import RuleError, Compare, conjuncts, parse, same
+from miles_core.plugin.rule import Compare, RuleError, conjuncts, parse, same
 
 if TYPE_CHECKING:
     from miles_core.plugin.resolve import Checked

@@ -19,7 +19,7 @@ from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, distribution, nearest
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.plan import Active, Deferred, HookTarget, Plan, Problem, Setting, described, plain
-from miles_core.plugin.rule import RuleError, Compare, Truth, UnknownFact, conjuncts, evaluate, names, parse
+from miles_core.plugin.rule import Compare, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
 
 
 def resolve(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, Plugin], facts: Facts) -> Plan:

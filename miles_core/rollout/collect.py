@@ -112,4 +112,3 @@ class Collector:
                 f"the group filter refused all of {refused} groups; loosen --dynamic-sampling-filter-path, use easier or "
                 "harder prompts, or raise --n-samples-per-prompt"
             )
-

@@ -90,7 +90,9 @@ class Generator:
         samples = made if isinstance(made, list) else [made]
         where = self.run.config.rollout.custom_generate_function_path
         if not samples or not all(isinstance(s, Sample) for s in samples):
-            raise DataError(f"{where} returned {type(made).__name__} for sample {sample.index}; return a Sample or a list of them")
+            raise DataError(
+                f"{where} returned {type(made).__name__} for sample {sample.index}; return a Sample or a list of them"
+            )
         for one in samples:
             one.group_index = sample.group_index
             one.rollout_id = sample.index
@@ -116,5 +118,7 @@ def load_generate(spec: str) -> Callable[..., Any]:
     flag = "--custom-generate-function-path"
     function = load_function(spec, flag=flag, default="generate", parameters=("args", "sample", "sampling_params"))
     if not function.is_async:
-        raise ConfigError(f"{flag} {spec}: {function.name} must be async (async def {function.name}(args, sample, sampling_params))")
+        raise ConfigError(
+            f"{flag} {spec}: {function.name} must be async (async def {function.name}(args, sample, sampling_params))"
+        )
     return function

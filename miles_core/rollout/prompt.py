@@ -63,7 +63,9 @@ class PromptQueue:
         again, self.waiting = self.waiting[:count], self.waiting[count:]
         made = [Prompt(p.text, p.tokens, p.label, p.metadata, self._number()) for p in again]
         for row in self.source.next(count - len(again)):
-            made.append(Prompt(row.prompt, tuple(self.render(row.prompt)), row.label, dict(row.metadata), self._number()))
+            made.append(
+                Prompt(row.prompt, tuple(self.render(row.prompt)), row.label, dict(row.metadata), self._number())
+            )
         return made
 
     def put_back(self, prompts: list[Prompt]) -> None:
@@ -72,7 +74,9 @@ class PromptQueue:
 
     def state(self) -> dict[str, Any]:
         """Position, numbering and waiting prompts, as JSON."""
-        waiting = [{"text": p.text, "tokens": list(p.tokens), "label": p.label, "metadata": p.metadata} for p in self.waiting]
+        waiting = [
+            {"text": p.text, "tokens": list(p.tokens), "label": p.label, "metadata": p.metadata} for p in self.waiting
+        ]
         return {"source": self.source.state(), "next_group": self.next_group, "waiting": waiting}
 
     def load_state(self, state: dict[str, Any]) -> None:

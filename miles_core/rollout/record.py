@@ -44,7 +44,11 @@ class Record:
 
         Values a custom generation set itself are kept. Calls that are no prefix of the sample's tokens belong to a sibling.
         """
-        mine = [c for c in self.calls if c.prompt + c.response.tokens == sample.tokens[: len(c.prompt) + len(c.response.tokens)]]
+        mine = [
+            c
+            for c in self.calls
+            if c.prompt + c.response.tokens == sample.tokens[: len(c.prompt) + len(c.response.tokens)]
+        ]
         if not mine:
             if sample.rollout_log_probs is None and sample.status not in (Status.ABORTED, Status.FAILED):
                 raise DataError(
@@ -60,7 +64,9 @@ class Record:
             at = len(call.prompt) - first
             end = at + len(call.response.tokens)
             if at < 0:
-                raise DataError(f"sample {sample.index}: the engine generated token {len(call.prompt)} of its prompt of {first} tokens")
+                raise DataError(
+                    f"sample {sample.index}: the engine generated token {len(call.prompt)} of its prompt of {first} tokens"
+                )
             mask[at:end] = 1
             logs[at:end] = call.response.log_probs
             versions += [(len(call.prompt) + i, v) for i, v in call.response.weight_versions]

@@ -39,7 +39,9 @@ async def warm_start(run: Run) -> None:
 def supervised_samples(run: Run) -> list[Sample]:
     """Prompt and response tokenised apart, an end token appended: what the engine would have produced."""
     options, data = run.config.sft, run.config.data
-    rows = Prompts(options.data, input_key=data.input_key, label_key=options.response_key, metadata_key=data.metadata_key)
+    rows = Prompts(
+        options.data, input_key=data.input_key, label_key=options.response_key, metadata_key=data.metadata_key
+    )
     samples = []
     for number, row in enumerate(rows):
         prompt = run.render(row.prompt)
