@@ -1,9 +1,17 @@
 """Where the parts run.
 
-The driver talks to a policy's trainer through a ``LearnerHandle`` and to its engine through the engine contract; a runtime
-makes both. ``inline`` keeps them in this process. A Ray runtime makes one actor a trainer rank, each building its own
-``Learner`` after comparing the plan's digest with the driver's; its handle calls all ranks and returns rank 0's metrics.
-Weights never pass through the driver: ``push`` runs the transport where the weights are.
+The driver talks to a policy's trainer through a ``LearnerHandle`` and to its engine through the engine contract; a
+runtime makes both, and the driver does not know how far away they are. ``inline`` keeps them in this process. With Ray:
+
+- A trainer rank is an actor with one GPU and ``max_concurrency=1`` (calls are collectives: one at a time, in one order
+  on every rank). Each builds its own run, hooks and ``Learner`` after ``miles_core.plugin.worker.accept`` took the plan
+  that came as JSON; the driver compares the digests with ``same_plan``.
+- The handle sends each call to all ranks. ``learn`` and ``supervise`` divide samples by whole groups over data-parallel
+  ranks, the same share for all ranks of one model replica, and add up the (sum, weight) pairs of one rank a replica.
+- ``policy.engine`` is an ``Engine`` in front of actors that hold one engine each: ``generate`` picks one (a group stays
+  together), every other call goes to all of them.
+- Weights never pass through the driver: ``push`` runs export, encoding and transport inside the ranks. A rank's
+  transport gets the same kind of engine front, to tell the engines to receive.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def test_accept_refuses_another_core():
 
 
 def test_accept_refuses_a_missing_plugin():
-    with pytest.raises(PlanError, match="r3: 0.1.0 in the plan, not installed here"):
+    with pytest.raises(PlanError, match=r"r3: 0\.1\.0 in the plan, not installed here"):
         accept(PLAN, "0.1.0", {}, sm(100))
 
 
