@@ -59,6 +59,8 @@ class Batch:
         columns: name -> [T, ...] tensor or Ragged.
         scalars: name -> [N, ...] tensor.
         index: [N] int64 the samples' running numbers.
+        inputs: names of the columns declared ``token`` or ``token-1``: they belong to tokens as inputs, so two tokens are the
+            same to a model only where these agree too.
     """
 
     tokens: Tensor
@@ -69,6 +71,7 @@ class Batch:
     index: Tensor
     columns: dict[str, Tensor | Ragged] = field(default_factory=dict)
     scalars: dict[str, Tensor] = field(default_factory=dict)
+    inputs: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -106,6 +109,7 @@ class Batch:
             index=self.index[picked],
             columns={k: v.select(at) if isinstance(v, Ragged) else v[at] for k, v in self.columns.items()},
             scalars={k: v[picked] for k, v in self.scalars.items()},
+            inputs=self.inputs,
         )
 
     def to(self, device: torch.device | str) -> Batch:
@@ -143,6 +147,8 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
             batch.columns[spec.name] = _ragged_column(spec, samples, values)
         else:
             batch.columns[spec.name] = _column(spec, samples, values)
+        if spec.align in ("token", "token-1"):
+            batch.inputs |= {spec.name}
     return batch
 
 

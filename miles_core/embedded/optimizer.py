@@ -56,12 +56,14 @@ class Optimizer:
 
     Attributes:
         masters: parameter name -> the tensor that is stepped; its ``grad`` is the step's gradient.
-        step_number: optimiser steps done.
+        step_number: optimiser steps done, the schedule's position.
+        fixed_lr: takes the place of the schedule, which then does not advance.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
         self.config = config
         self.step_number = 0
+        self.fixed_lr: float | None = None
         self.copies: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters: dict[str, Tensor] = {n: self._master(p) for n, p in self.copies.items()}
         self._adam = _adamw(self.masters, config)
@@ -80,6 +82,11 @@ class Optimizer:
         copy.register_post_accumulate_grad_hook(collect)
         return master
 
+    def reset(self) -> None:
+        """Forget the moments and the schedule's position; masters stay."""
+        self.step_number = 0
+        self._adam.state.clear()
+
     def zero_grad(self) -> None:
         """Forget gradients."""
         for master in self.masters.values():
@@ -95,13 +102,13 @@ class Optimizer:
             raise MilesError(self._blame(norm_value))
         if self.config.clip_grad > 0 and norm_value > self.config.clip_grad:
             torch._foreach_mul_(grads, self.config.clip_grad / norm_value)
-        rate = learning_rate(self.config, self.step_number)
+        rate = learning_rate(self.config, self.step_number) if self.fixed_lr is None else self.fixed_lr
         for group in self._adam.param_groups:
             group["lr"] = rate
         self._adam.step()
         self.refresh()
         self.zero_grad()
-        self.step_number += 1
+        self.step_number += self.fixed_lr is None
         return {"grad_norm": norm_value, "lr": rate}
 
     @torch.no_grad()
@@ -120,32 +127,32 @@ class Optimizer:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments, and masters where they are apart from the model copy, by ``exp_avg.<parameter>`` and so on."""
+        """Moments and their step counts, and masters where they are apart from the model copy, by ``exp_avg.<parameter>``
+        and so on."""
         out: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             if master is not self.copies[name]:
                 out[f"master.{name}"] = master.detach()
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key in self._adam.state[master]:
-                    out[f"{key}.{name}"] = self._adam.state[master][key]
+            out |= {f"{key}.{name}": value for key, value in self._adam.state.get(master, {}).items()}
         return out
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor], step_number: int) -> None:
         """Inverse of ``tensors``; the model copy must already hold its weights. KeyError names a missing tensor."""
+        self.reset()
         self.step_number = step_number
         for name, master in self.masters.items():
             if master is not self.copies[name]:
                 master.copy_(tensors[f"master.{name}"])
-            if step_number:
-                state: dict[str, Any] = {
-                    "step": torch.tensor(float(step_number), device=_step_device(self._adam, master))
+            if f"step.{name}" in tensors:
+                fused = self._adam.defaults.get("fused")
+                self._adam.state[master] = {
+                    "step": tensors[f"step.{name}"].to(master.device if fused else "cpu", copy=True),
+                    **{
+                        key: tensors[f"{key}.{name}"].to(master.device, master.dtype, copy=True)
+                        for key in ("exp_avg", "exp_avg_sq")
+                    },
                 }
-                for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = tensors[f"{key}.{name}"].to(master.device, master.dtype, copy=True)
-                self._adam.state[master] = state
-            else:
-                self._adam.state.pop(master, None)
 
 
 def _adamw(masters: dict[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
@@ -160,7 +167,3 @@ def _adamw(masters: dict[str, Tensor], config: OptimizerConfig) -> torch.optim.A
     return torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, **how
     )
-
-
-def _step_device(adam: torch.optim.AdamW, master: Tensor) -> torch.device:
-    return master.device if adam.defaults.get("fused") else torch.device("cpu")

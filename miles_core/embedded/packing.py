@@ -4,8 +4,8 @@ A group's samples start with the same tokens. What they share (the *trunk*) is c
 with a *branch* that sees the trunk and itself; a sample that shares nothing is all trunk. So linear layers, norms and
 experts see each distinct token once, and only attention knows about the tree.
 
-Two things bound the trunk. A column that differs between siblings (a replayed choice of experts, say) makes the rows
-different even where the tokens agree, so the trunk ends at the first such row, whatever the column means. And rows
+Two things bound the trunk. An input column (``Batch.inputs``) that differs between siblings, a replayed choice of experts
+say, makes rows different even where the tokens agree, so the trunk ends at the first such row, whatever the column means. And rows
 that no trained position needs, the last token of every sample to begin with, are not computed at all.
 """
 
@@ -162,7 +162,7 @@ def _tree(batch: Batch, needed: Ints, share: bool) -> tuple[Ints, Ints, Ints]:
 
 
 def _agreeing(batch: Batch, order: Ints, heads: Ints, number: Ints, limit: Ints) -> Ints:
-    """[groups] the length, up to ``limit``, over which tokens and every column agree between all members."""
+    """[groups] the length, up to ``limit``, over which tokens and input columns agree between all members."""
     starts = batch.starts.cpu().numpy()
     others = np.setdiff1d(np.arange(len(order)), heads)
     others = others[limit[number[others]] > 0]
@@ -173,7 +173,7 @@ def _agreeing(batch: Batch, order: Ints, heads: Ints, number: Ints, limit: Ints)
     if not len(a):
         return agree
     differs = np.zeros(len(a), bool)
-    for column in (batch.tokens, *batch.columns.values()):
+    for column in (batch.tokens, *(batch.columns[name] for name in sorted(batch.inputs))):
         differs |= _differs(column, torch.from_numpy(a), torch.from_numpy(b))
     at = differs.nonzero()[0]
     np.minimum.at(agree, np.repeat(number[others], lengths)[at], spans(np.zeros_like(lengths), lengths)[at])

@@ -23,7 +23,7 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
     save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
     moments = {n: t.contiguous() for n, t in optimizer.tensors().items()}
     save_file(moments, directory / MOMENTS)
-    (directory / STEP).write_text(json.dumps({"step": optimizer.step_number}))
+    (directory / STEP).write_text(json.dumps({"step": optimizer.step_number, "tensors": len(moments)}))
 
 
 def load(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
@@ -35,8 +35,10 @@ def load(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
             )
     try:
         load_weights(model, directory / WEIGHTS)
-        step = int(json.loads((directory / STEP).read_text())["step"])
-        optimizer.restore(load_file(directory / MOMENTS), step)
+        noted, moments = json.loads((directory / STEP).read_text()), load_file(directory / MOMENTS)
+        if len(moments) != noted["tensors"]:
+            raise ValueError(f"{len(moments)} tensors where {noted['tensors']} were saved")
+        optimizer.restore(moments, int(noted["step"]))
     except SafetensorError as error:
         raise CheckpointError(f"{directory}: a file is damaged or truncated ({error})") from error
     except (KeyError, ValueError) as error:

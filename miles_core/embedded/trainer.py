@@ -19,12 +19,14 @@ from miles_core.data.batch import Batch, Ragged
 from miles_core.embedded import layout, state
 from miles_core.embedded.attention import PackedCall
 from miles_core.embedded.balance import Balance
+from miles_core.embedded.export import export_checkpoint
 from miles_core.embedded.logprobs import scatter, token_log_probs
 from miles_core.embedded.model import backbone, decoder_layers, load_model
 from miles_core.embedded.optimizer import Optimizer, OptimizerConfig
 from miles_core.embedded.packing import Packing, pack
 from miles_core.embedded.split import split
 from miles_core.sync.unit import Unit
+from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.trainer import Context, LossFunction, Output, Parts, Pass, Trainer
 
 
@@ -145,15 +147,19 @@ class EmbeddedTrainer(Trainer):
                 out.setdefault(name, values.new_zeros(len(batch.tokens)))[at] = values
         return out
 
-    def step(self, batch: Batch, loss: LossFunction | None = None) -> dict[str, tuple[float, float]]:
+    def step(
+        self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
+    ) -> dict[str, tuple[float, float]]:
         """See ``Trainer.step``."""
         loss = loss or self.parts.loss
+        tokens = self.sum(trained_tokens(batch))
         totals: dict[str, list[Tensor]] = {}
         self.optimizer.zero_grad()
+        self.optimizer.fixed_lr = lr
         for samples in self._split(batch):
             micro_batch, ctx = self._prepare(batch, samples, "train", self.config.entropy)
             output = self.parts.forward(self.model, micro_batch, ctx)
-            share = loss(output, micro_batch, ctx)
+            share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             if share.value.requires_grad:
                 share.value.backward()
             for name, pair in share.metrics.items():
@@ -162,9 +168,17 @@ class EmbeddedTrainer(Trainer):
         metrics = {n: (float(self.sum(a)), float(self.sum(b))) for n, (a, b) in totals.items()}
         return metrics | {name: (value, 1.0) for name, value in self.parts.optimizer_step().items()}
 
+    def reset_optimizer(self) -> None:
+        """See ``Trainer.reset_optimizer``."""
+        self.optimizer.reset()
+
     def units(self) -> Iterator[Unit]:
         """See ``Trainer.units``: views of the model's memory, changed by the next step."""
         return layout.export(self.model)
+
+    def export(self, directory: Path, tokenizer: Any) -> None:
+        """See ``Trainer.export``."""
+        export_checkpoint(self.model, tokenizer, directory)
 
     def save(self, directory: Path) -> None:
         """See ``Trainer.save``."""
