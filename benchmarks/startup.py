@@ -48,7 +48,7 @@ PARSERS = {
 
 
 def seconds_of(code: str, repeats: int) -> dict[str, float]:
-    """Median and best wall time of a fresh interpreter that runs ``code``; the first run, which compiles, is left out."""
+    """Median and best wall time of a fresh interpreter running ``code``; the first run, which compiles, is left out."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

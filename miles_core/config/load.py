@@ -10,6 +10,7 @@ from typing import Any
 from miles_core.config import elsewhere, file, value
 from miles_core.config.config import Config
 from miles_core.config.flags import Assignment, Source, parse
+from miles_core.config.rules import broken
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
 from miles_core.errors import ConfigError
 from miles_core.plugin.manifest import Plugin
@@ -45,6 +46,7 @@ def load(
     given.assignments += _from_environment(schema, os.environ if environment is None else environment)
     loading = _Loading(schema, given.assignments, problems)
     config = loading.config()
+    problems += broken(config.facts())
     if problems:
         raise ConfigError(_message(problems))
     return config

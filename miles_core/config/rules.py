@@ -1,0 +1,92 @@
+"""What core's options ask of each other, as data.
+
+An option that would have no effect is refused rather than ignored. ``RULES`` are in the grammar of plugins' rules;
+``RELATIONS`` compare two options, which that grammar cannot. Both are checked when a configuration is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from miles_core.plugin.facts import Fact, Facts, show
+from miles_core.plugin.manifest import Rule
+from miles_core.plugin.rule import Truth, evaluate, names, parse
+
+_NO_DISCOUNT = "{grpo, dr_grpo, rloo, gspo, cispo}"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "train.max_tokens_per_gpu",
+        "dynamic batch sizes fill micro-batches up to that many tokens",
+        when="train.use_dynamic_batch_size",
+    ),
+    Rule(
+        "train.use_dynamic_batch_size",
+        "micro-batches are filled by tokens only then",
+        when="train.max_tokens_per_gpu",
+    ),
+    Rule(
+        "train.num_steps_per_rollout == none",
+        "both say how a rollout step is split into optimiser steps",
+        when="train.global_batch_size",
+    ),
+    Rule(
+        "train.lr_schedule != constant",
+        "a constant learning rate does not decay",
+        when="train.lr_decay_iters or train.min_lr",
+    ),
+    Rule(
+        "algorithm.loss_aggregation == constant",
+        "only that aggregation divides by a constant length",
+        when="algorithm.loss_constant_length",
+    ),
+    Rule(
+        f"algorithm.advantage_estimator not in {_NO_DISCOUNT}",
+        "a KL in the reward needs an estimator with a reward per token, such as reinforce_plus_plus; "
+        "--kl-loss-coef works with all",
+        when="algorithm.kl_coef",
+    ),
+    Rule(
+        f"algorithm.advantage_estimator not in {_NO_DISCOUNT}",
+        "a discount needs an estimator with a return per token, such as reinforce_plus_plus",
+        when="algorithm.gamma < 1",
+    ),
+    Rule("reward.custom_rm_path == none", "a sample has one reward function", when="reward.rm_type"),
+    Rule("evaluation.prompt_data", "there is nothing to evaluate on", when="evaluation.interval"),
+    Rule("evaluation.interval", "nothing says when to evaluate", when="evaluation.prompt_data"),
+    Rule("profile", "traces are only recorded then", when="profile_dir"),
+)
+
+#: (option, sign, option or number, why); an option without a value is no party.
+RELATIONS: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "rollout.over_sampling_batch_size",
+        ">=",
+        "rollout.batch_size",
+        "at least the prompts of a step are asked for",
+    ),
+    ("rollout.max_prompt_len", "<", "rollout.max_context_len", "a response must fit behind the prompt"),
+    ("reward.overlong_buffer_len", "<=", "rollout.max_response_len", "the buffer is the end of the response"),
+    ("train.min_lr", "<=", "train.lr", "the learning rate decays towards it"),
+)
+
+
+def broken(facts: Iterable[Fact]) -> Iterator[str]:
+    """A sentence for every rule and relation that these options (``Config.facts``) break."""
+    known = Facts(facts)
+    for rule in RULES:
+        if evaluate(rule.when, known.lookup) is Truth.TRUE and evaluate(rule.needs, known.lookup) is Truth.FALSE:
+            asking = [known[name] for name in names(parse(rule.when))]
+            where = " and ".join(fact.origin for fact in asking if fact.chosen) or _state(asking)
+            lacking = _state([known[name] for name in names(parse(rule.needs))])
+            yield f"{where}: it needs {rule.needs}, and {lacking}: {rule.because}"
+    for left, sign, right, because in RELATIONS:
+        one, two = known[left], known[right]
+        if one.value is None or two.value is None:
+            continue
+        if not {"<": one.value < two.value, "<=": one.value <= two.value, ">=": one.value >= two.value}[sign]:
+            yield f"{left} must be {sign} {right}, and {_state([one, two])}: {because}"
+
+
+def _state(facts: Iterable[Fact]) -> str:
+    return " and ".join(f"{fact.flag} is {show(fact.value)} ({fact.origin})" for fact in facts)

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+
+from miles_core.config.groups import GROUPS
+from miles_core.config.load import load
+from miles_core.config.rules import RELATIONS, RULES
+from miles_core.config.schema import collect
+from miles_core.errors import ConfigError
+from miles_core.plugin.rule import names, parse
+
+
+def refused(*argv: str) -> str:
+    """The message a command line is refused with; empty when it is accepted."""
+    try:
+        load(argv, manifests=[], environment={})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_the_defaults_break_no_rule():
+    assert refused() == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "allowed_with"),
+    [
+        (["--use-dynamic-batch-size"], ["--max-tokens-per-gpu", "100"]),
+        (["--max-tokens-per-gpu", "100"], ["--use-dynamic-batch-size"]),
+        (["--min-lr", "1e-8"], ["--lr-decay-style", "cosine"]),
+        (["--lr-decay-iters", "8"], ["--lr-decay-style", "linear"]),
+        (["--loss-constant-length", "8"], ["--loss-aggregation", "constant"]),
+        (["--kl-coef", "0.1"], ["--advantage-estimator", "reinforce_plus_plus"]),
+        (["--gamma", "0.9"], ["--advantage-estimator", "reinforce_plus_plus_baseline"]),
+        (["--eval-interval", "2"], ["--eval-prompt-data", "a.jsonl"]),
+        (["--eval-prompt-data", "a.jsonl"], ["--eval-interval", "2"]),
+        (["--profile-dir", "traces"], ["--profile"]),
+    ],
+)
+def test_an_option_without_effect_is_refused(argv, allowed_with):
+    message = refused(*argv)
+    assert message.startswith(" ".join(argv) + ": it needs ") and "\n" not in message
+    assert refused(*argv, *allowed_with) == ""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--global-batch-size", "8", "--num-steps-per-rollout", "2"], ["--rm-type", "exact", "--custom-rm-path", "r.py"]],
+)
+def test_two_answers_to_one_question_are_refused(argv):
+    assert "it needs" in refused(*argv)
+    assert refused(*argv[:2]) == refused(*argv[2:]) == ""
+
+
+def test_rules_name_options_only():
+    facts = {option.fact for option in collect([]).options.values()}
+    for rule in RULES:
+        for condition in filter(None, (rule.needs, rule.when)):
+            assert set(names(parse(condition))) <= facts, condition
+        assert rule.because
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ["--over-sampling-batch-size", "3"],
+            "rollout.batch_size = 32 (default): rollout.over_sampling_batch_size must be >=",
+        ),
+        (["--rollout-max-context-len", "64"], "the prompt is part of the context"),
+        (
+            ["--rollout-max-response-len", "8", "--overlong-buffer-len", "9"],
+            "--overlong-buffer-len is 9 (--overlong-buffer-len 9) and --rollout-max-response-len is 8",
+        ),
+        (["--min-lr", "1"], "--lr is 1e-06 (default)"),
+        (
+            ["--rollout-max-context-len", "2000", "--rollout-max-prompt-len", "2000"],
+            "a response must fit behind the prompt",
+        ),
+    ],
+)
+def test_options_that_bound_each_other(argv, says):
+    assert says in refused(*argv)
+
+
+def test_relations_name_options_of_core():
+    schema = collect([])
+    for left, _, right, because in RELATIONS:
+        assert schema.options[left].group in GROUPS and schema.options[right].group in GROUPS and because
