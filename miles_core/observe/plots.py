@@ -10,6 +10,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ class Panel:
         kind: ``line``, or ``stack`` for parts that add up.
         log: logarithmic y axis where all values are positive and span more than a factor of 20.
         percent: values are fractions, shown as percentages.
-        band: metric whose value is drawn as a band around the first line (a standard deviation).
+        band: metric that is drawn as a band around the first line (a standard deviation).
         marked: metrics measured only now and then, drawn with markers.
     """
 
@@ -109,7 +110,7 @@ def panels(records: Records) -> list[Panel]:
         if any(metric not in flat for metric in lines):
             band = panel.band if panel.band in present and next(iter(lines)) == "reward/mean" else ""
             chosen.append(_with(panel, lines=lines, band=band))
-    phases = [m for m in present if m.startswith("time/") and m != "time/step"]
+    phases = [m for m in present if m.startswith("time/") and m != "time/step" and m not in flat]
     phases.sort(key=lambda m: (m == "time/other", (*PHASES, m[5:]).index(m[5:])))
     if phases:
         lines = {metric: metric.removeprefix("time/") for metric in phases}
@@ -125,7 +126,7 @@ def draw(panel: Panel, records: Records) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.3), dpi=150, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(5.4, 3.0), dpi=170, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _style(axes, panel)
@@ -144,7 +145,7 @@ def _lines(axes: Axes, panel: Panel, records: Records) -> None:
         steps, values = series(records, metric)
         few = len(steps) <= 30 or metric in panel.marked
         marker = {"marker": "o", "markersize": 4.5 if len(steps) < 12 else 3} if few else {}
-        if len(steps) >= SMOOTH_FROM and metric not in panel.marked:
+        if len(steps) >= SMOOTH_FROM and metric not in panel.marked and _noisy(values):
             axes.plot(steps, values, color=color, alpha=0.28, linewidth=1)
             axes.plot(steps, smooth(values), color=color, linewidth=2, label=label)
         else:
@@ -157,30 +158,33 @@ def _lines(axes: Axes, panel: Panel, records: Records) -> None:
 
 
 def _band(axes: Axes, records: Records, metric: str, spread: str, color: str) -> None:
-    """± one ``spread`` around ``metric``, within the range rewards were seen in."""
+    """± one ``spread`` around ``metric``, within the lowest and highest reward seen."""
     at = dict(zip(*series(records, spread), strict=True))
     rows = [(s, v, at[s]) for s, v in zip(*series(records, metric), strict=True) if s in at]
     if len(rows) < 2:
         return
+    floor = min(series(records, "reward/min")[1], default=-math.inf)
+    ceiling = max(series(records, "reward/max")[1], default=math.inf)
     steps = [s for s, _, _ in rows]
     middle, wide = smooth([v for _, v, _ in rows]), smooth([d for _, _, d in rows])
-    low = [v - d for v, d in zip(middle, wide, strict=True)]
-    high = [v + d for v, d in zip(middle, wide, strict=True)]
+    low = [max(v - d, floor) for v, d in zip(middle, wide, strict=True)]
+    high = [min(v + d, ceiling) for v, d in zip(middle, wide, strict=True)]
     axes.fill_between(steps, low, high, color=color, alpha=0.10, linewidth=0, label="± 1 standard deviation")
 
 
 def _stack(axes: Axes, panel: Panel, records: Records) -> None:
-    steps = [r["step"] for r in records if any(m in r for m in panel.lines)]
-    table = {m: dict(zip(*series(records, m), strict=True)) for m in panel.lines}
-    heights = [[_number(table[m].get(s)) for s in steps] for m in panel.lines]
-    colors = _colors(len(heights))
+    # What precedes step 1 (a warm start, a first evaluation) is no step and would dwarf them.
+    steps = [r["step"] for r in records if any(m in r for m in panel.lines) and (r["step"] or len(records) == 1)]
+    table = {label: dict(zip(*series(records, m), strict=True)) for m, label in panel.lines.items()}
+    parts = {label: [_number(at.get(s)) for s in steps] for label, at in table.items() if at.keys() & set(steps)}
+    colors = _colors(len(parts))
     if len(steps) <= 40:
         base = [0.0] * len(steps)
-        for label, values, color in zip(panel.lines.values(), heights, colors, strict=True):
+        for label, values, color in zip(parts, parts.values(), colors, strict=True):
             axes.bar(steps, values, 0.85, bottom=base, color=color, label=label)
             base = [b + v for b, v in zip(base, values, strict=True)]
     else:
-        axes.stackplot(steps, heights, colors=colors, labels=list(panel.lines.values()), linewidth=0)
+        axes.stackplot(steps, list(parts.values()), colors=colors, labels=list(parts), linewidth=0)
         axes.margins(x=0)
     axes.set_ylim(bottom=0)
 
@@ -211,7 +215,9 @@ def _finish(axes: Axes, panel: Panel) -> None:
         axes.set_ylim(bottom=0, top=max(1.1 * max(drawn, default=0), 0.02))
     elif drawn and max(map(abs, drawn)) >= 10_000:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    elif drawn and 0 < max(map(abs, drawn)) < 1e-3:
+    elif drawn and max(map(abs, drawn)) == 0:
+        axes.set_ylim(-0.04, 1)
+    elif drawn and max(map(abs, drawn)) < 1e-3:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
         axes.yaxis.get_offset_text().set_fontsize(9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
@@ -234,6 +240,13 @@ def smooth(values: Sequence[float]) -> list[float]:
     return result
 
 
+def _noisy(values: Sequence[float]) -> bool:
+    """True when the line goes up and down much more than it gets anywhere."""
+    finite = [v for v in values if not math.isnan(v)]
+    way = sum(abs(b - a) for a, b in pairwise(finite))
+    return bool(finite) and way > 3 * (max(finite) - min(finite)) > 0
+
+
 def _colors(count: int) -> list[str]:
     return [PALETTE[i % len(PALETTE)] for i in range(count)]
 
@@ -243,8 +256,13 @@ def _number(value: float | None) -> float:
 
 
 def _flat(records: Records, present: Sequence[str]) -> set[str]:
-    """Core's metrics that were 0 throughout: the summary table says so, a plot would not say more."""
-    return {m for m in present if _prefix(m) in CORE and all(v == 0 for v in series(records, m)[1])}
+    """Core's metrics a plot would say no more of than the summary table: always 0, or one value in a longer run."""
+    found = set()
+    for metric in present:
+        steps, values = series(records, metric)
+        if _prefix(metric) in CORE and (all(v == 0 for v in values) or (len(steps) == 1 and len(records) > 2)):
+            found.add(metric)
+    return found
 
 
 def _prefix(metric: str) -> str:

@@ -1,0 +1,144 @@
+"""Where a program runs: versions, processor, memory, GPUs.
+
+GPUs are asked through NVML, never through ``torch.cuda``: the driver process must not initialise CUDA. Nothing here
+imports torch or transformers; their versions come from their distributions' metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("miles-core", "torch", "transformers", "numpy", "safetensors", "pluggy", "tokenizers")
+FILE = "environment.json"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. Memory in bytes; ``sm`` is the compute capability as major * 10 + minor."""
+
+    name: str
+    sm: int
+    memory: int
+    free: int
+    driver: str
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What was found here.
+
+    Attributes:
+        python, platform, processor: as they call themselves.
+        cpus: logical processors this process may use.
+        memory: bytes of RAM (of this process's control group, where that is less); 0 when unknown.
+        packages: distribution -> version, of those installed.
+        gpus: NVIDIA GPUs.
+        no_gpu: why there are none.
+    """
+
+    python: str
+    platform: str
+    processor: str
+    cpus: int
+    memory: int
+    packages: dict[str, str]
+    gpus: tuple[Gpu, ...]
+    no_gpu: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def environment() -> Environment:
+    """Look around; takes milliseconds."""
+    gpus, no_gpu = detect_gpus()
+    return Environment(
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        processor=_processor(),
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory=_memory(),
+        packages={name: found for name in PACKAGES if (found := installed(name))},
+        gpus=gpus,
+        no_gpu=no_gpu,
+    )
+
+
+def write_environment(run_dir: Path | str) -> None:
+    """Record the environment of a run in its directory, for the report."""
+    text = json.dumps({**environment().to_dict(), "command": sys.argv}, indent=1)
+    (Path(run_dir) / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def installed(distribution: str) -> str:
+    """The version of a distribution, or an empty string."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def detect_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """The NVIDIA GPUs NVML sees, or why it sees none."""
+    try:
+        import pynvml
+    except ImportError:
+        return (), "the package nvidia-ml-py is not installed"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return (), f"NVML: {error}"
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        gpus = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            name = _text(pynvml.nvmlDeviceGetName(handle))
+            gpus.append(Gpu(name, major * 10 + minor, int(memory.total), int(memory.free), driver))
+        return tuple(gpus), "" if gpus else "NVML finds no device"
+    except pynvml.NVMLError as error:
+        return (), f"NVML: {error}"
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes as people read it: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> int:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):  # not a POSIX system, or it does not say
+        return 0
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
