@@ -25,6 +25,7 @@ Records = Sequence[Mapping[str, Any]]
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#6A51A3")
 INK = "#1f2933"
 FAINT = "#d9dee4"
+TITLE = {"fontsize": 11.5, "color": INK, "fontweight": "bold"}
 #: From this many points on a line is drawn faintly with its moving average over it.
 SMOOTH_FROM = 60
 #: Namespaces of core's own metrics; every other prefix is a plugin's.
@@ -190,7 +191,7 @@ def _stack(axes: Axes, panel: Panel, records: Records) -> None:
 
 
 def _style(axes: Axes, panel: Panel) -> None:
-    axes.set_title(panel.title, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=10)
+    axes.set_title(panel.title, loc="left", pad=10, **TITLE)
     axes.set_xlabel("step", fontsize=9, color=INK)
     if panel.unit:
         axes.set_ylabel(panel.unit, fontsize=9, color=INK)
@@ -223,11 +224,19 @@ def _finish(axes: Axes, panel: Panel) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     count = len(axes.get_legend_handles_labels()[1])
     if count > 1:
-        legend = axes.legend(fontsize=8.5, frameon=False, ncols=min(count, 6), loc="lower right", labelcolor=INK)
+        rows = math.ceil(count / 6)
+        legend = axes.legend(
+            fontsize=8.5,
+            frameon=False,
+            ncols=math.ceil(count / rows),
+            labelcolor=INK,
+            handlelength=1.3,
+            columnspacing=1.3,
+        )
+        # Above the axes and under the title, so that it covers neither.
         legend.set_bbox_to_anchor((1.0, 0.985), transform=axes.transAxes)
         legend.set_loc("lower right")
-        if count > 2 or len(panel.title) > 30:
-            axes.set_title(panel.title, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=28)
+        axes.set_title(axes.get_title(loc="left"), loc="left", pad=12 + 16 * rows, **TITLE)
 
 
 def smooth(values: Sequence[float]) -> list[float]:

@@ -28,7 +28,8 @@ STEP = {
 
 def make_run(directory, steps, age=0.0, **more):
     now = time.time() - age
-    records = [{"step": s, "time": now + s - steps, **STEP, **more} for s in range(1, steps + 1)]
+    metrics = {"reward/mean": 0.5} | more
+    records = [{"step": s, "time": now + s - steps, **metrics} for s in range(1, steps + 1)]
     directory.mkdir(exist_ok=True)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (directory / "config.yaml").write_text(
@@ -66,7 +67,7 @@ def text_of(page):
 
 
 def test_report_is_one_file_with_every_panel_and_the_same_pngs(tmp_path):
-    run_dir = make_run(tmp_path / "run", 5)
+    run_dir = make_run(tmp_path / "run", 5, **STEP)
     page = report(run_dir).read_text()
     parsed = Page(page)
     assert all(link.startswith("data:image/png;base64,") for link in parsed.links)
