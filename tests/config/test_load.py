@@ -148,7 +148,7 @@ def test_pass_through_keys_in_a_file(loaded, written):
         (["--rollout-shuffle=1"], "write --rollout-shuffle or --no-rollout-shuffle"),
         (["--rollout-stop-token-ids", "1,x"], "'1,x'"),
         (["stray"], "unexpected argument 'stray'"),
-        (["--eval-prompt-data", "a.jsonl", "b.jsonl"], "separated by commas"),
+        (["--eval-interval", "1", "--eval-prompt-data", "a.jsonl", "b.jsonl"], "separated by commas"),
     ],
 )
 def test_a_wrong_value_is_one_sentence(loaded, argv, says):
@@ -164,7 +164,8 @@ def test_ppo_is_answered_with_what_to_use(loaded):
 def test_values_of_every_kind(loaded):
     config = loaded(
         "--rollout-stop", "a,b", "--rollout-stop", '["c,d"]', "--rollout-stop-token-ids", "1,2", "--save", "runs/x",
-        "--eps-clip-high", "none", "--no-profile", "--min-lr=1e-7", "--rollout-top-k", "-1",
+        "--eps-clip-high", "none", "--no-profile", "--min-lr=1e-7", "--lr-decay-style", "cosine",
+        "--rollout-top-k", "-1",
     )  # fmt: skip
     assert config.rollout.stop == ("a", "b", "c,d")
     assert config.rollout.stop_token_ids == (1, 2)

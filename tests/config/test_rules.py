@@ -66,9 +66,8 @@ def test_rules_name_options_only():
     [
         (
             ["--over-sampling-batch-size", "3"],
-            "rollout.batch_size = 32 (default): rollout.over_sampling_batch_size must be >=",
+            "rollout.over_sampling_batch_size must be >= rollout.batch_size, and --over-sampling-batch-size is 3",
         ),
-        (["--rollout-max-context-len", "64"], "the prompt is part of the context"),
         (
             ["--rollout-max-response-len", "8", "--overlong-buffer-len", "9"],
             "--overlong-buffer-len is 9 (--overlong-buffer-len 9) and --rollout-max-response-len is 8",
