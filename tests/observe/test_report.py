@@ -114,7 +114,7 @@ def test_a_second_report_replaces_the_plots(tmp_path):
 
 
 def test_values_that_are_not_finite_and_hints(tmp_path):
-    run_dir = make_run(tmp_path / "run", 4)
+    run_dir = make_run(tmp_path / "run", 4, **STEP)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "time": 0, "train/loss": null, "nonfinite": {"train/loss": "nan"}}\n')
     text = text_of(report(run_dir).read_text())
