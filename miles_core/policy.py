@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from miles_core.data.sample import Sample
     from miles_core.rollout.engine import Engine
     from miles_core.runtime import LearnerHandle
-    from miles_core.sync.transport import Transport
 
 
 @dataclass
@@ -25,7 +24,6 @@ class Policy:
         hf_checkpoint: the checkpoint directory it starts from.
         learner: the trainer side, a ``miles_core.runtime.LearnerHandle``.
         engine: where its requests go.
-        transport: moves encoded weights from trainer to engine.
         version: the last weight version synced; -1 before the first.
     """
 
@@ -33,7 +31,6 @@ class Policy:
     hf_checkpoint: str = ""
     learner: LearnerHandle | None = field(default=None, repr=False)
     engine: Engine | None = field(default=None, repr=False)
-    transport: Transport | None = field(default=None, repr=False)
     version: int = -1
 
     def own(self, groups: list[list[Sample]]) -> list[Sample]:

@@ -191,7 +191,7 @@ class Run:
             store = Store(directory / "state")
             store.put("run", data={"step": self.step, **self._committed})
             put_rng(store)
-            self.hooks.on("on_save", run=self, store=store)
+            self.hooks.on("on_save", run=self, policy=None, store=store)
 
     async def resume(self) -> bool:
         """Continue from the checkpoint found by ``launch``; False when the run starts anew."""
@@ -205,7 +205,7 @@ class Run:
         self.step = int(state["step"])
         self.prompts.load_state(state["prompts"])
         get_rng(store)
-        self.hooks.on("on_load", run=self, store=store)
+        self.hooks.on("on_load", run=self, policy=None, store=store)
         self._commit()
         log.info("continuing %s: %d steps are complete", directory, self.step)
         return True

@@ -25,7 +25,7 @@ from miles_core.data.sample import Sample
 from miles_core.precision.select import make_codec
 from miles_core.rollout.engine import Engine
 from miles_core.sync.transport import SyncReport, Transport
-from miles_core.train.learner import Learner
+from miles_core.train.learner import Learner, optimiser_steps
 
 if TYPE_CHECKING:
     from miles_core.policy import Policy
@@ -95,8 +95,8 @@ class InlineRuntime(Runtime):
         self.engines.append(engine)
         await engine.start()
         policy.engine = engine
-        policy.transport = run.hooks.make("transport", "copy", run=run, policy=policy, engine=engine)
-        policy.learner = InlineLearner(run, learner, policy.transport)
+        transport = run.hooks.make("transport", options.transport, run=run, policy=policy, engine=engine)
+        policy.learner = InlineLearner(run, learner, transport)
 
     async def close(self) -> None:
         for engine in self.engines:
@@ -113,7 +113,7 @@ class InlineLearner(LearnerHandle):
         self.codec = make_codec(run)
 
     async def learn(self, samples: Sequence[Sample]) -> Metrics:
-        return means(self.learner.learn(samples))
+        return means(self.learner.learn(samples, *optimiser_steps(samples, self.run.config.train)))
 
     async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
         return means(self.learner.supervise(samples, lr))
@@ -122,14 +122,13 @@ class InlineLearner(LearnerHandle):
         self.learner.trainer.reset_optimizer()
 
     async def push(self, version: int) -> SyncReport:
-        return await self.transport.send(self.codec.encode(self.learner.units()), version)
+        return await self.transport.send(self.codec.encode(self.learner.units(self.transport.everywhere)), version)
 
     async def save(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self.learner.trainer.save(directory)
+        self.learner.save(directory)
 
     async def load(self, directory: Path) -> None:
-        self.learner.trainer.load(directory)
+        self.learner.load(directory)
 
     async def export(self, directory: Path) -> None:
         self.learner.trainer.export(directory, self.run.tokenizer)

@@ -27,6 +27,7 @@ class Run:
     runtime: str = option(
         "inline", help="where the parts run; inline is this process", choices=("inline", "*"), part="runtime"
     )
+    transport: str = option("copy", help="how weights travel to the engine", choices=("copy", "*"), part="transport")
     save: Path | None = option(
         None, help="run directory: configuration, plan, metrics, checkpoints, report (default: runs/<name>-<time>)"
     )

@@ -127,8 +127,9 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
     A declared field that no sample recorded gives no column; one that some recorded is padded for the others.
     """
     lengths = torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64)
+    tokens = [np.asarray(s.tokens, np.int64) for s in samples]
     batch = Batch(
-        tokens=torch.from_numpy(np.concatenate([np.asarray(s.tokens, np.int64) for s in samples])),
+        tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *tokens])),
         lengths=lengths,
         prompt_lengths=torch.tensor([s.prompt_length for s in samples], dtype=torch.int64),
         group=torch.tensor([s.group_index for s in samples], dtype=torch.int64),
@@ -137,6 +138,8 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
     )
     for spec in (*CORE_FIELDS, *declared):
         values = [_value(s, spec.name) for s in samples]
+        if not samples and spec.name == "loss_mask":
+            batch.columns[spec.name] = torch.zeros(0)
         if all(v is None for v in values):
             continue
         if spec.align == "sample":

@@ -162,18 +162,18 @@ class EmbeddedTrainer(Trainer):
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             if share.value.requires_grad:
                 share.value.backward()
-            for name, pair in share.metrics.items():
+            for name, pair in (share.metrics | ctx.metrics).items():
                 pair = [torch.as_tensor(x, dtype=torch.float64).detach() for x in pair]
                 totals[name] = [a + b for a, b in zip(totals[name], pair, strict=True)] if name in totals else pair
-        metrics = {n: (float(self.sum(a)), float(self.sum(b))) for n, (a, b) in totals.items()}
+        metrics = {n: (float(a), float(b)) for n, (a, b) in totals.items()}
         return metrics | {name: (value, 1.0) for name, value in self.parts.optimizer_step().items()}
 
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""
         self.optimizer.reset()
 
-    def units(self) -> Iterator[Unit]:
-        """See ``Trainer.units``: views of the model's memory, changed by the next step."""
+    def units(self, everywhere: bool = False) -> Iterator[Unit]:
+        """See ``Trainer.units``; one rank has everything. Views of the model's memory, changed by the next step."""
         return layout.export(self.model)
 
     def export(self, directory: Path, tokenizer: Any) -> None:

@@ -63,8 +63,8 @@ class HookSpecs:
 
     @hookspec
     def on_model(self, run: Run, policy: Policy, model: Any, role: str) -> None:
-        """A model instance exists, unsharded and possibly on the meta device, before sharding, compilation and checkpoint
-        wrappers. ``role`` is ``train``, ``rollout``, ``ref``, ``critic``, ``draft`` or ``shared`` (engine and trainer hold one module).
+        """A model instance exists, possibly on the meta device, before data-parallel sharding, compilation and checkpoint
+        wrappers; with tensor, expert or pipeline parallelism it is this rank's part, once a chunk. ``role`` is ``train``, ``rollout``, ``ref``, ``critic``, ``draft`` or ``shared`` (engine and trainer hold one module).
         Swap or hook modules here; no per-call state may live on a module. Runs in: the owning process, once an instance."""
 
     @hookspec
@@ -73,15 +73,15 @@ class HookSpecs:
 
     @hookspec
     def wrap_generate(self, run: Run) -> Wrapper | None:
-        """Around ``async generate(sample) -> list[Sample]``, one sample's generation without its reward. Runs in: rollout worker."""
+        """Around ``async generate(sample) -> list[Sample]``, one sample's generation without its reward. Runs in: the process that awaits the engine (driver)."""
 
     @hookspec
     def on_request(self, run: Run, request: Any) -> None:
-        """A request is about to leave; add extras or metadata. Runs in: rollout worker."""
+        """A request is about to leave; add extras or metadata. Runs in: the process that awaits the engine (driver)."""
 
     @hookspec
     def on_sample(self, run: Run, sample: Any) -> None:
-        """A sample is finished, its reward not yet known. Called once a sample. Runs in: rollout worker."""
+        """A sample is finished, its reward not yet known. Called once a sample. Runs in: the process that awaits the engine (driver)."""
 
     @hookspec
     def on_batch(self, run: Run, policy: Policy, batch: Any) -> None:
@@ -120,12 +120,12 @@ class HookSpecs:
         """A step is complete; add metrics under ``<plugin>/...``. Runs in: driver."""
 
     @hookspec
-    def on_save(self, run: Run, store: Any) -> None:
+    def on_save(self, run: Run, policy: Policy | None, store: Any) -> None:
         """A checkpoint is being written; ``store`` (``miles_core.checkpoint.Store``) takes tensors and JSON under the plugin's own
-        name. Runs in: every trainer rank."""
+        name. Runs in: every trainer rank (``policy`` set), and the driver (``policy`` None, another store)."""
 
     @hookspec
-    def on_load(self, run: Run, store: Any) -> None:
+    def on_load(self, run: Run, policy: Policy | None, store: Any) -> None:
         """A checkpoint is being read. Runs in: every trainer rank."""
 
     @hookspec

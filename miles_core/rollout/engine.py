@@ -7,7 +7,7 @@ method may be called only between ``start`` and ``stop``. ``miles_core.testing.E
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,12 +45,14 @@ class Request:
         key: the sample's running number; random numbers depend on (run seed, key, position) alone.
         extras: names of declared fields to record, e.g. ``{"sampling_support"}``; an engine that cannot record one
             lacks the capability and is refused at planning.
+        group: requests with one number share a prompt; a front of several engines sends them to one.
         metadata: plugin's own, passed through untouched.
     """
 
     tokens: list[int]
     sampling: Sampling
     key: int = 0
+    group: int = 0
     extras: set[str] = field(default_factory=set)
     metadata: dict[str, Any] = field(default_factory=dict)
 
@@ -61,7 +63,8 @@ class Response:
 
     Attributes:
         tokens: the new token ids (a stop token included).
-        log_probs: [len(tokens)] under the sampled distribution.
+        log_probs: [len(tokens)] at the sampling temperature (greedy: 1): over the support when ``sampling_support`` was
+            requested, else over the full vocabulary.
         finish: ``stop`` (end or stop token, stop string), ``length`` or ``abort``.
         text: the decoded new text, cut before a stop string.
         weight_versions: (index into ``tokens`` of the first one, version), in order.
@@ -83,6 +86,18 @@ class Engine(ABC):
     ``token_versions``, ``draft``, ``keyed_sampling``."""
 
     capabilities: frozenset[str] = frozenset()
+    #: names of the transports whose messages ``receive`` takes
+    transports: frozenset[str] = frozenset({"copy"})
+
+    def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
+        """How weights stored in ``format`` ("" for BF16) can change while the engine runs."""
+        return "in_place"
+
+    async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
+        """Take one message of a transport in another process: plain data whose meaning the two agree on (names and
+        shapes of a bucket about to be broadcast, memory handles, a path). Sent between ``pause`` and ``resume``; with
+        ``last`` the engine serves ``version``. After a failure only a complete new update makes it usable."""
+        raise NotImplementedError(f"{type(self).__name__} takes weights in its own process only")
 
     @property
     @abstractmethod
@@ -103,7 +118,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
-        """log p(token t | tokens before) for t >= 1 of each sequence, [len - 1] float32, full vocabulary."""
+        """log p(token t | tokens before) for t >= 1 of each sequence, [len - 1] float32, full vocabulary.
+        Capability ``score``; a temperature other than 1 also needs ``score_temperature`` and raises MilesError without."""
 
     @abstractmethod
     async def update_weights(self, units: Iterable[Any], version: int) -> None:
@@ -113,7 +129,7 @@ class Engine(ABC):
     @abstractmethod
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Stop stepping. ``abort`` returns every request with finish ``abort``; ``retract`` drops their cache and resumes
-        them from their tokens under the next weights; ``in_place`` keeps the cache."""
+        them from their tokens under the next weights; ``in_place`` keeps the cache. New requests wait for ``resume``."""
 
     @abstractmethod
     async def resume(self) -> None:
@@ -127,8 +143,9 @@ class Engine(ABC):
     async def sleep(self) -> None:
         """Give memory back between rollouts; the next call needs ``wake``. Nothing to do by default."""
 
-    async def wake(self) -> None:
-        """Undo ``sleep``."""
+    async def wake(self, parts: Sequence[Literal["weights", "cache"]] = ("weights", "cache")) -> None:
+        """Undo ``sleep``, in one call or ``weights`` first, so that an update needs no cache beside it. Weights hold
+        nothing defined until the next update."""
 
     async def rebuild(self, layout: dict[str, Any]) -> None:
         """Change the weight layout (another number format); needs ``update_weights`` afterwards."""

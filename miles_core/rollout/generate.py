@@ -66,7 +66,7 @@ class Generator:
 
     async def ask(self, sample: Sample, record: Record, tokens: list[int], sampling: Sampling) -> Response:
         """One engine call for ``sample``; plugins see the request first."""
-        request = Request(list(tokens), sampling, key=sample.index, extras=set(self.extras))
+        request = Request(list(tokens), sampling, key=sample.index, group=sample.group_index, extras=set(self.extras))
         self.run.hooks.on("on_request", run=self.run, request=request)
         response = await self.engine.generate(request)
         record.add(tokens, response)

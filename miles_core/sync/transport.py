@@ -29,7 +29,11 @@ class SyncReport:
 
 
 class Transport(ABC):
-    """Delivers one version of the weights to one engine."""
+    """Delivers one version of the weights to one engine. Made on every trainer rank and run there; an engine in another
+    process is told to ``receive``."""
+
+    #: every rank needs every unit (memory handles), not one rank each (broadcast, files)
+    everywhere: bool = False
 
     @abstractmethod
     async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:

@@ -6,7 +6,9 @@ weights, the trainer's step.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +21,13 @@ from miles_core.algorithm.reduction import loss_weights
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
 from miles_core.plugin.load import compose
+from miles_core.store import Store
 from miles_core.sync.unit import Unit
 from miles_core.train.loss import column, mismatch, policy_loss, supervised_loss
 from miles_core.train.trainer import Parts, Trainer
 
 if TYPE_CHECKING:
+    from miles_core.config.groups import Train as TrainOptions
     from miles_core.policy import Policy
     from miles_core.run import Run
 
@@ -50,15 +54,21 @@ class Learner:
                 ),
             )
         )
-        self.weights = compose(trainer.units, hooks.chain("wrap_weights", run=run, policy=policy))
+        self.exports = hooks.chain("wrap_weights", run=run, policy=policy)
 
-    def learn(self, samples: Sequence[Sample]) -> Metrics:
-        """Train on one rollout's samples (whole groups); metrics are (sum, weight) pairs."""
+    def learn(self, samples: Sequence[Sample], step_of: Sequence[int], count: int) -> Metrics:
+        """Train on this replica's samples of one rollout (whole groups); metrics are (sum, weight) pairs.
+
+        Args:
+            samples: perhaps none, when there are fewer groups than data-parallel ranks.
+            step_of: the optimiser step each sample belongs to (``optimiser_steps`` of all replicas' samples).
+            count: optimiser steps, the same on every rank.
+        """
         batch = collate(samples, self.run.fields)
         key = self.run.config.reward.reward_key
         batch.scalars["reward"] = torch.tensor([s.reward_value(key) for s in samples], dtype=torch.float64)
         self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
-        steps = self._split(batch)
+        steps = [[i for i, step in enumerate(step_of) if step == number] for number in range(count)]
         metrics: Metrics = {}
         with self.run.clock.phase("prepare"):
             self._log_probs(batch, steps=len(steps), metrics=metrics)
@@ -74,23 +84,19 @@ class Learner:
         batch.columns["loss_weight"] = loss_weights(batch.mask, batch.lengths, batch.rollout, "token_mean")
         return self.trainer.step(batch, loss=supervised_loss, lr=lr)
 
-    def units(self) -> Iterator[Unit]:
-        """The export stream, as plugins shaped it."""
-        return self.weights()
+    def units(self, everywhere: bool = False) -> Iterator[Unit]:
+        """The export stream, as plugins shaped it; ``everywhere`` as for ``Trainer.units``."""
+        return compose(lambda: self.trainer.units(everywhere), self.exports)()
 
-    def _split(self, batch: Batch) -> list[list[int]]:
-        """Sample positions of each optimiser step: consecutive, rollouts kept whole, sizes as equal as that allows."""
-        options = self.run.config.train
-        count = options.num_steps_per_rollout or 1
-        if options.global_batch_size:
-            count = max(1, round(len(batch) / options.global_batch_size))
-        rollouts: dict[int, list[int]] = {}
-        for position, rollout in enumerate(batch.rollout.tolist()):
-            rollouts.setdefault(rollout, []).append(position)
-        whole = list(rollouts.values())
-        count = min(count, len(whole))
-        edges = [round(i * len(whole) / count) for i in range(count + 1)]
-        return [[p for r in whole[a:b] for p in r] for a, b in zip(edges, edges[1:], strict=False)]
+    def save(self, directory: Path) -> None:
+        """Write this rank's share of a checkpoint."""
+        self.trainer.save(directory / "trainer")
+        self.run.hooks.on("on_save", run=self.run, policy=self.policy, store=Store(directory / "plugins"))
+
+    def load(self, directory: Path) -> None:
+        """Inverse of ``save``."""
+        self.trainer.load(directory / "trainer")
+        self.run.hooks.on("on_load", run=self.run, policy=self.policy, store=Store(directory / "plugins"))
 
     def _log_probs(self, batch: Batch, steps: int, metrics: Metrics) -> None:
         """Old log-probabilities are computed when they differ from the current ones or something needs the whole step
@@ -151,6 +157,19 @@ class Learner:
             add(metrics, numbers(correction.metrics))
         add(metrics, self.trainer.step(batch))
         return metrics
+
+
+def optimiser_steps(samples: Sequence[Sample], options: TrainOptions) -> tuple[list[int], int]:
+    """The optimiser step of each sample and how many there are: consecutive, rollouts kept whole, sizes as equal as that
+    allows. Asked once, where all samples of the rollout are known, before they are divided over ranks."""
+    count = options.num_steps_per_rollout or 1
+    if options.global_batch_size:
+        count = max(1, round(len(samples) / options.global_batch_size))
+    ids = [s.index if s.rollout_id is None else s.rollout_id for s in samples]
+    place = {rollout: n for n, rollout in enumerate(dict.fromkeys(ids))}
+    count = min(count, len(place))
+    edges = [round(i * len(place) / count) for i in range(1, count + 1)]
+    return [bisect_right(edges, place[i]) for i in ids], count
 
 
 def numbers(pairs: dict[str, tuple[Any, Any]]) -> Metrics:

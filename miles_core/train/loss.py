@@ -50,7 +50,8 @@ def policy_loss(options: Algorithm) -> LossFunction:
             metrics["train/entropy"] = mean(output.entropy, mask)
         objective = token_objective(token_loss, kl, options.kl_loss_coef, output.entropy, options.entropy_coef)
         value = (objective * column(batch, "loss_weight")).sum()
-        metrics["train/loss"] = (value.detach(), torch.ones(()))
+        # a weighted mean over the step's tokens, the same however the step was split
+        metrics["train/loss"] = (value.detach(), column(batch, "loss_weight").sum())
         if "rollout_log_probs" in columns and "old_log_probs" not in columns:
             metrics |= mismatch(current.detach(), column(batch, "rollout_log_probs"), mask)
         return Loss(value, metrics)

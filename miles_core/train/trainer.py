@@ -2,8 +2,11 @@
 
 A trainer owns its schedule (plain micro-batches, pipeline stages, sharded ranks) and calls back for what the algorithm
 decides: ``forward`` for one micro-batch through one model chunk, ``loss`` on the last stage, ``optimizer_step``
-once. Core composes those three with the plugins' wrappers and hands them over in ``bind``. Every method is called on every
-trainer rank with that rank's samples. ``miles_core.testing.TrainerContract`` is the executable form.
+once. Core composes those three with the plugins' wrappers and hands them over in ``bind``. Every method is a collective,
+called on every trainer rank. All ranks of one model replica (tensor, pipeline, context parallel) are given the same samples
+and return the same complete columns and metrics; data-parallel ranks have different samples, perhaps none. A trainer may add
+micro-batches that train nothing (``loss_mask`` all 0), so that all ranks run equally many: ``forward`` and ``loss`` then
+return a zero that is connected to the model's output. ``miles_core.testing.TrainerContract`` is the executable form.
 """
 
 from __future__ import annotations
@@ -30,14 +33,16 @@ class Context:
     Attributes:
         kind: which pass this is. ``old``, ``ref`` and ``verify`` run without gradient.
         layers: global numbers of the decoder layers this chunk holds.
-        rows: [physical tokens] for each token row this chunk computes, its index in the micro-batch's flat columns
-            (packing, sharing and sequence or context parallelism all end here). ``column[ctx.rows]`` is a field as the
-            chunk's modules see it. -1 marks a padding row.
+        rows: [physical tokens] for each row of the hidden states between layers on this rank (what a router sees), its
+            index in the micro-batch's flat columns (packing, sharing and sequence or context parallelism all end
+            here). -1 marks a padding row; ``take`` looks a column up.
         recompute: activation checkpointing runs the chunk's layers again in the backward pass.
         state: values plugins attach for the duration of this call. The context travels with the call, so a
-            recomputation in the backward thread sees the same state; modules must not keep any.
+            recomputation in the backward thread sees the same state; modules must not keep any. A backend whose layers
+            take no call object shows it to wrappers only.
         extras: declared field name -> [physical tokens, ...] that modules recorded in this call; an engine keeps them for
             the rows of requests that asked for that field.
+        metrics: (sum, weight) pairs that wrappers report; the trainer adds them to those of its step.
     """
 
     kind: Pass
@@ -46,6 +51,13 @@ class Context:
     recompute: bool = False
     state: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def take(self, column: Tensor, pad: float | int) -> Tensor:
+        """A column [T, ...] as this chunk's rows [physical tokens, ...]; padding rows hold ``pad``."""
+        found = column[self.rows.clamp(min=0)]
+        found[self.rows < 0] = pad
+        return found
 
 
 @dataclass
@@ -54,10 +66,12 @@ class Output:
 
     Attributes:
         log_probs: [T] float32 at target positions where ``loss_mask`` is not 0, else 0; None before the last stage.
+            Complete on every context-parallel rank; the gradient reaches only the rows computed there.
         entropy: [T] float32 in nats, likewise; None unless asked for.
         hidden: activations for the next stage; None after the last.
         aux: auxiliary losses, name -> (sum over this micro-batch's trained tokens, coefficient included; number of
-            those tokens). Core divides by the whole step's token count.
+            those tokens). Divided by the whole step's token count. A backend that differentiates such a loss inside
+            its own backward scales it by the same count and reports it as a metric, not here.
     """
 
     log_probs: Tensor | None = None
@@ -127,19 +141,22 @@ class Trainer(ABC):
     ) -> dict[str, tuple[float, float]]:
         """One optimiser step over ``batch`` (all of this rank's samples), split into micro-batches as the trainer
         sees fit. Gradients are summed, never averaged. ``loss`` replaces ``parts.loss`` and ``lr`` the schedule's rate,
-        which then does not advance (supervised warm start). Returns metrics as (sum, weight), reduced over ranks."""
+        which then does not advance (supervised warm start). Returns (sum, weight) pairs over this replica's samples;
+        the learner handle adds replicas."""
 
     @abstractmethod
     def reset_optimizer(self) -> None:
         """Forget the optimiser's moments and the schedule's position (after a warm start)."""
 
     @abstractmethod
-    def units(self) -> Iterator[Unit]:
-        """The model copy for export; see ``Unit``."""
+    def units(self, everywhere: bool = False) -> Iterator[Unit]:
+        """The model copy for export; see ``Unit``. A collective that every rank exhausts. Each unit is yielded by one
+        rank of the world (one rank a pipeline stage has something to send), or with ``everywhere`` by each of them."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write weights (safetensors), optimiser and schedule state into ``directory``."""
+        """Write weights, optimiser, schedule and random-number state of all ranks into ``directory``, in any layout
+        that ``load`` reads; ``export`` is for others."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:
@@ -150,7 +167,7 @@ class Trainer(ABC):
         """Write a Hugging Face checkpoint with the tokenizer."""
 
     def sum(self, value: Tensor) -> Tensor:
-        """Reduce over data- and context-parallel ranks; identity in one process."""
+        """Add over data-parallel ranks, one rank of each replica; identity with one replica."""
         return value
 
     def close(self) -> None:

@@ -44,7 +44,9 @@ def tap(model: nn.Module) -> None:
     """Hook every router of ``model``; PluginError when a router's weights cannot be recomputed exactly."""
     blocks = moe_blocks(model)
     if not blocks:
-        raise PluginError(f"r3 found no router in {type(model).__name__}; routing replay needs a mixture-of-experts model")
+        raise PluginError(
+            f"r3 found no router in {type(model).__name__}; routing replay needs a mixture-of-experts model"
+        )
     for position, block in enumerate(blocks):
         rule = matching_rule(block)
         block.gate.register_forward_hook(_keep_logits)
@@ -55,7 +57,9 @@ def matching_rule(block: nn.Module) -> Weights:
     """The rule that reproduces this block's gate weights bit for bit on random input."""
     seen: dict[str, Any] = {}
     handles = [
-        block.gate.register_forward_hook(lambda m, a, out: seen.update(logits=out[0] if isinstance(out, tuple) else out)),
+        block.gate.register_forward_hook(
+            lambda m, a, out: seen.update(logits=out[0] if isinstance(out, tuple) else out)
+        ),
         block.experts.register_forward_pre_hook(lambda m, a: seen.update(index=a[1], weights=a[2])),
     ]
     parameter = next(block.gate.parameters())

@@ -9,13 +9,9 @@ from torch import Tensor
 
 from miles_core.data.batch import Batch
 from miles_core.plugin.hooks import hookimpl
-from miles_core.stash import StashKey
 from miles_core.train.trainer import Context, Output
 from miles_r3 import ROUTES
 from miles_r3.embedded import OWN, REPLAY
-
-#: pass -> [token-layer pairs that differ, pairs, tokens with any difference, tokens]
-COUNTS = StashKey[dict[str, float]]()
 
 
 class R3:
@@ -36,20 +32,13 @@ class R3:
                 column = micro_batch.columns[ROUTES.name]
                 ctx.state[REPLAY] = routes_of_rows(column, ctx.rows, experts)
                 output = inner(chunk, micro_batch, ctx)
-                count_differences(run.stash.setdefault(COUNTS, {}), ctx)
+                if ctx.kind == "train":
+                    ctx.metrics.update(differences(ctx))
                 return output
 
             return forward
 
         return wrap
-
-    @hookimpl
-    def on_step(self, run: Any, metrics: dict[str, float]) -> None:
-        counts = run.stash.get(COUNTS, {})
-        if counts.get("tokens"):
-            metrics["r3/tokens_differing"] = counts["tokens_differing"] / counts["tokens"]
-            metrics["r3/routers_differing"] = counts["pairs_differing"] / counts["pairs"]
-        run.stash[COUNTS] = {}
 
 
 def routes_of_rows(column: Tensor, rows: Tensor, experts: int = 0) -> Tensor:
@@ -68,18 +57,16 @@ def routes_of_rows(column: Tensor, rows: Tensor, experts: int = 0) -> Tensor:
     return routes
 
 
-def count_differences(counts: dict[str, float], ctx: Context) -> None:
-    """How often the trainer's own top-k differs, as sets, from the replayed one (first pass over each row only)."""
+def differences(ctx: Context) -> dict[str, tuple[Tensor, Tensor]]:
+    """How often the trainer's own top-k differs, as sets, from the replayed one: fraction of (token, layer) pairs and of
+    tokens with any difference."""
     own = ctx.state.pop(OWN, None)
     if not own:
-        return
+        return {}
     replayed = ctx.state[REPLAY].sort(-1).values
     mine = torch.stack([own[i] for i in sorted(own)], dim=1).sort(-1).values
     differs = (mine != replayed).any(-1)
-    for name, value in (
-        ("pairs_differing", differs.sum()),
-        ("pairs", differs.numel()),
-        ("tokens_differing", differs.any(-1).sum()),
-        ("tokens", len(differs)),
-    ):
-        counts[name] = counts.get(name, 0.0) + float(value)
+    return {
+        "r3/routers_differing": (differs.sum(), torch.tensor(differs.numel())),
+        "r3/tokens_differing": (differs.any(-1).sum(), torch.tensor(len(differs))),
+    }

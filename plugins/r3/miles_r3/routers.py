@@ -48,7 +48,12 @@ RULES: tuple[Weights, ...] = (softmax_then_gather, sigmoid_scaled, sigmoid_plain
 
 def setting(block: nn.Module, name: str, default: object) -> object:
     """A router setting, wherever this version of the family keeps it: the gate, the block or the configuration."""
-    for owner in (getattr(block, "gate", None), block, getattr(block, "config", None), getattr(block.experts, "config", None)):
+    for owner in (
+        getattr(block, "gate", None),
+        block,
+        getattr(block, "config", None),
+        getattr(block.experts, "config", None),
+    ):
         value = getattr(owner, name, None)
         if value is not None:
             return value

@@ -17,7 +17,9 @@ class TisConfig:
     clip: float = option(2.0, flag="--tis-clip", help="upper bound of a weight")
     clip_low: float = option(0.0, flag="--tis-clip-low", help="lower bound of a weight")
     level: Literal["token", "sequence", "geometric"] = option(
-        "token", flag="--tis-level", help="what a weight belongs to: a token, or a sequence by product or geometric mean"
+        "token",
+        flag="--tis-level",
+        help="what a weight belongs to: a token, or a sequence by product or geometric mean",
     )
     mode: Literal["truncate", "clip", "mask"] = option(
         "truncate", flag="--tis-mode", help="truncate: cut at the upper bound; clip: at both; mask: weight 0 outside"

@@ -90,9 +90,7 @@ def test_metrics_only_leaves_the_loss_untouched():
     assert float(total / count) == pytest.approx((1.051271 + 2.718282 + 1 + 0.367879) / 4, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options", [{"clip": 0.5}, {"clip_low": 1.5}, {"threshold": 0.0}, {"threshold": -2.0}]
-)
+@pytest.mark.parametrize("options", [{"clip": 0.5}, {"clip_low": 1.5}, {"threshold": 0.0}, {"threshold": -2.0}])
 def test_bounds_in_the_wrong_order_are_refused(options):
     with pytest.raises(ConfigError, match="tis"):
         importance_correction(inputs(), TisConfig(use=True, **options))
