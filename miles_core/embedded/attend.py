@@ -1,9 +1,8 @@
 """How rows attend: to a packed prompt, and to a shared prompt plus their own tokens.
 
-Decoding attends to the two stores of the cache in two parts and joins the partial softmaxes exactly (the running
-maximum and sum of Milakov and Gimelshein 2018, as FlashAttention does between blocks). The rows of a group are
-stacked as queries against one copy of their prompt, so its keys and values are read once a group instead of once a row.
-Scores, maxima and sums are float32 whatever the model's type.
+Decoding multiplies queries with the two stores of the cache apart and takes one softmax over both. The rows of a group
+are stacked as queries against one copy of their prompt, so its keys and values are read once a group and not once a row.
+Scores and softmax are float32 whatever the model's type.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from miles_core.embedded.cache import Cache, to_device
+from miles_core.embedded.cache import Cache, round_up, to_device
 from miles_core.train.trainer import Context
 
-_NEVER = -1e30  # finite: a fully masked padding query must not become NaN
+_NEVER = -1e30
+#: Own tokens are attended to in multiples of this: products over very few columns take a slow path on a CPU.
+_STEP = 16
 
 
 class PromptCall:
@@ -84,10 +85,10 @@ class Layout:
         self.even = bool((self.counts == self.queries).all())
         self.before = own.lengths[self.slots].copy()
         self.after = self.before + self.counts
-        self.width = int(self.after.max())
+        self.width = round_up(int(self.after.max()), _STEP)
         own.reserve(own.size, self.width)
         self.dense = bool((self.slots == np.arange(self.rows)).all())
-        self.level = bool((self.after == self.width).all())
+        self.level = bool((self.after == self.after[0]).all())
         self._groups()
 
     def _groups(self) -> None:
@@ -109,18 +110,15 @@ class Layout:
         self.scatter = None if straight else to_device(scatter, self.device)
         dense = bool((used == np.arange(self.groups)).all())
         self.prefix_slots = None if dense else to_device(used, self.device)
-        self.prefix_mask = None
-        if int(lengths.min()) < self.prefix_width:
-            hidden = np.arange(self.prefix_width) >= lengths[:, None]
-            self.prefix_mask = to_device(np.where(hidden, np.float32(_NEVER), np.float32(0)), self.device)
+        self.prefix_lengths = lengths[group]
 
     @cached_property
-    def own_mask(self) -> Tensor | None:
-        """[rows, queries, width] float32 to add to scores; None when every query sees every column."""
-        if self.queries == 1 and self.level:
-            return None
+    def mask(self) -> Tensor:
+        """[rows, queries, prefix_width + width] float32 to add to scores: 0 where a query sees a token."""
+        hidden = np.empty((self.rows, self.queries, self.prefix_width + self.width), bool)
+        hidden[:, :, : self.prefix_width] = np.arange(self.prefix_width) >= self.prefix_lengths[:, None, None]
         last = self.before[:, None] + np.arange(self.queries)
-        hidden = np.arange(self.width) > last[:, :, None]
+        hidden[:, :, self.prefix_width :] = np.arange(self.width) > last[:, :, None]
         return to_device(np.where(hidden, np.float32(_NEVER), np.float32(0)), self.device)
 
     @cached_property
@@ -166,7 +164,7 @@ class Layout:
     def write(self, slab: Tensor, flat: Tensor) -> None:
         """Store the fed tokens' entries, flat [tokens, heads, ...], in an own slab."""
         if self.queries == 1 and self.level and self.dense:
-            slab[: self.rows, :, self.width - 1] = flat
+            slab[: self.rows, :, int(self.before[0])] = flat
         else:
             slab[self.token_slots, :, self.token_columns] = flat
 
@@ -178,59 +176,64 @@ class DecodeCall:
         self.ctx, self.layout = ctx, layout
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        lay, own = self.layout, self.layout.cache.own
-        slabs = []
-        for kind, t in (("k", key), ("v", value)):
-            slab = own.slab((kind, module.layer_idx), t.shape[1], t.shape[3:], t)
-            lay.write(slab, t[0].transpose(0, 1))
-            slabs.append(slab)
+        lay = self.layout
+        own_k, own_v = (self._append(kind, module.layer_idx, t) for kind, t in (("k", key), ("v", value)))
         heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
-        # One batch entry a (row, kv head), its queries and the heads that share it as matrix rows.
-        stacked = lay.queries * (heads // kv_heads)
+        shared = heads // kv_heads
+        # One matrix a (row, kv head); its rows are the queries, and the heads that share the kv head.
         q = query[0].transpose(0, 1)
         if not lay.even:
             q = q.index_select(0, lay.query_pad)
-        q = q.reshape(lay.rows, lay.queries, kv_heads, heads // kv_heads, dim).transpose(1, 2)
-        q = q.reshape(lay.rows, kv_heads, stacked, dim)
-        parts = [self._own(q, *slabs, scaling), self._prefix(q, module.layer_idx, scaling)]
-        out = _join(parts).to(value.dtype)
-        out = out.view(lay.rows, kv_heads, lay.queries, heads // kv_heads, -1).transpose(1, 2)
-        out = out.reshape(lay.rows * lay.queries, heads, -1)
+        q = q.reshape(lay.rows, lay.queries, kv_heads, shared, dim).transpose(1, 2)
+        q = q.reshape(lay.rows, kv_heads, lay.queries * shared, dim).contiguous()
+
+        weights = self._weights(q, module.layer_idx, own_k, shared, scaling).to(value.dtype)
+        of_prompt, of_own = weights.split([lay.prefix_width, lay.width], -1)
+        slab = lay.cache.prefixes.slabs["v", module.layer_idx]
+        v = _batch(slab, lay.groups, lay.prefix_slots, lay.prefix_width)
+        out = self._by_row(_product(self._by_group(of_prompt), v), kv_heads)
+        v = _batch(own_v, lay.rows, lay.own_slots, lay.width)
+        out = out + _product(of_own.reshape(lay.rows * kv_heads, -1, lay.width), v).view(out.shape)
+
+        out = out.view(lay.rows, kv_heads, lay.queries, shared, -1).transpose(1, 2)
+        out = out.reshape(lay.rows * lay.queries, heads, -1).to(value.dtype)
         if not lay.even:
             out = out.index_select(0, lay.query_unpad)
         return out.unsqueeze(0)
 
-    def _own(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _weights(self, q: Tensor, layer: int, own_k: Tensor, shared: int, scaling: float) -> Tensor:
+        """Softmax over prompt and own tokens, [rows, kv_heads, queries * shared, prefix_width + width] float32."""
         lay = self.layout
-        rows, kv_heads, stacked, _ = q.shape
-        mask = lay.own_mask
-        if mask is not None:
-            repeat = stacked // lay.queries
-            mask = mask[:, None, :, None].expand(-1, kv_heads, -1, repeat, -1)
-            mask = mask.reshape(rows * kv_heads, stacked, lay.width)
-        k, v = (_batch(slab, rows, lay.own_slots, lay.width) for slab in (keys, values))
-        parts = _partial(q.reshape(rows * kv_heads, stacked, -1), k, v, scaling, mask)
-        return tuple(p.view(rows, kv_heads, stacked, -1) for p in parts)  # type: ignore[return-value]
+        rows, kv_heads, stacked, dim = q.shape
+        k = _batch(lay.cache.prefixes.slabs["k", layer], lay.groups, lay.prefix_slots, lay.prefix_width)
+        of_prompt = self._by_row(_product(self._by_group(q), k.transpose(1, 2)), kv_heads)
+        k = _batch(own_k, rows, lay.own_slots, lay.width)
+        of_own = _product(q.view(rows * kv_heads, stacked, dim), k.transpose(1, 2))
+        scores = torch.cat([of_prompt, of_own.view(rows, kv_heads, stacked, lay.width)], -1).mul_(scaling)
+        by_query = scores.view(rows, kv_heads, lay.queries, shared, -1)
+        by_query += lay.mask[:, None, :, None]
+        return scores.softmax(-1)
 
-    def _prefix(self, q: Tensor, layer: int, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
-        lay = self.layout
-        _, kv_heads, stacked, dim = q.shape
+    def _append(self, kind: str, layer: int, fed: Tensor) -> Tensor:
+        """Write the fed tokens' keys or values; returns the slab."""
+        slab = self.layout.cache.own.slab((kind, layer), fed.shape[1], fed.shape[3:], fed)
+        self.layout.write(slab, fed[0].transpose(0, 1))
+        return slab
+
+    def _by_group(self, by_row: Tensor) -> Tensor:
+        """[rows, kv_heads, m, n] -> [groups * kv_heads, members * m, n]."""
+        lay, (_, kv_heads, m, n) = self.layout, by_row.shape
         if lay.gather is not None:
-            q = q.index_select(0, lay.gather)
-        q = q.view(lay.groups, lay.members, kv_heads, stacked, dim).transpose(1, 2)
-        slabs = lay.cache.prefixes.slabs
-        k, v = (_batch(slabs[kind, layer], lay.groups, lay.prefix_slots, lay.prefix_width) for kind in ("k", "v"))
-        mask = lay.prefix_mask
-        if mask is not None:
-            mask = mask[:, None].expand(-1, kv_heads, -1).reshape(lay.groups * kv_heads, 1, lay.prefix_width)
-        parts = _partial(q.reshape(lay.groups * kv_heads, lay.members * stacked, dim), k, v, scaling, mask)
+            by_row = by_row.index_select(0, lay.gather)
+        stacked = by_row.view(lay.groups, lay.members, kv_heads, m, n).transpose(1, 2)
+        return stacked.reshape(lay.groups * kv_heads, lay.members * m, n)
 
-        def back(part: Tensor) -> Tensor:
-            rows = part.view(lay.groups, kv_heads, lay.members, stacked, -1).transpose(1, 2)
-            rows = rows.reshape(lay.groups * lay.members, kv_heads, stacked, -1)
-            return rows if lay.scatter is None else rows.index_select(0, lay.scatter)
-
-        return tuple(back(p) for p in parts)  # type: ignore[return-value]
+    def _by_row(self, by_group: Tensor, kv_heads: int) -> Tensor:
+        """The inverse of ``_by_group``."""
+        lay, n = self.layout, by_group.shape[-1]
+        rows = by_group.view(lay.groups, kv_heads, lay.members, -1, n).transpose(1, 2)
+        rows = rows.reshape(lay.groups * lay.members, kv_heads, -1, n)
+        return rows if lay.scatter is None else rows.index_select(0, lay.scatter)
 
 
 def _batch(slab: Tensor, count: int, slots: Tensor | None, width: int) -> Tensor:
@@ -240,17 +243,6 @@ def _batch(slab: Tensor, count: int, slots: Tensor | None, width: int) -> Tensor
     return slab.view(-1, *slab.shape[2:])[: count * slab.shape[1], :width]
 
 
-def _partial(q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised attention over one part: q [b, m, d], k [b, t, d], v [b, t, e] -> weighted sum of v [b, m, e],
-    maximum [b, m, 1] and sum [b, m, 1] of the scores' exponentials, all float32."""
-    scores = _product(q, k.transpose(1, 2)).mul_(scaling)
-    if mask is not None:
-        scores += mask
-    top = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(top).exp_()
-    return _product(weights.to(v.dtype), v), top, weights.sum(-1, keepdim=True)
-
-
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """bmm with a float32 result. Half-precision operands multiply exactly in float32."""
     if a.dtype == torch.float32:
@@ -258,11 +250,3 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())
-
-
-def _join(parts: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Join two partial softmaxes."""
-    (out_a, top_a, sum_a), (out_b, top_b, sum_b) = parts
-    top = torch.maximum(top_a, top_b)
-    scale_a, scale_b = (top_a - top).exp_(), (top_b - top).exp_()
-    return (out_a * scale_a + out_b * scale_b) / (sum_a * scale_a + sum_b * scale_b)

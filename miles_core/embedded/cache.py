@@ -40,7 +40,7 @@ class Store:
         if slots <= self.slots and width <= self.width:
             return
         slots = self.slots if slots <= self.slots else max(slots, min(2 * self.slots, slots + 256))
-        width = self.width if width <= self.width else _round_up(max(width, min(2 * self.width, width + 1024)), _WIDTH)
+        width = self.width if width <= self.width else round_up(max(width, min(2 * self.width, width + 1024)), _WIDTH)
         used = int(self.lengths[: self.size].max(initial=0))
         for key, old in self.slabs.items():
             new = old.new_zeros(slots, old.shape[1], width, *old.shape[3:])
@@ -73,7 +73,8 @@ class Store:
         return holes, movers
 
 
-def _round_up(value: int, step: int) -> int:
+def round_up(value: int, step: int) -> int:
+    """The next multiple of ``step``."""
     return -(-value // step) * step
 
 
