@@ -1,42 +1,122 @@
 """The contract of a number format.
 
-One object per format serves the trainer's forward, the weight export, the engine and the checkpoint converter, so that all of them
-hold the same bytes. A format describes how one weight matrix is stored; core derives everything else from it.
+One object per format serves the trainer's forward, the weight export, the engine and the checkpoint converter, so that all of
+them hold the same bytes. A format says how one weight matrix is stored; what core derives from it: the embedded trainer's
+fake-quantised forward (``precision.train``), what travels at a weight sync and what the engine computes with
+(``sync.encode``), which weights are left alone (``precision.select``), and the suite a new format must pass
+(``testing.FormatContract``).
+
+A weight is a matrix [N, K] in the layout of the checkpoint: one row an output feature, blocks along K. What is encoded is the
+model copy of the weight, never an FP32 master kept beside it, and arithmetic is FP32.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from miles_core.config.config import Config
+
+#: Suffix of a stored tensor -> the tensor; see ``Stored``.
+Parts = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor a weight is stored as. ``X.weight`` is written as ``X.<suffix>``, one for each suffix."""
+
+    suffix: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it occupies."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class Format(ABC):
-    """How weights are stored in one number format.
+    """How weights are stored in one number format. Instances are immutable and hold no weights.
 
     Attributes:
         name: as in ``--rollout-precision``.
-        tile: (rows, columns) of the block that shares one scale; a row is one output feature, columns run along K.
+        tile: (rows, columns) of the block that shares one scale. A shard may cut a weight only between tiles.
+        couple: groups of sibling projections that are encoded with common ``stats``, e.g. ``(("gate_proj", "up_proj"),)``;
+            one member without the others is an error.
+        exact: quantising what was dequantised (kept in FP32) gives the same bytes again; a format that only promises the
+            same values says False.
+        error: relative RMS error of the round trip on N(0, 1), rounded up: the bound the contract's tests hold it to.
+        skip: selectors of weights the user wants left alone, beside those that always are (``precision.select``).
+        skip_origin: the flag ``skip`` came from, for messages.
     """
 
     name: str
     tile: tuple[int, int]
+    couple: tuple[tuple[str, ...], ...] = ()
+    exact: bool = True
+    error: float
+    skip: tuple[str, ...] = ()
+    skip_origin: str = "the list of weights to leave alone"
+
+    @classmethod
+    def from_config(cls, config: Config) -> Format:
+        """The format as this run's options want it; a format with options overrides this."""
+        return cls()
+
+    def refuse(self, shape: tuple[int, int]) -> str | None:
+        """Why a weight of this shape cannot be stored, with the sizes that could; None when it can.
+
+        Continues the sentence ``NAME [N, K] cannot be stored as FORMAT: ...``."""
+        return None
 
     @abstractmethod
-    def refuse(self, name: str, shape: tuple[int, ...]) -> str | None:
-        """Why this tensor cannot be stored in this format, as a sentence with name, shape and what would fit; else None."""
+    def storage(self, shape: tuple[int, int]) -> tuple[Stored, ...]:
+        """The tensors a weight [N, K] becomes."""
+
+    def stats(self, weight: Tensor) -> Tensor | None:
+        """What ``quantize`` must know of the whole weight, FP32; None when every tile stands for itself.
+
+        Core takes the elementwise maximum over coupled weights and over shards before it quantises any of them."""
+        return None
 
     @abstractmethod
-    def quantize(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """weight [N, K] of the model copy -> stored name -> tensor. ``name`` is the checkpoint name ``X.weight``.
+    def quantize(self, weight: Tensor, stats: Tensor | None = None, out: Parts | None = None) -> Parts:
+        """weight [N, K], finite, any floating dtype -> suffix -> tensor, as ``storage`` declares.
 
-        Raises MilesError naming the tensor when it holds NaN or Inf."""
+        Args:
+            weight: read in FP32; may be a strided view.
+            stats: reduced ``stats``; None takes those of this weight alone.
+            out: write into these tensors and return them, instead of making new ones.
+        """
 
     @abstractmethod
-    def dequantize(self, name: str, parts: dict[str, Tensor]) -> Tensor:
-        """Inverse of ``quantize``: [N, K] float32, exactly what the codes mean."""
+    def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Suffix -> tensor -> [N, K] FP32: exactly the numbers the codes mean."""
 
     @abstractmethod
     def config(self, unquantized: list[str]) -> dict[str, Any]:
-        """The ``quantization_config`` block of config.json."""
+        """The ``quantization_config`` block of config.json. ``unquantized``: names of the modules that are left alone."""
+
+    def nbytes(self, shape: tuple[int, int]) -> int:
+        """Bytes of a stored weight [N, K]."""
+        return sum(stored.nbytes for stored in self.storage(shape))
+
+
+def part_name(name: str, suffix: str) -> str:
+    """``X.weight``, ``weight_scale_inv`` -> ``X.weight_scale_inv``."""
+    return f"{name.rpartition('.')[0]}.{suffix}"
+
+
+def store(parts: Parts, out: Parts | None) -> Parts:
+    """``parts``, or ``out`` after they were copied into it: the last line of a ``quantize``."""
+    if out is None:
+        return parts
+    for suffix, tensor in parts.items():
+        out[suffix].copy_(tensor)
+    return out

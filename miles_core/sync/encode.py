@@ -1,42 +1,134 @@
-"""Encoding the export stream with the run's number format."""
+"""Encoding the export stream with the run's number format, and reading it back.
+
+The same codec serves the weight sync (trainer encodes, engine decodes) and the trainer's own fake-quantised forward, so both
+sides compute with the same codes. Weights are encoded again at every sync; nothing is kept between two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
-from miles_core.precision.format import Format
+from miles_core.errors import ConfigError, MilesError
+from miles_core.precision.format import Format, part_name
+from miles_core.precision.select import Selector
 from miles_core.sync.unit import Encoded, Unit
 
-Selector = Callable[[str, tuple[int, ...]], bool]
+log = logging.getLogger(__name__)
 
 
 class Codec:
     """Encodes units for the engine and decodes them on the other side.
 
     Args:
-        format: the rollout's number format, or None to send tensors as they are.
-        select: which checkpoint tensors the format applies to.
+        format: the number format; None sends every tensor as it is.
+        selector: which checkpoint tensors the format applies to.
     """
 
-    def __init__(self, format: Format | None = None, select: Selector | None = None) -> None:
-        self.format, self.select = format, select
+    def __init__(self, format: Format | None = None, selector: Selector | None = None) -> None:
+        self.format = format
+        if selector is None:
+            selector = Selector() if format is None else Selector(format.skip, format.skip_origin)
+        self.selector = selector
+        self._checked = False
 
-    def encode(self, units: Iterator[Unit]) -> Iterator[Encoded]:
-        """Encoded tensors in the order of the stream."""
+    def encode(self, units: Iterable[Unit]) -> Iterator[Encoded]:
+        """Encoded tensors in the order of the stream.
+
+        Raises:
+            MilesError: a weight that holds NaN or Inf, or that the format cannot store; names the tensor.
+            ConfigError: at the end of the first stream, a selector that matched none of its tensors.
+        """
+        seen: dict[str, tuple[int, ...]] = {}
         for unit in units:
-            for name, tensor in unit.tensors.items():
-                if self.format is not None and self.select is not None and self.select(name, tuple(tensor.shape)):
-                    yield Encoded(name, self.format.quantize(name, tensor), self.format.name)
-                else:
-                    yield Encoded(name, {name: tensor})
+            if not self._checked:
+                seen |= {name: tuple(tensor.shape) for name, tensor in unit.tensors.items()}
+            yield from self.encode_unit(unit)
+        self.check(seen)
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Hold the selectors against all tensors of the checkpoint, once. Raises ConfigError, see ``Selector.check``."""
+        if self.format is not None and not self._checked:
+            for note in self.selector.check(shapes):
+                log.info("%s", note)
+        self._checked = True
+
+    @torch.no_grad()
+    def encode_unit(self, unit: Unit) -> list[Encoded]:
+        """One unit's tensors, in its order; coupled weights share their statistics."""
+        format = self.format
+        if format is None:
+            return [Encoded(name, {name: tensor}) for name, tensor in unit.tensors.items()]
+        chosen = {n: t for n, t in unit.tensors.items() if self.selector(n, tuple(t.shape))}
+        for name, tensor in chosen.items():
+            _check(format, name, tensor)
+        stats = _shared_stats(format, chosen, list(unit.tensors))
+        return [
+            Encoded(n, named(n, format.quantize(t, stats[n])), format.name) if n in chosen else Encoded(n, {n: t})
+            for n, t in unit.tensors.items()
+        ]
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """The values an encoded tensor stands for."""
+        """The values an encoded tensor stands for: FP32, or the tensor itself where it travels as it is."""
         if not encoded.format:
             return encoded.parts[encoded.name]
         if self.format is None or encoded.format != self.format.name:
-            mine = self.format.name if self.format else "no format"
-            raise ValueError(f"{encoded.name} arrived as {encoded.format}, this engine was built for {mine}")
-        return self.format.dequantize(encoded.name, encoded.parts)
+            mine = f"for {self.format.name}" if self.format else "without a number format"
+            raise ConfigError(
+                f"{encoded.name} arrived as {encoded.format}, but this engine was built {mine}; trainer and engine must be "
+                "started with the same --rollout-precision"
+            )
+        return self.format.dequantize({part.rpartition(".")[2]: t for part, t in encoded.parts.items()})
+
+
+def named(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A format's parts under the names they are stored by."""
+    return {part_name(name, suffix): tensor for suffix, tensor in parts.items()}
+
+
+def _check(format: Format, name: str, weight: Tensor) -> None:
+    """Refuse what the format cannot store."""
+    why = format.refuse((weight.shape[0], weight.shape[1]))
+    if why is not None:
+        raise ConfigError(f"{name} {list(weight.shape)} cannot be stored as {format.name}: {why}")
+    if not weight.numel():
+        return
+    low, high = torch.aminmax(weight)  # one pass without a mask in memory; NaN comes through
+    if bool(low.isfinite() & high.isfinite()):
+        return
+    bad = ~weight.isfinite()
+    first = bad.nonzero()[0].tolist()
+    raise MilesError(
+        f"{name} holds {int(bad.sum())} values that are NaN or Inf, the first ({weight[tuple(first)].item()}) at {first}; it "
+        "cannot be quantised. The weights went wrong in training or in the checkpoint: look at the last gradient norms, or "
+        "resume from an earlier step with a lower --lr"
+    )
+
+
+def _shared_stats(format: Format, chosen: dict[str, Tensor], present: list[str]) -> dict[str, Tensor | None]:
+    """Each weight's statistics, reduced over the weights it is coupled with."""
+    stats: dict[str, Tensor | None] = {name: format.stats(tensor) for name, tensor in chosen.items()}
+    for name in chosen:
+        members = _members(format, name)
+        absent = [m for m in members if m not in chosen]
+        if absent:
+            how = "is left alone by a selector" if absent[0] in present else "did not come with it"
+            raise ConfigError(
+                f"{name}: {format.name} encodes it together with {absent[0]}, which {how}; both or neither can be quantised"
+            )
+        together = [s for s in (stats[m] for m in members) if s is not None]
+        if len(together) > 1:
+            joint = torch.stack(together).amax(0)
+            stats.update(dict.fromkeys(members, joint))
+    return stats
+
+
+def _members(format: Format, name: str) -> list[str]:
+    """Names of the weights that are encoded with ``name``, itself included; empty when it stands alone."""
+    stem, _, leaf = name.rpartition(".")
+    parent, _, last = stem.rpartition(".")
+    group = next((group for group in format.couple if last in group), ())
+    return [f"{parent}.{member}.{leaf}" for member in group]

@@ -1,0 +1,42 @@
+"""FP8 weights in blocks of 128 x 128 (DeepSeek-V3 style) for miles-core."""
+
+from miles_core.plugin.manifest import Pair, Plugin, Rule
+from miles_fp8.config import Fp8Config
+
+__version__ = "0.1.0"
+
+_TENSOR_CORES = Rule(
+    needs="gpu.sm >= 90",
+    because="block-wise FP8 products need the FP8 tensor cores of Hopper or later",
+    hardware=True,
+)
+_DRIFT = (
+    Rule(
+        needs="plugin.r3",
+        when="model.moe",
+        because="with FP8 rollout and BF16 training the two sides route tokens to different experts",
+    ),
+    Rule(
+        needs="plugin.tis",
+        when="model.moe",
+        because="with FP8 rollout and BF16 training sampled and trained probabilities differ",
+    ),
+)
+
+plugin = Plugin(
+    name="fp8",
+    summary="FP8 (E4M3) weights in 128x128 blocks, for the engine alone or for engine and trainer",
+    version=__version__,
+    core="~=0.1",
+    config=Fp8Config,
+    formats={"fp8": "miles_fp8.format:Fp8"},
+    claims={"precision": "a run has one low-precision format"},
+    pairs=(
+        Pair("fp8", "bf16", rules=(_TENSOR_CORES,), recommends=_DRIFT),
+        Pair("fp8", "fp8", rules=(_TENSOR_CORES,)),
+    ),
+    aliases={
+        "--rollout-fp8": {"rollout.precision": "fp8"},
+        "--train-fp8": {"train.precision": "fp8"},
+    },
+)
