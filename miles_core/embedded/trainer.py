@@ -25,6 +25,7 @@ from miles_core.embedded.model import backbone, decoder_layers, load_model
 from miles_core.embedded.optimizer import Optimizer, OptimizerConfig
 from miles_core.embedded.packing import Packing, pack
 from miles_core.embedded.split import split
+from miles_core.precision.build import fake_quantize
 from miles_core.sync.unit import Unit
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.trainer import Context, LossFunction, Output, Parts, Pass, Trainer
@@ -237,6 +238,7 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     def build(role: str) -> nn.Module:
         model = load_model(start, dtype, device, config.model.trust_remote_code)
         run.hooks.on("on_model", run=run, policy=policy, model=model, role=role)
+        fake_quantize(run, model)
         return model
 
     return EmbeddedTrainer(build("train"), trainer_config(config), lambda: build("ref"))

@@ -22,8 +22,8 @@ def make_codec(run: Run) -> Codec:
 
 
 def fake_quantize(run: Run, model: nn.Module) -> FakeQuantizer | None:
-    """Make a model of the embedded trainer (the policy or its reference) compute in ``train.precision``; None when that is
-    the plain model copy. Call it when every other hook has seen the model."""
+    """Make a model of the embedded trainer (the policy or its reference) compute in ``train.precision``; None when
+    that is the plain model copy. Call it when every other hook has seen the model."""
     codec = _codec(run, run.config.train.precision)
     return None if codec.format is None else install(model, codec)
 

@@ -1,13 +1,13 @@
 """The contract of a number format.
 
-One object per format serves the trainer's forward, the weight export, the engine and the checkpoint converter, so that all of
-them hold the same bytes. A format says how one weight matrix is stored; what core derives from it: the embedded trainer's
-fake-quantised forward (``precision.train``), what travels at a weight sync and what the engine computes with
-(``sync.encode``), which weights are left alone (``precision.select``), and the suite a new format must pass
-(``testing.FormatContract``).
+One object per format serves the trainer's forward, the weight export, the engine and the checkpoint converter, so
+that all of them hold the same bytes. A format says how one weight matrix is stored; what core derives from it: the
+embedded trainer's fake-quantised forward (``precision.train``), what travels at a weight sync and what the engine
+computes with (``sync.encode``), which weights are left alone (``precision.select``), and the suite a new format must
+pass (``testing.FormatContract``).
 
-A weight is a matrix [N, K] in the layout of the checkpoint: one row an output feature, blocks along K. What is encoded is the
-model copy of the weight, never an FP32 master kept beside it, and arithmetic is FP32.
+A weight is a matrix [N, K] in the layout of the checkpoint: one row an output feature, blocks along K. What is
+encoded is the model copy of the weight, never an FP32 master kept beside it, and arithmetic is FP32.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Format(ABC):
     Attributes:
         name: as in ``--rollout-precision``.
         tile: (rows, columns) of the block that shares one scale. A shard may cut a weight only between tiles.
-        couple: groups of sibling projections that are encoded with common ``stats``, e.g. ``(("gate_proj", "up_proj"),)``;
-            one member without the others is an error.
-        exact: quantising what was dequantised (kept in FP32) gives the same bytes again; a format that only promises the
-            same values says False.
-        error: relative RMS error of the round trip on N(0, 1), rounded up: the bound the contract's tests hold it to.
+        couple: groups of sibling projections that are encoded with common ``stats``, as in
+            ``(("gate_proj", "up_proj"),)``; one member without the others is an error.
+        exact: quantising what was dequantised (kept in FP32) gives the same bytes again; False where only the values
+            stay the same.
+        error: relative RMS error of the round trip on N(0, 1), rounded up: the bound its tests hold the format to.
         skip: selectors of weights the user wants left alone, beside those that always are (``precision.select``).
         skip_origin: the flag ``skip`` came from, for messages.
     """
@@ -101,7 +101,7 @@ class Format(ABC):
 
     @abstractmethod
     def config(self, unquantized: list[str]) -> dict[str, Any]:
-        """The ``quantization_config`` block of config.json. ``unquantized``: names of the modules that are left alone."""
+        """The ``quantization_config`` block of config.json. ``unquantized``: names of modules left alone."""
 
     def nbytes(self, shape: tuple[int, int]) -> int:
         """Bytes of a stored weight [N, K]."""

@@ -1,10 +1,10 @@
 """Which weights a number format applies to.
 
-A number format applies to the matrices of linear layers and experts. Norms, embeddings, ``lm_head``, routers, biases, 1-D
-tensors and MTP's ``eh_proj`` always keep their precision; a run adds selectors of its own. One dialect, over Hugging Face
-parameter names: a selector with a ``*`` is a glob for the whole name, any other is a substring, and ``_`` does not
-count (``layer_norm`` finds ``input_layernorm``). Engine and trainer ask the same selector, so both leave the same weights
-alone.
+A number format applies to the matrices of linear layers and experts. Norms, embeddings, ``lm_head``, routers, biases,
+1-D tensors and MTP's ``eh_proj`` always keep their precision; a run adds selectors of its own. One dialect, over
+Hugging Face parameter names: a selector with a ``*`` is a glob for the whole name, any other is a substring, and
+``_`` does not count (``layer_norm`` finds ``input_layernorm``). Engine and trainer ask the same selector, so both
+leave the same weights alone.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Selector:
             left_alone = next((f"{self.origin}: {s}" for s in self.skip if matches(s, name)), None)
         if left_alone is None and len(shape) > 2:
             raise ConfigError(
-                f"{name} {list(shape)} holds all experts in one checkpoint tensor, which cannot be quantised yet (each expert "
-                f"is quantised apart): use bf16, or leave them alone with {self.origin}"
+                f"{name} {list(shape)} holds all experts in one checkpoint tensor, which cannot be quantised yet "
+                f"(each expert is quantised apart): use bf16, or leave them alone with {self.origin}"
             )
         return left_alone
 

@@ -1,12 +1,12 @@
 """The embedded trainer's fake-quantised forward: weights in a low precision, gradients and optimiser in full.
 
-Where a layer would read its weight it finds ``dequantise(quantise(weight))`` in the model's dtype: the numbers an engine with the
-same format computes with, from the same codes, because both go through ``Codec`` one checkpoint tensor at a time (each
-expert apart, gate and up apart, however the module joins them). The backward pass is straight-through: the gradient of the
-quantised weight is the gradient of the weight.
+Where a layer would read its weight it finds ``dequantise(quantise(weight))`` in the model's dtype: the numbers an
+engine with the same format computes with, from the same codes, because both go through ``Codec`` one checkpoint
+tensor at a time (each expert apart, gate and up apart, however the module joins them). The backward pass is
+straight-through: the gradient of the quantised weight is the gradient of the weight.
 
-A weight is quantised once after it changed, not once a micro-batch. The parameter itself is never touched: outside of its
-module's forward, everybody (optimiser, export, checkpoints, other hooks) sees the plain one.
+A weight is quantised once after it changed, not once a micro-batch. The parameter itself is never touched: outside of
+its module's forward, everybody (optimiser, export, checkpoints, other hooks) sees the plain one.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Group:
 class FakeQuantizer:
     """Holds the quantised values of one model and puts them where its layers look; see the module's paragraph.
 
-    Values are made when a layer first needs them, and again after any torch optimiser stepped or the parameter was replaced or
-    written in place. Writing through ``.data``, or an optimiser that is not a ``torch.optim.Optimizer``, goes unnoticed: call
-    ``forget`` after it.
+    Values are made when a layer first needs them, and again after any torch optimiser stepped or the parameter was
+    replaced or written in place. Writing through ``.data``, or an optimiser that is not a ``torch.optim.Optimizer``,
+    goes unnoticed: call ``forget`` after it.
 
     Args:
         model: prepared by ``miles_core.embedded.model``.
@@ -107,8 +107,8 @@ class _StraightThrough(torch.autograd.Function):
 class _Shadow:
     """Forward hooks of one module: while it runs, its attribute hides the parameter of the same name.
 
-    Only the instance's dictionary changes, which attribute access consults before parameters. A recomputation runs submodules with their
-    hooks, so it sees the same values."""
+    Only the instance's dictionary changes, which attribute access consults before parameters. A recomputation runs
+    submodules with their hooks, so it sees the same values."""
 
     def __init__(self, quantizer: FakeQuantizer, sources: dict[str, str]) -> None:
         self.quantizer, self.sources = quantizer, sources
@@ -129,7 +129,7 @@ def install(model: nn.Module, codec: Codec) -> FakeQuantizer:
     """Make ``model`` compute with weights in the codec's format; see the module's paragraph.
 
     Args:
-        model: prepared by ``miles_core.embedded.model``; before activation checkpointing, compilation or sharding wraps it.
+        model: prepared by ``miles_core.embedded.model``, not yet wrapped for checkpointing, compilation or sharding.
         codec: the trainer's; a format is required.
 
     Raises:

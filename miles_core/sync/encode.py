@@ -1,7 +1,7 @@
 """Encoding the export stream with the run's number format, and reading it back.
 
-The same codec serves the weight sync (trainer encodes, engine decodes) and the trainer's own fake-quantised forward, so both
-sides compute with the same codes. Weights are encoded again at every sync; nothing is kept between two.
+The same codec serves the weight sync (trainer encodes, engine decodes) and the trainer's own fake-quantised forward,
+so both sides compute with the same codes. Weights are encoded again at every sync; nothing is kept between two.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Codec:
         self.check(seen)
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Hold the selectors against all tensors of the checkpoint, once. Raises ConfigError, see ``Selector.check``."""
+        """Hold the selectors against all tensors of the checkpoint, once; see ``Selector.check``."""
         if self.format is not None and not self._checked:
             for note in self.selector.check(shapes):
                 log.info("%s", note)
@@ -78,8 +78,8 @@ class Codec:
         if self.format is None or encoded.format != self.format.name:
             mine = f"for {self.format.name}" if self.format else "without a number format"
             raise ConfigError(
-                f"{encoded.name} arrived as {encoded.format}, but this engine was built {mine}; trainer and engine must be "
-                "started with the same --rollout-precision"
+                f"{encoded.name} arrived as {encoded.format}, but this engine was built {mine}; trainer and engine "
+                "must be started with the same --rollout-precision"
             )
         return self.format.dequantize({part.rpartition(".")[2]: t for part, t in encoded.parts.items()})
 
@@ -102,9 +102,9 @@ def _check(format: Format, name: str, weight: Tensor) -> None:
     bad = ~weight.isfinite()
     first = bad.nonzero()[0].tolist()
     raise MilesError(
-        f"{name} holds {int(bad.sum())} values that are NaN or Inf, the first ({weight[tuple(first)].item()}) at {first}; it "
-        "cannot be quantised. The weights went wrong in training or in the checkpoint: look at the last gradient norms, or "
-        "resume from an earlier step with a lower --lr"
+        f"{name} holds {int(bad.sum())} values that are NaN or Inf, the first ({weight[tuple(first)].item()}) at "
+        f"{first}; it cannot be quantised. The weights went wrong in training or in the checkpoint: look at the last "
+        "gradient norms, or resume from an earlier step with a lower --lr"
     )
 
 
@@ -117,7 +117,7 @@ def _shared_stats(format: Format, chosen: dict[str, Tensor], present: list[str])
         if absent:
             how = "is left alone by a selector" if absent[0] in present else "did not come with it"
             raise ConfigError(
-                f"{name}: {format.name} encodes it together with {absent[0]}, which {how}; both or neither can be quantised"
+                f"{name}: {format.name} encodes it together with {absent[0]}, which {how}; quantise both or neither"
             )
         together = [s for s in (stats[m] for m in members) if s is not None]
         if len(together) > 1:

@@ -1,11 +1,11 @@
 """FP8 in blocks: one byte a weight, one scale for 128 x 128 of them.
 
-An E4M3 number has a sign, four exponent and three mantissa bits: 448 is the largest, 2^-9 the smallest above zero, and
-neighbours are 6 to 12 % apart wherever they are. Three bits are enough for a weight if the range is: so a matrix is cut into
-tiles of 128 x 128, and each tile is divided by a scale of its own that maps its largest magnitude to 448. One outlier then
-costs precision in its tile only. The scales take 4 bytes for 16,384 weights, and a tile is what a Hopper tensor core
-multiplies before its partial sum is promoted to FP32, so scaling costs next to nothing there (DeepSeek-V3 technical report,
-arXiv 2412.19437, section 3.3).
+An E4M3 number has a sign, four exponent and three mantissa bits: 448 is the largest, 2^-9 the smallest above zero,
+and over 15 octaves neighbours are 6 to 12 % apart. Three bits are enough for a weight if the range is: so a matrix
+is cut into tiles of 128 x 128, and each tile is divided by a scale of its own that maps its largest magnitude to 448.
+One outlier then costs precision in its tile only. The scales take 4 bytes for 16,384 weights, and a tile is what a
+Hopper tensor core multiplies before its partial sum is promoted to FP32, so scaling costs next to nothing there
+(DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3).
 
     scale = max(amax, 1e-10) / 448          in FP32
     code  = E4M3(clamp(x / scale, +-448))   to nearest, ties to even
@@ -14,12 +14,12 @@ Three details decide whether two implementations agree. It is a division: multip
 other codes for 0.05 % of BF16 weights. The floor 1e-10 keeps a tile of zeros at zero instead of 0/0. And a tile at the
 ragged edge of a matrix is filled up with zeros, which changes no maximum.
 
-With power-of-two scales (UE8M0: Blackwell's tensor cores and DeepGEMM store an exponent only) the scale is rounded up, to the
-smallest 2^e that is not below max(amax, 1e-10) / 448. The exponent is read from the number's bits (frexp); a logarithm would
-be wrong right above each power of two.
+With power-of-two scales (UE8M0: Blackwell's tensor cores and DeepGEMM store an exponent only) the scale is rounded
+up, to the smallest 2^e that is not below max(amax, 1e-10) / 448. The exponent is read from the number's bits (frexp);
+a logarithm would be wrong right above each power of two.
 
-Relative RMS error on N(0, 1): 0.0265. Quantising FP32 ``dequantize(quantize(x))`` again gives the same codes and scales; a BF16
-copy of it promises nothing, unless scales are powers of two, where it is exact.
+Relative RMS error on N(0, 1): 0.0265. Quantising FP32 ``dequantize(quantize(x))`` again gives the same codes and
+scales; a BF16 copy of it promises nothing, unless scales are powers of two, where it is exact.
 """
 
 from __future__ import annotations
