@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample
-from miles_core.precision.build import make_codec
+from miles_core.precision.select import make_codec
 from miles_core.rollout.engine import Engine
 from miles_core.sync.transport import SyncReport, Transport
 from miles_core.train.learner import Learner, optimiser_steps

@@ -10,7 +10,7 @@ from torch import nn
 from miles_core.embedded.engine import EmbeddedEngine, Settings
 from miles_core.embedded.model import load_model
 from miles_core.embedded.trainer import resolve_device
-from miles_core.precision.build import make_codec
+from miles_core.precision.select import make_codec
 
 
 def make_engine(run: Any, policy: Any) -> EmbeddedEngine:

@@ -25,7 +25,7 @@ from miles_core.embedded.model import backbone, decoder_layers, load_model
 from miles_core.embedded.optimizer import Optimizer, OptimizerConfig
 from miles_core.embedded.packing import Packing, pack
 from miles_core.embedded.split import split
-from miles_core.precision.build import fake_quantize
+from miles_core.precision.select import fake_quantize
 from miles_core.sync.unit import Unit
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.trainer import Context, LossFunction, Output, Parts, Pass, Trainer

@@ -3,7 +3,7 @@
 One object per format serves the trainer's forward, the weight export, the engine and the checkpoint converter, so
 that all of them hold the same bytes. A format says how one weight matrix is stored; what core derives from it: the
 embedded trainer's fake-quantised forward (``precision.train``), what travels at a weight sync and what the engine
-computes with (``sync.encode``), which weights are left alone (``precision.select``), and the suite a new format must
+computes with (``sync.encode``), which weights are left alone (``precision.selector``), and the suite a new format must
 pass (``testing.FormatContract``).
 
 A weight is a matrix [N, K] in the layout of the checkpoint: one row an output feature, blocks along K. What is
@@ -52,7 +52,7 @@ class Format(ABC):
         exact: quantising what was dequantised (kept in FP32) gives the same bytes again; False where only the values
             stay the same.
         error: relative RMS error of the round trip on N(0, 1), rounded up: the bound its tests hold the format to.
-        skip: selectors of weights the user wants left alone, beside those that always are (``precision.select``).
+        skip: selectors of weights the user wants left alone, beside those that always are (``precision.selector``).
         skip_origin: the flag ``skip`` came from, for messages.
     """
 

@@ -1,113 +1,34 @@
-"""Which weights a number format applies to.
-
-A number format applies to the matrices of linear layers and experts. Norms, embeddings, ``lm_head``, routers, biases,
-1-D tensors and MTP's ``eh_proj`` always keep their precision; a run adds selectors of its own. One dialect, over
-Hugging Face parameter names: a selector with a ``*`` is a glob for the whole name, any other is a substring, and
-``_`` does not count (``layer_norm`` finds ``input_layernorm``). Engine and trainer ask the same selector, so both
-leave the same weights alone.
-"""
+"""Choosing the number format of each side of a run, from its options."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
-from miles_core.errors import ConfigError
+from torch import nn
 
-Shape = tuple[int, ...]
+from miles_core.precision.train import FakeQuantizer, install
+from miles_core.sync.encode import Codec
 
-#: What always keeps its precision. Routers are globs: as a substring, ``gate`` would find every ``gate_proj``.
-NEVER = ("norm", "embed", "lm_head", "*.gate.weight", "*.router.weight", "*.shared_expert_gate.weight", "eh_proj")
+if TYPE_CHECKING:
+    from miles_core.run import Run
 
-#: Selectors people give by habit, which may match nothing (tied embeddings, another family's names).
-_HABITS = ("lmhead", "embed", "layernorm")
-
-
-def matches(selector: str, name: str) -> bool:
-    """Whether a selector finds the parameter ``name``."""
-    if "*" in selector:
-        return fnmatchcase(name, selector)
-    return selector.replace("_", "") in name.replace("_", "")
+#: The model copy as it is: no number format.
+PLAIN = "bf16"
 
 
-class Selector:
-    """Decides for every checkpoint tensor whether the run's number format applies.
-
-    Args:
-        skip: the user's selectors of weights to leave alone.
-        origin: the flag they came from, for messages.
-    """
-
-    def __init__(self, skip: Iterable[str] = (), origin: str = "the list of weights to leave alone") -> None:
-        self.skip = tuple(skip)
-        self.origin = origin
-        if not all(s.strip() for s in self.skip):
-            raise ConfigError(f"{origin} has an empty entry, which would match every tensor")
-
-    def __call__(self, name: str, shape: Shape) -> bool:
-        """Whether this tensor is quantised."""
-        return self.reason(name, shape) is None
-
-    def reason(self, name: str, shape: Shape) -> str | None:
-        """Why the tensor keeps its precision; None when it is quantised.
-
-        Raises:
-            ConfigError: experts stored in one tensor, which no format can encode expert by expert yet.
-        """
-        left_alone = _always(name, shape)
-        if left_alone is None:
-            left_alone = next((f"{self.origin}: {s}" for s in self.skip if matches(s, name)), None)
-        if left_alone is None and len(shape) > 2:
-            raise ConfigError(
-                f"{name} {list(shape)} holds all experts in one checkpoint tensor, which cannot be quantised yet "
-                f"(each expert is quantised apart): use bf16, or leave them alone with {self.origin}"
-            )
-        return left_alone
-
-    def check(self, shapes: Mapping[str, Shape]) -> list[str]:
-        """Compare the user's selectors with every tensor of a checkpoint.
-
-        Returns:
-            Notes about selectors that change nothing.
-
-        Raises:
-            ConfigError: a selector matches no tensor; names the nearest.
-        """
-        notes = []
-        for selector in self.skip:
-            found = [name for name in shapes if matches(selector, name)]
-            if found and all(_always(name, shapes[name]) for name in found):
-                notes.append(f"{self.origin}: {selector!r} changes nothing, what it matches is never quantised")
-            elif not found and selector.replace("_", "") in _HABITS:
-                notes.append(f"{self.origin}: {selector!r} matches no tensor of this model")
-            elif not found:
-                raise ConfigError(
-                    f"{self.origin}: {selector!r} matches none of the model's {len(shapes)} tensors"
-                    f"{_nearest(selector, shapes)}; a selector is part of a name, or a glob with * for all of it"
-                )
-        if not any(self(name, shape) for name, shape in shapes.items()):
-            raise ConfigError(
-                f"{self.origin}: {','.join(self.skip) or 'empty'} leaves nothing to quantise among the model's "
-                f"{len(shapes)} tensors; use bf16 instead"
-            )
-        return notes
+def make_codec(run: Run) -> Codec:
+    """The codec of the rollout's precision: what a weight sync sends and the engine decodes."""
+    return _codec(run, run.config.rollout.precision)
 
 
-def _always(name: str, shape: Shape) -> str | None:
-    """Why no run quantises this tensor; None when it may."""
-    rule = next((rule for rule in NEVER if matches(rule, name)), None)
-    if rule is not None:
-        return f"never quantised: {rule}"
-    fused = len(shape) > 2 and "experts" in name
-    if not fused and (len(shape) != 2 or not name.endswith(".weight")):
-        return "not the matrix of a linear layer"
-    return None
+def fake_quantize(run: Run, model: nn.Module) -> FakeQuantizer | None:
+    """Make a model of the embedded trainer (the policy or its reference) compute in ``train.precision``; None when
+    that is the plain model copy. Call it when every other hook has seen the model."""
+    codec = _codec(run, run.config.train.precision)
+    return None if codec.format is None else install(model, codec)
 
 
-def _nearest(selector: str, names: Iterable[str]) -> str:
-    """``; nearest: a, b`` among whole names and their parts; nothing when none is like it."""
-    wanted = selector.replace("*", "").strip(".")
-    pieces = {piece for name in names for piece in (name, *name.split(".")) if not piece.isdigit()}
-    close = difflib.get_close_matches(wanted, sorted(pieces), n=3, cutoff=0.5)
-    return f"; nearest: {', '.join(close)}" if close else ""
+def _codec(run: Run, precision: str) -> Codec:
+    if precision == PLAIN:
+        return Codec()
+    return Codec(run.hooks.format(precision).from_config(run.config))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from miles_core.embedded.layout import View, export, views
-from miles_core.precision.select import Selector
+from miles_core.precision.selector import Selector
 from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Unit
 

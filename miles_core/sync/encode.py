@@ -14,7 +14,7 @@ from torch import Tensor
 
 from miles_core.errors import ConfigError, MilesError
 from miles_core.precision.format import Format, part_name
-from miles_core.precision.select import Selector
+from miles_core.precision.selector import Selector
 from miles_core.sync.unit import Encoded, Unit
 
 log = logging.getLogger(__name__)
