@@ -1,0 +1,30 @@
+"""The pytest plugin that comes with miles-core: fixtures for plugin authors. Imports no torch when pytest loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def toy_run(tmp_path: Any) -> Callable[..., Any]:
+    """``toy_run(plugins=["./mine.py"], steps=2, **flags) -> ToyRun``; see ``miles_core.testing.toy.toy_run``."""
+    from miles_core.testing.toy import toy_run as run
+
+    number = iter(range(1_000_000))
+
+    def in_tmp(plugins: Any = (), **options: Any) -> Any:
+        options.setdefault("directory", tmp_path / f"toy{next(number)}")
+        return run(plugins, **options)
+
+    return in_tmp
+
+
+@pytest.fixture
+def plan() -> Callable[..., Any]:
+    """``plan(plugins=["mine"], facts=["gpu=B200"], **flags) -> Plan``; raises PlanError when the run is refused."""
+    from miles_core.testing.toy import plan as resolve
+
+    return resolve
