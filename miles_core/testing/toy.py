@@ -38,13 +38,14 @@ class ToyRun:
         return self.run.directory
 
 
-@lru_cache(maxsize=1)
+@lru_cache
 def toy_files(family: str = "qwen3_moe") -> Path:
     """A directory with ``model/``, ``prompts.jsonl`` and ``reward.py``, made once a process."""
-    from miles_core.testing.tiny import tiny_checkpoint
+    from miles_core.testing.tiny import tiny_checkpoint, tiny_tokenizer
 
     directory = Path(tempfile.mkdtemp(prefix="miles-toy-"))
-    tiny_checkpoint(directory / "model", family)
+    tiny_checkpoint(family, directory / "model")
+    tiny_tokenizer().save_pretrained(directory / "model")
     rows = [json.dumps({"input": letter, "label": "a"}) for letter in "abcdefgh"]
     (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (directory / "reward.py").write_text(REWARD, encoding="utf-8")
