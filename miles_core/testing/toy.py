@@ -1,6 +1,6 @@
 """A toy run: a real run of the real loop on a tiny model, in well under a second.
 
-The task is to answer ``a`` to prompts of one letter; the reward counts how often the response does. Enough for rewards to
+The reward is the fraction of even token ids in the response. Enough for rewards to
 differ within a group, for a gradient to flow and for every hook to be called.
 """
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 REWARD = """
 async def reward(args, sample):
-    return sample.response.count("a") / max(len(sample.response), 1)
+    response = sample.tokens[sample.prompt_length :]
+    return sum(token % 2 == 0 for token in response) / len(response)
 """
 
 
@@ -41,11 +42,14 @@ class ToyRun:
 @lru_cache
 def toy_files(family: str = "qwen3_moe") -> Path:
     """A directory with ``model/``, ``prompts.jsonl`` and ``reward.py``, made once a process."""
-    from miles_core.testing.tiny import tiny_checkpoint, tiny_tokenizer
+    from miles_core.demo.model import make_tokenizer
+    from miles_core.testing.tiny import tiny_checkpoint
 
     directory = Path(tempfile.mkdtemp(prefix="miles-toy-"))
-    tiny_checkpoint(family, directory / "model")
-    tiny_tokenizer().save_pretrained(directory / "model")
+    tokenizer = make_tokenizer()
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    tiny_checkpoint(family, directory / "model", vocab_size=len(tokenizer), **ids)
+    tokenizer.save_pretrained(directory / "model")
     rows = [json.dumps({"input": letter, "label": "a"}) for letter in "abcdefgh"]
     (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (directory / "reward.py").write_text(REWARD, encoding="utf-8")
