@@ -19,6 +19,7 @@ from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluat
 #: kind of backend -> the one a run has when nobody chooses.
 BACKENDS = {"engine": "embedded", "trainer": "embedded", "runtime": "inline"}
 SIDES = ("rollout.precision", "train.precision")
+EMULATE = "train.emulate_precision"  # the option behind the fact precision.emulated
 _ROUNDS = 32
 
 
@@ -92,7 +93,8 @@ def derive(
         if side not in facts:
             extra[side] = Fact(side, "bf16", "default", flag="--" + side.replace(".", "-"))
     if "precision.emulated" not in facts:
-        extra["precision.emulated"] = Fact("precision.emulated", False, "default", flag="--emulate-precision")
+        option = facts.get(EMULATE) or Fact(EMULATE, False, "default", flag="--emulate-precision")
+        extra["precision.emulated"] = replace(option, name="precision.emulated")
     for name in manifests:
         if name != "core":
             extra[f"plugin.{name}"] = Fact(

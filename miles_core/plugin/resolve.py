@@ -212,10 +212,12 @@ def _hooks(checked: Checked, plugin: Plugin) -> None:
 
 
 def _orphans(checked: Checked, facts: Facts) -> None:
-    """An option the user gave to a plugin that is not active would do nothing."""
+    """An option the user gave to a plugin that is not active would do nothing; a flag may have several owners."""
+    active = checked.activation.active
+    shared = {fact.flag for fact in checked.facts.values() if fact.flag and fact.name.partition(".")[0] in active}
     for fact in facts.values():
         owner = fact.name.partition(".")[0]
-        if fact.chosen and owner in checked.manifests and owner not in checked.activation.active:
+        if fact.chosen and owner in checked.manifests and owner not in active and fact.flag not in shared:
             because = f"{fact.name} belongs to {owner}, which is not active: add it with --plugins {owner}"
             checked.problems.append(Problem(fact.origin, f"plugin.{owner}", because, (described(fact),)))
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_core.plugin.facts import Fact, State
-from miles_core.plugin.rule import Join, Not, RuleError, Compare, Truth, UnknownFact, conjuncts, evaluate, names, parse
+from miles_core.plugin.rule import Compare, Join, Not, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
 
 WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,6}(\.[a-z][a-z0-9_]{0,4})?", fullmatch=True).filter(
     lambda w: w not in {"and", "or", "not", "in", "true", "false", "none"}

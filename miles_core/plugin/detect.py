@@ -1,0 +1,291 @@
+"""What this host and this checkpoint are, as facts.
+
+GPUs are read through NVML, never through ``torch.cuda``: the driver of a run must not initialise CUDA in a process
+that later forks or places workers. A model is read from its ``config.json``, without importing Transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from miles_core.errors import CheckpointError, ConfigError
+from miles_core.plugin.facts import Fact, Facts, State, nearest
+from miles_core.plugin.rule import literal
+
+#: GPU -> (compute capability x 10, memory in GB); for ``--fact gpu=NAME``. AMD GPUs have no compute capability: 0.
+KNOWN_GPUS: dict[str, tuple[int, int]] = {
+    "V100": (70, 32),
+    "T4": (75, 16),
+    "A100": (80, 80),
+    "A10": (86, 24),
+    "A40": (86, 48),
+    "L4": (89, 24),
+    "L40S": (89, 48),
+    "RTX-4090": (89, 24),
+    "H100": (90, 80),
+    "H800": (90, 80),
+    "H20": (90, 96),
+    "H200": (90, 141),
+    "GH200": (90, 96),
+    "B100": (100, 192),
+    "B200": (100, 180),
+    "GB200": (100, 186),
+    "B300": (103, 270),
+    "GB300": (103, 279),
+    "RTX-5090": (120, 32),
+    "RTX-PRO-6000": (120, 96),
+    "MI300X": (0, 192),
+}
+_MEANINGS = {
+    "gpu": "the GPU's name, none without one",
+    "gpu.sm": "compute capability x 10, 0 without an NVIDIA GPU",
+    "gpu.count": "GPUs this process may use",
+    "gpu.memory_gb": "memory of the smallest one",
+}
+_MODEL_NAMES = (
+    "type",
+    "moe",
+    "num_experts",
+    "top_k",
+    "layers",
+    "moe_layers",
+    "vocab_size",
+    "hidden_size",
+    "mtp_layers",
+    "quantized",
+)
+#: fact -> the keys of config.json that mean it, by model family.
+_KEYS: dict[str, tuple[str, ...]] = {
+    "type": ("model_type",),
+    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "mtp_layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers"),
+}
+
+
+def gpu_facts() -> list[Fact]:
+    """``gpu``, ``gpu.sm``, ``gpu.count``, ``gpu.memory_gb`` of this host.
+
+    Without an NVIDIA driver or GPU they are known to be none and 0, so a rule about tensor cores fails here with its
+    hint; an NVIDIA driver that does not answer makes them unknown.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return _amd() if Path("/dev/kfd").exists() else _no_gpu("detected: no NVIDIA driver")
+    except pynvml.NVMLError as error:
+        return _unknown(f"NVML does not answer: {error}")
+    try:
+        handles = _visible(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if not handles:
+            return _no_gpu("detected: no GPU is visible")
+        names = [_text(pynvml.nvmlDeviceGetName(h)) for h in handles]
+        sms = [major * 10 + minor for major, minor in map(pynvml.nvmlDeviceGetCudaComputeCapability, handles)]
+        memory = min(pynvml.nvmlDeviceGetMemoryInfo(h).total for h in handles)
+    except pynvml.NVMLError as error:
+        return _unknown(f"NVML does not answer: {error}")
+    finally:
+        pynvml.nvmlShutdown()
+    weakest = names[sms.index(min(sms))]
+    others = f", the weakest of {', '.join(sorted(set(names)))}" if len(set(names)) > 1 else ""
+    origin = f"detected: {weakest}{others}"
+    return _gpus(short_name(weakest), min(sms), len(handles), round(memory / 1e9), origin)
+
+
+def short_name(name: str) -> str:
+    """``NVIDIA H200`` and ``NVIDIA A100-SXM4-80GB`` as ``H200`` and ``A100``; unknown ones with dashes for spaces."""
+    plain = re.sub(r"[\s_]+", "-", re.sub(r"^(NVIDIA|GeForce|Tesla)\s+", "", name.removeprefix("NVIDIA ")).strip())
+    parts = plain.upper().split("-")
+    for known in sorted(KNOWN_GPUS, key=len, reverse=True):
+        wanted = known.upper().split("-")
+        if parts[: len(wanted)] == wanted:
+            return known
+    return plain
+
+
+def _visible(pynvml: Any, setting: str | None) -> list[Any]:
+    """Handles of the GPUs ``CUDA_VISIBLE_DEVICES`` leaves; like CUDA, it stops at the first entry that is none."""
+    everything = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    if setting is None:
+        return everything
+    handles = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.isdigit() and int(entry) < len(everything):
+            handles.append(everything[int(entry)])
+            continue
+        matches = [h for h in everything if entry and _text(pynvml.nvmlDeviceGetUUID(h)).startswith(entry)]
+        if not matches:
+            break
+        handles.append(matches[0])
+    return handles
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _gpus(name: str, sm: int, count: int, memory: int, origin: str) -> list[Fact]:
+    return [Fact(n, v, origin) for n, v in zip(_MEANINGS, (name, sm, count, memory), strict=True)]
+
+
+def _no_gpu(origin: str) -> list[Fact]:
+    return _gpus("none", 0, 0, 0, origin)
+
+
+def _unknown(origin: str) -> list[Fact]:
+    return [Fact(name, None, origin, State.UNKNOWN) for name in _MEANINGS]
+
+
+def _amd() -> list[Fact]:
+    origin = "detected: an AMD GPU (/dev/kfd), which has no CUDA compute capability"
+    known = [Fact("gpu", "AMD", origin), Fact("gpu.sm", 0, origin)]
+    return known + [Fact(n, None, "not read from AMD drivers", State.UNKNOWN) for n in ("gpu.count", "gpu.memory_gb")]
+
+
+def model_facts(checkpoint: str | None, flag: str = "--hf-checkpoint") -> list[Fact]:
+    """Facts of a model from the ``config.json`` of its checkpoint.
+
+    Args:
+        checkpoint: a directory, or a hub name that is in the local cache; otherwise the facts are unknown here.
+        flag: how the user gave it, for messages.
+
+    Raises:
+        CheckpointError: a directory without a readable ``config.json``, or a path that does not exist.
+    """
+    if not checkpoint:
+        return _unknown_model(f"no {flag} was given")
+    directory = Path(checkpoint).expanduser()
+    if not directory.is_dir():
+        if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
+            raise CheckpointError(f"{flag} {checkpoint}: no such directory")
+        cached = _cached(checkpoint)
+        if cached is None:
+            return _unknown_model(f"{checkpoint} is neither a directory nor in the local hub cache")
+        directory = cached
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{flag} {checkpoint}: it holds no config.json, so it is not a Hugging Face checkpoint"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{flag} {checkpoint}: its config.json cannot be read ({error})") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{flag} {checkpoint}: its config.json holds {type(config).__name__}, not an object")
+    return _model(config)
+
+
+def _unknown_model(why: str) -> list[Fact]:
+    return [Fact(f"model.{name}", None, why, State.UNKNOWN) for name in _MODEL_NAMES]
+
+
+def _cached(name: str) -> Path | None:
+    """The snapshot of a hub name that ``main`` points to in the local cache."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    repository = cache / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / "main"
+    if not reference.is_file():
+        return None
+    snapshot = repository / "snapshots" / reference.read_text().strip()
+    return snapshot if (snapshot / "config.json").exists() else None
+
+
+def _model(config: Mapping[str, Any]) -> list[Fact]:
+    text = config.get("text_config")
+    inner = {**config, **text} if isinstance(text, dict) else dict(config)
+    found: dict[str, tuple[Any, str]] = {}
+    for name, keys in _KEYS.items():
+        key = next((k for k in keys if inner.get(k) is not None), None)
+        found[name] = (inner[key], f"config.json: {key}={inner[key]}") if key else (None, f"config.json: no {keys[0]}")
+    experts, origin = found["num_experts"]
+    experts = int(experts or 0)
+    moe = experts > 1
+    found["num_experts"] = (experts, origin)
+    found["moe"] = (moe, origin)
+    found["moe_layers"] = (_moe_layers(inner, int(found["layers"][0] or 0)), origin) if moe else (0, origin)
+    found["mtp_layers"] = (int(found["mtp_layers"][0] or 0), found["mtp_layers"][1])
+    quantisation = config.get("quantization_config") or inner.get("quantization_config") or {}
+    method = quantisation.get("quant_method", "yes") if quantisation else "none"
+    found["quantized"] = (method, f"config.json: {'' if quantisation else 'no '}quantization_config")
+    facts = []
+    for name in _MODEL_NAMES:
+        value, origin = found[name]
+        state = State.KNOWN if value is not None else State.NOT_APPLICABLE if name == "top_k" else State.UNKNOWN
+        facts.append(Fact(f"model.{name}", value, origin, state))
+    return facts
+
+
+def _moe_layers(config: Mapping[str, Any], layers: int) -> int:
+    """How many decoder layers have experts, in the ways the families write it."""
+    for key, sparse in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
+        listed = config.get(key)
+        if isinstance(listed, list):
+            return sum(entry == sparse for entry in listed)
+    if isinstance(config.get("moe_layers"), list):
+        return len(config["moe_layers"])
+    first = int(config.get("first_k_dense_replace") or 0)
+    every = int(config.get("moe_layer_freq") or 1)
+    step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
+    dense = set(config.get("mlp_only_layers") or ())
+    return sum(i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense for i in range(layers))
+
+
+def override(facts: Facts, given: Sequence[str]) -> Facts:
+    """Facts for planning with other hardware or another model.
+
+    Args:
+        facts: everything detected and configured.
+        given: ``NAME=VALUE`` each; ``gpu=B200`` brings compute capability and memory along, ``gpu=none`` is no GPU,
+        the value
+            ``unknown`` declares a fact unknown on this host.
+
+    Raises:
+        ConfigError: no such fact, one that an option sets, or not of the form NAME=VALUE.
+    """
+    replaced: list[Fact] = []
+    for item in given:
+        name, sign, word = (part.strip() for part in item.partition("="))
+        origin = f"--fact {item}"
+        if not sign or not word:
+            raise ConfigError(f"{origin}: write NAME=VALUE, for example gpu=B200")
+        known = facts.lookup(name)
+        if name.startswith("plugin."):
+            raise ConfigError(f"{origin}: activate plugins with --plugins {name.removeprefix('plugin.')}")
+        if known.state is State.NO_SUCH_NAME:
+            raise ConfigError(f"{origin}: there is no fact {name!r}; {known.origin or 'miles plan --json lists them'}")
+        if known.flag:
+            raise ConfigError(f"{origin}: {name} is an option, give {known.flag} {word}")
+        if name == "gpu":
+            replaced += _named_gpu(word, origin)
+        elif word == "unknown":
+            replaced.append(Fact(name, None, origin, State.UNKNOWN, chosen=True))
+        else:
+            replaced.append(Fact(name, literal(word), origin, chosen=True))
+    return facts.having(replaced)
+
+
+def _named_gpu(word: str, origin: str) -> list[Fact]:
+    if word == "unknown":
+        return [Fact(name, None, origin, State.UNKNOWN, chosen=True) for name in _MEANINGS]
+    if word == "none":
+        return [Fact(f.name, f.value, origin, chosen=True) for f in _no_gpu(origin)]
+    name = next((known for known in KNOWN_GPUS if known.lower() == word.lower()), None)
+    if name is None:
+        hint = nearest(word.upper(), KNOWN_GPUS) or f"known ones are {', '.join(KNOWN_GPUS)}"
+        raise ConfigError(f"{origin}: no GPU of that name is known; {hint} (any other: --fact gpu.sm=N)")
+    sm, memory = KNOWN_GPUS[name]
+    found = [Fact("gpu", name, origin, chosen=True), Fact("gpu.sm", sm, origin, chosen=True)]
+    found.append(Fact("gpu.memory_gb", memory, origin, chosen=True))
+    return [*found, Fact("gpu.count", None, origin, State.UNKNOWN)]

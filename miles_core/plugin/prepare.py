@@ -1,0 +1,100 @@
+"""From a configuration to its accepted plan: the one path that ``miles train`` and ``miles plan`` share.
+
+Also what a worker does with the plan it receives: the same catalogue, its own facts, the rules left for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from miles_core.plugin.detect import gpu_facts, model_facts, override
+from miles_core.plugin.discovery import Catalogue, discover
+from miles_core.plugin.facts import Facts
+from miles_core.plugin.plan import Plan
+from miles_core.plugin.resolve import resolve
+
+if TYPE_CHECKING:
+    from miles_core.config.config import Config
+
+
+def catalogue_for(config: Config) -> Catalogue:
+    """The installed plugins and the single files this configuration names.
+
+    Raises:
+        PluginError: a plugin asked for is not installed, installed twice or cannot be imported.
+    """
+    catalogue = discover()
+    for wanted in config.run.plugins:
+        catalogue.request(wanted)
+    return catalogue
+
+
+def facts_for(config: Config, given: Sequence[str] = ()) -> Facts:
+    """Host, model and options; ``given`` are ``NAME=VALUE`` overrides for planning.
+
+    Raises:
+        CheckpointError: the checkpoint has no readable ``config.json``.
+        ConfigError: an override that is none.
+    """
+    facts = [*gpu_facts(), *model_facts(config.model.hf_checkpoint), *config.facts()]
+    return override(Facts(facts), given)
+
+
+def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | None = None) -> tuple[Plan, Catalogue]:
+    """Resolve a configuration.
+
+    Args:
+        config: what ``miles_core.config.load`` returned.
+        given: facts to plan with, ``NAME=VALUE``.
+        catalogue: by default what is installed here.
+
+    Returns:
+        the accepted plan, and the catalogue to load its hooks from. The caller applies the plan's sets
+        (``config.replace``) and plugins (``config.activated``).
+
+    Raises:
+        PlanError: the run cannot start; all problems, with fixes.
+        PluginError, CheckpointError, ConfigError: as in ``catalogue_for`` and ``facts_for``.
+    """
+    catalogue = catalogue or catalogue_for(config)
+    facts = facts_for(config, given)
+    return resolve(requested(config, facts), catalogue, facts), catalogue
+
+
+def applied(config: Config, plan: Plan) -> Config:
+    """``config`` with the plan's plugins and the values they set."""
+    result = config.activated(plan.order)
+    for setting in plan.sets:
+        result = result.replace({setting.path: setting.value}, origin=f"set by {setting.plugin}")
+    return result
+
+
+def accept(plan: Plan) -> Catalogue:
+    """What a worker process does first with the plan it was sent.
+
+    Returns:
+        the catalogue to load the plan's hooks from.
+
+    Raises:
+        PlanError: other plugin versions are installed here, or a rule does not hold on this worker.
+        PluginError: a plugin cannot be imported here.
+    """
+    catalogue = discover()
+    for path in plan.files:
+        catalogue.add_file(path)
+    plan.check_installed(catalogue)
+    plan.check_deferred(gpu_facts())
+    return catalogue
+
+
+def requested(config: Config, facts: Facts) -> dict[str, str]:
+    """The enabled plugins and what asked for each: ``--plugins``, a file, or the option that enables it."""
+    origin = config.origin("plugins")
+    found = {}
+    for name, spec in zip(config.plugins, config.run.plugins, strict=True):
+        by_option = [f.origin for f in facts.values() if f.chosen and f.name.startswith(f"{name}.")]
+        named = config.chosen("plugins") and (not origin.startswith("--") or spec in re.split(r"[,\s=]+", origin))
+        found[name] = ("--plugins" if origin.startswith("--") else origin) if named else (by_option or ["an option"])[0]
+    return found
