@@ -22,10 +22,10 @@ from typing import Any
 from miles_core import __version__
 from miles_core.errors import PluginError
 from miles_core.plugin.facts import distribution, nearest
+from miles_core.plugin.guard import MARK
 from miles_core.plugin.manifest import Plugin
 
 GROUP = "miles.plugins"
-_MARK = "miles_impl"  # what hookimpl leaves on a function
 _FILE_MODULE = "miles_plugin_file_"
 
 
@@ -219,8 +219,8 @@ def _localised(plugin: Any, module: ModuleType, path: Path) -> Plugin:
 def _synthesised(stem: str, module: ModuleType, path: Path) -> Plugin:
     """A manifest for a file that only has marked functions or classes with marked methods."""
     own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
-    targets = [n for n, v in own.items() if isinstance(v, type) and any(hasattr(f, _MARK) for f in vars(v).values())]
-    if any(hasattr(v, _MARK) for v in own.values() if not isinstance(v, type)):
+    targets = [n for n, v in own.items() if isinstance(v, type) and any(hasattr(f, MARK) for f in vars(v).values())]
+    if any(hasattr(v, MARK) for v in own.values() if not isinstance(v, type)):
         targets.append("")  # the module itself holds hooks
     if not targets:
         raise PluginError(

@@ -15,7 +15,7 @@ from miles_core.errors import PluginError
 from miles_core.plugin.facts import nearest
 
 _FORBIDDEN = ("tryfirst", "trylast", "wrapper", "hookwrapper", "optionalhook")
-_MARK = "miles_impl"
+MARK = "miles_impl"  # what hookimpl leaves on a function
 
 
 def specified(specs: type) -> dict[str, tuple[str, ...]]:
@@ -42,7 +42,7 @@ def check_implementation(plugin: str, holder: Any, specs: Mapping[str, tuple[str
     implemented = []
     for name in dir(type(holder)) if not inspect.ismodule(holder) else vars(holder):
         function = inspect.getattr_static(holder, name)
-        marks = getattr(function, _MARK, None)
+        marks = getattr(function, MARK, None)
         where = f"plugin {plugin}, {owner}.{name}"
         if marks is None:
             if name in specs and callable(function):

@@ -1,0 +1,38 @@
+"""``miles plan``: what a run would consist of, or every reason why it cannot start."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+USAGE = "miles plan [--json] [--fact NAME=VALUE] [--hardware GPU] [any option of miles train]"
+
+
+def parser(usage: str, description: str) -> argparse.ArgumentParser:
+    """A parser for a command that takes the options of ``miles train`` besides its own."""
+    made = argparse.ArgumentParser(prog="miles", usage=usage, description=description, allow_abbrev=False)
+    made.add_argument(
+        "--fact", action="append", default=[], metavar="NAME=VALUE", help="plan with this value, e.g. gpu.sm=100"
+    )
+    made.add_argument("--hardware", metavar="GPU", help="plan for a GPU by name, e.g. B200: --fact gpu=B200")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def given(options: argparse.Namespace) -> list[str]:
+    """The facts to plan with, ``NAME=VALUE`` each."""
+    hardware = [f"gpu={options.hardware}"] if options.hardware else []
+    return [*hardware, *options.fact]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the plan; a run that cannot start is a ``PlanError``."""
+    options, rest = parser(USAGE, "Resolve a run without starting it.").parse_known_args(list(argv))
+    from miles_core.config.load import load
+    from miles_core.plugin.prepare import prepare
+    from miles_core.plugin.render import describe
+    from miles_core.plugin.scan import implemented
+
+    plan, _ = prepare(load(rest), given(options))
+    print(plan.to_json() if options.json else describe(plan, implemented(plan)))
+    return 0

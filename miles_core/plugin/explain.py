@@ -1,0 +1,138 @@
+"""What a plugin demands and whether it holds here: ``miles plugins explain NAME``, and the checks of its author.
+
+Explaining reads the same manifest and facts as the checker; linting finds what the checker would only meet in some run:
+names that nobody defines, conditions that cannot be read, hooks that are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from miles_core.errors import PluginError
+from miles_core.plugin.activate import BACKENDS, provider
+from miles_core.plugin.core import CORE
+from miles_core.plugin.facts import Facts, State, default_facts, nearest, show
+from miles_core.plugin.manifest import Plugin, Rule, Set
+from miles_core.plugin.resolve import Checked
+from miles_core.plugin.rule import RuleError, Truth, evaluate, names, parse
+from miles_core.plugin.scan import hooks_of
+
+_WORDS = {
+    Truth.TRUE: "holds",
+    Truth.FALSE: "does not hold",
+    Truth.UNKNOWN: "not known on this host",
+    Truth.VACUOUS: "does not apply",
+}
+
+
+def explain(plugin: Plugin, checked: Checked, source: str) -> str:
+    """Every constraint of a plugin with its reason and what it comes to.
+
+    Args:
+        plugin: the manifest.
+        checked: a check in which it is active.
+        source: its distribution.
+    """
+    facts, manifests = checked.facts, checked.manifests
+    lines = [f"{plugin.name} {plugin.version} ({source or 'no distribution'}): {plugin.summary}"]
+    for rule in plugin.requires:
+        lines += _rule("needs", rule, facts)
+    for wanted, reason in plugin.uses.items():
+        head, _, rest = wanted.partition(".")
+        kind, capability = (head, rest) if head in BACKENDS else ("engine or trainer", wanted)
+        lines += [f"  uses the capability {capability} of the {kind}", f"    because {reason}"]
+        for backend in (kind,) if kind in BACKENDS else ("engine", "trainer"):
+            owner = provider(backend, facts.value(backend), manifests)
+            if owner is not None and (kind in BACKENDS or capability in owner.capabilities.get(backend, ())):
+                has = "has it" if capability in owner.capabilities.get(backend, ()) else "lacks it"
+                lines.append(f"    here {facts.lookup(backend)} {has}")
+    for pair in plugin.pairs:
+        experimental = ", experimental" if pair.experimental else ""
+        lines.append(f"  supports {pair.rollout} rollout x {pair.train} train{experimental}")
+        for rule in pair.rules:
+            lines += ["  " + line for line in _rule("needs", rule, facts)]
+        for rule in pair.recommends:
+            lines += ["  " + line for line in _rule("recommends", rule, facts)]
+    for slot, reason in plugin.claims.items():
+        rivals = [m.name for m in manifests.values() if slot in m.claims and m.name != plugin.name]
+        lines += [f"  claims {slot!r}, as do {', '.join(rivals) or 'no others'}", f"    because {reason}"]
+    for path, given in plugin.sets.items():
+        wish = given if isinstance(given, Set) else Set(given)
+        applied = any(s.path == path and s.plugin == plugin.name for s in checked.activation.sets)
+        when = f" when {wish.when}" if wish.when else ""
+        lines.append(f"  sets {path} = {show(wish.value)}{when} ({'applied' if applied else 'not applied'} here)")
+        lines += [f"    because {wish.because}"] if wish.because else []
+    for rule in plugin.recommends:
+        lines += _rule("recommends", rule, facts)
+    for word, others in (("before", plugin.before), ("after", plugin.after)):
+        lines += [f"  comes {word} {', '.join(others)} in every chain"] if others else []
+    return "\n".join(lines)
+
+
+def _rule(verb: str, rule: Rule, facts: Facts) -> list[str]:
+    when = f", when {rule.when}" if rule.when else ""
+    lines = [f"  {verb} {rule.needs}{when}", f"    because {rule.because}"]
+    try:
+        condition, needs = evaluate(rule.when, facts.lookup), evaluate(rule.needs, facts.lookup)
+    except RuleError as error:
+        return [*lines, f"    here it cannot be decided: {error}"]
+    involved = [*names(parse(rule.needs)), *(names(parse(rule.when)) if rule.when else ())]
+    values = ", ".join(str(facts.lookup(n)) for n in dict.fromkeys(involved))
+    outcome = "does not apply" if condition in (Truth.FALSE, Truth.VACUOUS) else _WORDS[needs]
+    if rule.hardware and outcome == "does not hold":
+        outcome = "does not hold; --emulate-precision runs the same numerics without it"
+    outcome = outcome if needs is Truth.UNKNOWN else f"here it {outcome}"
+    return [*lines, f"    {outcome}: {values}"]
+
+
+def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts) -> list[str]:
+    """What is wrong with a manifest whatever the run, one sentence each.
+
+    Args:
+        plugin: the manifest.
+        manifests: every installed plugin; names that belong to one that is not installed cannot be checked.
+        facts: options, host and model facts.
+    """
+    everything = [f for m in [*manifests.values(), plugin] for f in default_facts(m)]
+    known = Facts([*facts.values(), *everything])
+    derived = {"precision.emulated", *BACKENDS}
+    found = []
+    for text in _conditions(plugin):
+        try:
+            mentioned = list(names(parse(text)))
+        except RuleError as error:
+            found.append(str(error))
+            continue
+        for name in mentioned:
+            if _is_missing(name, known, derived):
+                found.append(f"rule {text!r} names {name}, which nothing defines; {nearest(name, known)}".rstrip("; "))
+    for path in plugin.sets:
+        if _is_missing(path, known, derived):
+            found.append(f"it sets {path}, which nothing defines; {nearest(path, known)}".rstrip("; "))
+    try:
+        hooks_of(plugin)
+    except (PluginError, SyntaxError) as error:
+        found.append(str(error).splitlines()[0])
+    return found
+
+
+def _conditions(plugin: Plugin) -> Iterator[str]:
+    rules: Iterable[Rule] = [
+        *plugin.requires,
+        *plugin.recommends,
+        *(rule for pair in plugin.pairs for rule in (*pair.rules, *pair.recommends)),
+    ]
+    for rule in rules:
+        yield rule.needs
+        yield from (rule.when,) if rule.when else ()
+    yield from (condition for condition in plugin.hooks if condition)
+    yield from (given.when for given in plugin.sets.values() if isinstance(given, Set) and given.when)
+
+
+def _is_missing(name: str, known: Facts, derived: set[str]) -> bool:
+    """A name of core's, or of an installed plugin's, that does not exist; others belong to plugins not installed."""
+    head = name.partition(".")[0]
+    if name in derived or name in known or head == "plugin" or ".uses." in name:
+        return False
+    heads = {n.partition(".")[0] for n in [*known, *derived, *CORE.provides]}
+    return head in heads or known.lookup(name).state is not State.NO_SUCH_NAME

@@ -1,0 +1,195 @@
+"""``miles plugins new NAME``: a third-party plugin that works as generated.
+
+What it writes is the smallest complete distribution: a manifest that imports no torch, one hook that does something
+visible, a test of each, and the metadata that makes ``pip install -e`` enough.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from pathlib import Path
+from string import Template
+
+from miles_core import __version__
+from miles_core.errors import PluginError
+
+_PYPROJECT = """\
+[build-system]
+requires = ["flit_core >=3.11,<4"]
+build-backend = "flit_core.buildapi"
+
+[project]
+name = "$distribution"
+dynamic = ["version", "description"]
+readme = "README.md"
+requires-python = ">=3.11"
+dependencies = ["miles-core ~= $series"]
+
+[project.optional-dependencies]
+test = ["miles-core[test]"]
+
+[project.entry-points."miles.plugins"]
+$name = "$package:plugin"
+
+[tool.flit.module]
+name = "$package"
+"""
+
+_MANIFEST = '''\
+"""$title for miles-core."""
+
+from dataclasses import dataclass
+
+from miles_core.config.option import option
+from miles_core.plugin.manifest import Plugin
+
+__version__ = "0.1.0"
+
+
+@dataclass(frozen=True)
+class $classname:
+    """Options; each becomes a flag and a key of the table ``$name`` in a configuration file."""
+
+    every: int = option(1, help="report every N steps", flag="--$dashed-every")
+
+
+plugin = Plugin(
+    name="$name",
+    summary="$title",
+    version=__version__,
+    core="~=$series",
+    config=$classname,
+    hooks={"": "$package.hooks:Hooks"},
+)
+'''
+
+_HOOKS = '''\
+"""Where the plugin takes part in a run. Only this file may import torch."""
+
+import time
+
+from miles_core.plugin.hooks import hookimpl
+
+from $package import $classname
+
+
+class Hooks:
+    """One metric: seconds since the last report."""
+
+    def __init__(self, options: $classname) -> None:
+        self.every = options.every
+        self.steps = 0
+        self.last = time.perf_counter()
+
+    @hookimpl
+    def on_step(self, metrics):
+        self.steps += 1
+        if self.steps % self.every == 0:
+            now = time.perf_counter()
+            metrics["$name/seconds"] = now - self.last
+            self.last = now
+'''
+
+_README = """\
+# $distribution
+
+$title for [miles-core](https://pypi.org/project/miles-core/).
+
+```
+pip install -e .
+miles plugins
+miles train --plugins $name ...
+```
+
+`$package/__init__.py` says what the plugin is; `$package/hooks.py` is where it takes part in a run. Every hook it could
+implement is described in `miles_core.plugin.hooks`. Run the tests with `python -m pytest`.
+"""
+
+_TEST = """\
+import subprocess
+import sys
+
+import pytest
+from miles_core.plugin.facts import Facts
+from miles_core.plugin.load import load_hooks
+from miles_core.plugin.resolve import resolve
+
+from $package import $classname, plugin
+
+
+@pytest.fixture
+def plan():
+    return resolve(["$name"], {"$name": plugin}, Facts())
+
+
+def test_the_manifest_imports_no_torch():
+    code = "import sys, $package; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_it_can_be_planned_alone(plan):
+    assert plan.order == ("$name",)
+
+
+def test_it_reports_its_metric_every_n_steps(plan):
+    hooks = load_hooks(plan, {"$name": plugin}, {"$name": $classname(every=2)})
+    reports = []
+    for _ in range(4):
+        metrics = {}
+        hooks.on("on_step", run=None, metrics=metrics)
+        reports.append(sorted(metrics))
+    assert reports == [[], ["$name/seconds"], [], ["$name/seconds"]]
+"""
+
+_CONFTEST = '''\
+"""Lets the tests run before the distribution is installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+'''
+
+
+def write_plugin(name: str, directory: Path | None = None) -> list[Path]:
+    """Write a plugin distribution.
+
+    Args:
+        name: what users type after ``--plugins``: lower-case letters, digits and ``_``.
+        directory: where to write, by default ``./miles-plugin-NAME``; it must be empty or absent.
+
+    Returns:
+        the files written, in reading order.
+
+    Raises:
+        PluginError: the name cannot be a package's, or the directory holds something.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name == "core":
+        raise PluginError(f"{name!r} cannot name a plugin: use lower-case letters, digits and _, e.g. my_format")
+    dashed = name.replace("_", "-")
+    directory = directory or Path(f"miles-plugin-{dashed}")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise PluginError(f"{directory} exists and is not empty; choose another with --dir")
+    words = {
+        "name": name,
+        "dashed": dashed,
+        "package": f"miles_{name}",
+        "distribution": f"miles-plugin-{dashed}",
+        "classname": "".join(part.capitalize() for part in name.split("_")) + "Config",
+        "title": name.replace("_", " ").capitalize(),
+        "series": ".".join(__version__.split(".")[:2]),
+    }
+    package = directory / words["package"]
+    files = {
+        directory / "README.md": _README,
+        directory / "pyproject.toml": _PYPROJECT,
+        package / "__init__.py": _MANIFEST,
+        package / "hooks.py": _HOOKS,
+        directory / "conftest.py": _CONFTEST,
+        directory / "tests" / f"test_{name}.py": _TEST,
+    }
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(Template(text).substitute(words), encoding="utf-8")
+    return list(files)
