@@ -143,6 +143,15 @@ def provider(kind: str, name: object, manifests: Mapping[str, Plugin]) -> Plugin
     return None
 
 
+def backends_of(wanted: str, manifests: Mapping[str, Plugin]) -> tuple[tuple[str, ...], str]:
+    """(kinds of backend, capability) of what a manifest ``uses``: ``engine.x`` or ``x`` of whoever has it."""
+    head, _, rest = wanted.partition(".")
+    if head in BACKENDS and rest:
+        return (head,), rest
+    everyone = [*manifests.values(), CORE]
+    return tuple(k for k in BACKENDS if any(wanted in m.capabilities.get(k, ()) for m in everyone)), wanted
+
+
 def _selected(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
     """Plugins whose part an option names."""
     chosen = [(kind, facts.lookup(kind)) for kind in BACKENDS]

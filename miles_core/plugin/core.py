@@ -33,7 +33,7 @@ CORE = Plugin(
             "keyed_sampling",
             "hot_update",
         ),
-        "trainer": ("routing_replay", "shared_model", "full_vocab", "resume"),
+        "trainer": ("entropy", "sampling_support"),
         "runtime": (),
     },
     pairs=(Pair("bf16", "bf16"),),

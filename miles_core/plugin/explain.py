@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from miles_core.errors import PluginError
-from miles_core.plugin.activate import BACKENDS, provider
+from miles_core.plugin.activate import BACKENDS, backends_of, provider
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, default_facts, nearest, show
 from miles_core.plugin.manifest import Plugin, Rule, Set
@@ -38,14 +38,12 @@ def explain(plugin: Plugin, checked: Checked, source: str) -> str:
     for rule in plugin.requires:
         lines += _rule("needs", rule, facts)
     for wanted, reason in plugin.uses.items():
-        head, _, rest = wanted.partition(".")
-        kind, capability = (head, rest) if head in BACKENDS else ("engine or trainer", wanted)
-        lines += [f"  uses the capability {capability} of the {kind}", f"    because {reason}"]
-        for backend in (kind,) if kind in BACKENDS else ("engine", "trainer"):
-            owner = provider(backend, facts.value(backend), manifests)
-            if owner is not None and (kind in BACKENDS or capability in owner.capabilities.get(backend, ())):
-                has = "has it" if capability in owner.capabilities.get(backend, ()) else "lacks it"
-                lines.append(f"    here {facts.lookup(backend)} {has}")
+        kinds, capability = backends_of(wanted, manifests)
+        lines += [f"  uses the capability {capability} of the {' and the '.join(kinds)}", f"    because {reason}"]
+        for kind in kinds:
+            owner = provider(kind, facts.value(kind), manifests)
+            has = owner is not None and capability in owner.capabilities.get(kind, ())
+            lines.append(f"    here {facts.lookup(kind)} {'has' if has else 'lacks'} it")
     for pair in plugin.pairs:
         experimental = ", experimental" if pair.experimental else ""
         lines.append(f"  supports {pair.rollout} rollout x {pair.train} train{experimental}")

@@ -56,54 +56,76 @@ def fixes(
         refused: what ``check`` found.
     """
     asked = dict(requested) if isinstance(requested, Mapping) else dict.fromkeys(requested, "--plugins")
-    singles = [*_options(refused), *_plugins(asked, refused), *_precisions(asked, refused)]
+    search = _Search(asked, manifests, facts, refused)
     accepted, partial = [], []
     before = {p.headline for p in refused.problems}
-    for change in singles:
-        fix, left = _try(change, asked, manifests, facts, refused)
+    for change in [*_options(refused), *_plugins(asked, refused), *_precisions(asked, refused)]:
+        fix, left = search.attempt(change)
         if not left:
             accepted.append((change, fix))
         elif left < before and change.keeps:
             partial.append(change)
     if not any(change.keeps for change, _ in accepted):
-        accepted = [*_together(partial, asked, manifests, facts, refused), *accepted]
-    unique = {fix.text: fix for _, fix in accepted}
+        accepted = [*search.together(partial), *accepted]
+    unique = {fix.text: fix for _, fix in accepted} or {fix.text: fix for fix in search.without_one()}
     return list(unique.values())[:SHOWN]
 
 
-def _together(
-    partial: list[Change], asked: dict[str, str], manifests: Mapping[str, Plugin], facts: Facts, refused: Checked
-) -> list[tuple[Change, Fix]]:
-    """The smallest sets of two or three changes that are accepted."""
-    for size in (2, 3):
+@dataclass(frozen=True)
+class _Search:
+    """A refused run, and changes tried on it."""
+
+    asked: dict[str, str]
+    manifests: Mapping[str, Plugin]
+    facts: Facts
+    refused: Checked
+
+    def attempt(self, change: Change) -> tuple[Fix, set[str]]:
+        """The changed request and the headlines of the problems it has left."""
+        from miles_core.plugin.resolve import check
+
+        requested = {name: why for name, why in self.asked.items() if name not in change.drop}
+        requested |= {name: "--plugins" for name in change.add if name not in requested}
+        changed = []
+        for name, value in change.values.items():
+            fact = self.refused.facts.lookup(name)
+            origin = _typed(fact.flag, value)
+            changed.append(replace(fact, value=value, origin=origin, state=State.KNOWN, chosen=True))
+        fix = Fix(change.text, requested, self.facts.having(changed))
+        return fix, {p.headline for p in check(fix.requested, self.manifests, fix.facts).problems}
+
+    def together(self, partial: list[Change]) -> list[tuple[Change, Fix]]:
+        """The smallest sets of two or three changes that are accepted."""
+        for size in (2, 3):
+            found = []
+            for group in islice(combinations(partial, size), _TRIES):
+                values = {name: value for change in group for name, value in change.values.items()}
+                if len(values) < sum(len(change.values) for change in group):
+                    continue  # two values for one option
+                add = tuple(name for change in group for name in change.add)
+                texts = [change.text for change in group]
+                text = (" " if all(t.startswith("--") for t in texts) else ", and ").join(texts)
+                change = Change(text, add=add, values=values, keeps=True)
+                fix, left = self.attempt(change)
+                if not left:
+                    found.append((change, fix))
+            if found:
+                return found
+        return []
+
+    def without_one(self) -> list[Fix]:
+        """Where nothing else helps: drop one plugin, and then what helps without it."""
+        from miles_core.plugin.resolve import check
+
         found = []
-        for group in islice(combinations(partial, size), _TRIES):
-            values = {name: value for change in group for name, value in change.values.items()}
-            if len(values) < size:
-                continue
-            change = Change(" ".join(c.text for c in group), values=values, keeps=True)
-            fix, left = _try(change, asked, manifests, facts, refused)
-            if not left:
-                found.append((change, fix))
-        if found:
-            return found
-    return []
-
-
-def _try(
-    change: Change, asked: dict[str, str], manifests: Mapping[str, Plugin], facts: Facts, refused: Checked
-) -> tuple[Fix, set[str]]:
-    """The changed request and the headlines of the problems it has left."""
-    from miles_core.plugin.resolve import check
-
-    requested = {name: why for name, why in asked.items() if name not in change.drop}
-    requested |= {name: "--plugins" for name in change.add if name not in requested}
-    changed = []
-    for name, value in change.values.items():
-        fact = refused.facts.lookup(name)
-        changed.append(replace(fact, value=value, origin=_typed(fact.flag, value), state=State.KNOWN, chosen=True))
-    fix = Fix(change.text, requested, facts.having(changed))
-    return fix, {p.headline for p in check(fix.requested, manifests, fix.facts).problems}
+        for name in self.asked:
+            rest = {n: why for n, why in self.asked.items() if n != name}
+            for fix in fixes(rest, self.manifests, self.facts, check(rest, self.manifests, self.facts)):
+                listed = fix.text.startswith("--plugins ")
+                found.append(
+                    fix if listed else replace(fix, text=f"{_dropped(name, self.asked[name])}, and {fix.text}")
+                )
+        return found
 
 
 def _options(refused: Checked) -> Iterator[Change]:
@@ -146,12 +168,16 @@ def _values(name: str, refused: Checked) -> list[Any]:
 def _plugins(asked: dict[str, str], refused: Checked) -> Iterator[Change]:
     for name in refused.manifests:
         if name not in refused.activation.active and name != "core":
-            yield Change(f"add {name} to --plugins", add=(name,))
+            yield Change(f"add {name} to --plugins", add=(name,), keeps=True)
     for name, why in asked.items():
         if name not in refused.manifests:
             for other in difflib.get_close_matches(name, list(refused.manifests), n=2):
                 yield Change(f"{other} instead of {name} in --plugins", (name,), (other,), keeps=True)
-        yield Change(f"drop {name} from --plugins" if why.startswith("--plugins") else f"drop {why}", drop=(name,))
+        yield Change(_dropped(name, why), drop=(name,))
+
+
+def _dropped(name: str, why: str) -> str:
+    return f"drop {name} from --plugins" if why.startswith("--plugins") else f"drop {why}"
 
 
 def _precisions(asked: dict[str, str], refused: Checked) -> Iterator[Change]:

@@ -50,8 +50,9 @@ def check_implementation(plugin: str, holder: Any, specs: Mapping[str, tuple[str
             continue
         hook = marks.get("specname") or name
         if hook not in specs:
-            raise
-            PluginError(f"{where}: there is no hook {hook!r}; {nearest(hook, specs) or 'see miles_core.plugin.hooks'}")
+            raise PluginError(
+                f"{where}: there is no hook {hook!r}; {nearest(hook, specs) or 'see miles_core.plugin.hooks'}"
+            )
         used = [flag for flag in _FORBIDDEN if marks.get(flag)]
         if used:
             raise PluginError(

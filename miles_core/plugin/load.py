@@ -185,8 +185,9 @@ def _instantiate(plugin: str, target: Any, config: Any) -> Any:
     parameters = [p for p in inspect.signature(target).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     required = [p.name for p in parameters if p.default is p.empty]
     if len(required) > 1:
-        raise
-        PluginError(f"plugin {plugin}: {target.__name__} takes {', '.join(required)}; it may take its options, no more")
+        raise PluginError(
+            f"plugin {plugin}: {target.__name__} takes {', '.join(required)}; it may take its options, no more"
+        )
     options = config.get(plugin) if isinstance(config, Mapping) else getattr(config, plugin, None)
     try:
         build: Callable[..., Any] = target

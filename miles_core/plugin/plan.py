@@ -46,7 +46,7 @@ class Problem:
     @property
     def headline(self) -> str:
         """The first line: what is wrong."""
-        return f"{self.who} {self.verb} {self.needs}"
+        return " ".join(part for part in (self.who, self.verb, self.needs) if part)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from miles_core import __version__
 from miles_core.errors import PlanError
-from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, provider
+from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, backends_of, provider
 from miles_core.plugin.conflicts import claims, collisions, order, precision
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, distribution, nearest
@@ -176,15 +176,12 @@ def _version(checked: Checked, plugin: Plugin) -> None:
 
 def _uses(checked: Checked, plugin: Plugin) -> None:
     """Every capability a plugin depends on must be one of the selected backend's."""
-    everyone = [*checked.manifests.values(), CORE]
     for wanted, reason in plugin.uses.items():
-        head, _, rest = wanted.partition(".")
-        capability = rest if head in BACKENDS else wanted
-        declared = {k: {c for m in everyone for c in m.capabilities.get(k, ())} for k in BACKENDS}
-        kinds = [head] if head in BACKENDS else [k for k in BACKENDS if capability in declared[k]]
+        kinds, capability = backends_of(wanted, checked.manifests)
         if not kinds:
-            hint = nearest(capability, {c for names in declared.values() for c in names})
-            checked.problems.append(Problem(plugin.name, f"capability {wanted}, which no backend has", hint or reason))
+            everything = {c for m in [*checked.manifests.values(), CORE] for cs in m.capabilities.values() for c in cs}
+            because = nearest(capability, everything) or reason
+            checked.problems.append(Problem(plugin.name, f"capability {wanted}, which no backend has", because))
         for kind in kinds:
             backend = checked.facts.lookup(kind)
             owner = provider(kind, backend.value, checked.manifests)

@@ -1,0 +1,251 @@
+import sys
+
+import pytest
+
+from miles_core.errors import PluginError
+from miles_core.plugin.core import CORE
+from miles_core.plugin.facts import Fact, Facts, State
+from miles_core.plugin.guard import specified
+from miles_core.plugin.hooks import HookSpecs, hookimpl
+from miles_core.plugin.load import compose, load_hooks
+from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.resolve import resolve
+
+HERE = "miles_loaded_by_test"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """``load({"a": Class, ...})`` resolves one plugin for each class and loads their hooks."""
+
+    def go(classes, config=None, core=(), hooks=None, facts=None, **parts):
+        module = type(sys)(HERE)
+        manifests = {}
+        for name, holder in classes.items():
+            setattr(module, name, holder)
+            targets = hooks or {"": f"{HERE}:{name}"}
+            manifests[name] = Plugin(name, "test", "1.0", "~=0.1", hooks=targets, **parts)
+        monkeypatch.setitem(sys.modules, HERE, module)
+        plan = resolve(list(classes), manifests, facts or Facts())
+        return load_hooks(plan, manifests, config, core=core, facts=facts)
+
+    return go
+
+
+def recording(mark, log):
+    class Recorder:
+        @hookimpl
+        def on_step(self, metrics):
+            log.append(mark)
+            metrics[mark] = 1.0
+
+        @hookimpl
+        def wrap_loss(self, run):
+            return lambda inner: lambda x: f"{mark}({inner(x)})"
+
+    return Recorder
+
+
+def test_plugins_are_called_in_plan_order_and_core_last(load):
+    log = []
+    hooks = load({"a": recording("a", log), "b": recording("b", log)}, core=(recording("core", log)(),))
+    metrics = {}
+    hooks.on("on_step", run=None, metrics=metrics)
+    assert log == ["a", "b", "core"]
+    assert metrics == {"a": 1.0, "b": 1.0, "core": 1.0}
+    assert hooks.implemented["on_step"] == ("a", "b", "core")
+    assert compose(str, hooks.chain("wrap_loss", run=None))(1) == "a(b(core(1)))"
+
+
+def test_every_hook_can_be_told_and_every_spec_is_known(load):
+    hooks = load({})
+    for name, arguments in specified(HookSpecs).items():
+        given = dict.fromkeys(arguments)
+        if name.startswith("on_"):
+            hooks.on(name, **given)
+        else:
+            assert hooks.chain(name, **given) == []
+    assert set(hooks.implemented) == {n for n in vars(HookSpecs) if n.startswith(("on_", "wrap_"))}
+
+
+def test_a_hook_called_with_other_arguments_is_a_defect(load):
+    with pytest.raises(TypeError, match="on_step is called with"):
+        load({}).on("on_step", run=None)
+    with pytest.raises(TypeError, match="there is no hook 'on_stpe'; did you mean on_stop or on_step"):
+        load({}).on("on_stpe")
+
+
+def test_a_class_may_take_its_options(load):
+    class Tells:
+        def __init__(self, options):
+            self.options = options
+
+        @hookimpl
+        def on_step(self, metrics):
+            metrics["a/level"] = self.options
+
+    metrics = {}
+    load({"a": Tells}, {"a": 3.0}).on("on_step", run=None, metrics=metrics)
+    assert metrics == {"a/level": 3.0}
+
+
+def test_an_exception_names_plugin_and_hook(load):
+    class Fails:
+        @hookimpl
+        def on_step(self, run):
+            raise ValueError("bad step")
+
+        @hookimpl
+        def wrap_loss(self):
+            raise ValueError("bad chain")
+
+    hooks = load({"a": Fails})
+    with pytest.raises(ValueError, match="bad step") as raised:
+        hooks.on("on_step", run=None, metrics={})
+    assert raised.value.__notes__ == ["in plugin a, hook on_step"]
+    with pytest.raises(ValueError, match="bad chain") as raised:
+        hooks.chain("wrap_loss", run=None)
+    assert raised.value.__notes__ == ["in plugin a, hook wrap_loss"]
+
+
+def test_a_wrap_hook_may_stay_out_and_must_not_return_something_else(load):
+    class Out:
+        @hookimpl
+        def wrap_loss(self):
+            return None
+
+    class Wrong:
+        @hookimpl
+        def wrap_loss(self):
+            return 3
+
+    assert load({"a": Out}).chain("wrap_loss", run=None) == []
+    with pytest.raises(PluginError, match="plugin a: wrap_loss returned 3, not a function"):
+        load({"a": Wrong}).chain("wrap_loss", run=None)
+
+
+def guarded(load, body, name="on_step", mark=hookimpl):
+    holder = type("Hooks", (), {name: mark(body) if mark else body})
+    with pytest.raises(PluginError) as refused:
+        load({"a": holder})
+    return str(refused.value)
+
+
+def test_an_unknown_hook_is_refused_with_the_nearest(load):
+    message = guarded(load, lambda self, run: None, name="on_stpe")
+    assert (
+        message == "plugin a, Hooks.on_stpe: there is no hook 'on_stpe'; did you mean on_stop or on_step or on_sample?"
+    )
+
+
+def test_an_unmarked_method_named_like_a_hook_is_refused(load):
+    message = guarded(load, lambda self, run: None, mark=None)
+    assert "plugin a, Hooks.on_step is named like a hook but not marked: put @hookimpl above it" in message
+
+
+def test_a_default_argument_is_refused(load):
+    message = guarded(load, lambda self, metrics=None: None)
+    assert "plugin a, Hooks.on_step: argument 'metrics' has a default" in message
+
+
+def test_an_argument_the_hook_lacks_is_refused(load):
+    message = guarded(load, lambda self, metric: None)
+    assert message == "plugin a, Hooks.on_step: hook on_step has no argument 'metric'; did you mean metrics?"
+
+
+def test_catch_all_arguments_are_refused(load):
+    assert "takes *kw: name the arguments you use" in guarded(load, lambda self, **kw: None)
+
+
+@pytest.mark.parametrize("option", ["tryfirst", "trylast", "wrapper", "hookwrapper", "optionalhook"])
+def test_options_that_beat_the_plans_order_are_refused(load, option):
+    message = guarded(load, lambda self: None, mark=hookimpl(**{option: True}))
+    assert f"plugin a, Hooks.on_step uses {option}: order belongs in the manifest" in message
+
+
+def test_a_class_without_hooks_is_refused(load):
+    with pytest.raises(PluginError, match="plugin a, Empty: implements no hook"):
+        load({"a": type("Empty", (), {})})
+
+
+def test_a_class_with_more_arguments_than_its_options_is_refused(load):
+    class Greedy:
+        def __init__(self, options, run):
+            self.run = run
+
+    with pytest.raises(PluginError, match="plugin a: Greedy takes options, run; it may take its options, no more"):
+        load({"a": Greedy})
+
+
+def test_a_module_that_cannot_be_imported_comes_with_its_traceback(load, install):
+    install("a", "", hooks="import not_there_at_all\n")
+    with pytest.raises(PluginError, match=r"plugin a: miles_test_a\.hooks cannot be imported") as refused:
+        load({"a": object}, hooks={"": "miles_test_a.hooks:Hooks"})
+    assert "ModuleNotFoundError: No module named 'not_there_at_all'" in str(refused.value)
+
+
+def test_a_class_that_is_not_there_is_told_with_the_nearest(load):
+    with pytest.raises(PluginError, match=f"plugin a: {HERE} has no 'Aa'; did you mean a"):
+        load({"a": object}, hooks={"": f"{HERE}:Aa"})
+
+
+def test_a_condition_unknown_on_the_driver_is_decided_on_the_worker(load):
+    class Fast:
+        @hookimpl
+        def on_start(self):
+            pass
+
+    hooks = {"gpu.sm >= 90": f"{HERE}:a"}
+    unknown = Facts([Fact("gpu.sm", None, "declared", State.UNKNOWN)])
+    with pytest.raises(PluginError, match=r"its hooks depend on 'gpu\.sm >= 90', which is not known on this worker"):
+        load({"a": Fast}, hooks=hooks, facts=unknown)
+    plan = resolve(["a"], {"a": Plugin("a", "", "1", "~=0.1", hooks=hooks)}, unknown)
+    for sm, users in ((80, ()), (90, ("a",))):
+        worker = Facts([Fact("gpu.sm", sm, "detected")])
+        manifests = {"a": Plugin("a", "", "1", "~=0.1", hooks=hooks)}
+        assert load_hooks(plan, manifests, facts=worker).implemented["on_start"] == users
+
+
+def build(run, extra=None):
+    return (run, extra)
+
+
+def test_parts_are_made_by_name_with_the_arguments_they_take(load, monkeypatch):
+    module = type(sys)("miles_parts_by_test")
+    module.build = build
+    monkeypatch.setitem(sys.modules, "miles_parts_by_test", module)
+    provides = {"engine": {"mine": "miles_parts_by_test:build"}}
+    hooks = load({"a": recording("a", [])}, provides=provides, formats={"f": "miles_parts_by_test:build"})
+    assert hooks.make("engine", "mine", run="run", policy="policy") == ("run", None)
+    assert hooks.provided("engine") == ("mine", "embedded")
+    assert hooks.format("f") is build
+    with pytest.raises(PluginError, match="no active plugin provides the engine 'mien'; did you mean mine"):
+        hooks.make("engine", "mien", run=None)
+    with pytest.raises(PluginError, match="no active plugin has the number format 'g'; there are: f"):
+        hooks.format("g")
+
+
+def test_a_part_that_fails_to_build_names_its_plugin(load, monkeypatch):
+    module = type(sys)("miles_parts_by_test")
+    module.build = lambda run: 1 / 0
+    monkeypatch.setitem(sys.modules, "miles_parts_by_test", module)
+    hooks = load({"a": recording("a", [])}, provides={"engine": {"mine": "miles_parts_by_test:build"}})
+    with pytest.raises(ZeroDivisionError) as raised:
+        hooks.make("engine", "mine", run=None)
+    assert raised.value.__notes__ == ["in plugin a, hook make_engine (mine)"]
+
+
+def test_everything_core_declares_exists():
+    import importlib
+
+    from miles_core.data.batch import CORE_FIELDS
+    from miles_core.embedded.engine import EmbeddedEngine
+    from miles_core.embedded.trainer import EmbeddedTrainer
+
+    for parts in CORE.provides.values():
+        for target in parts.values():
+            module, _, name = target.partition(":")
+            assert callable(getattr(importlib.import_module(module), name)), target
+    assert CORE.fields == CORE_FIELDS
+    assert EmbeddedEngine.capabilities <= set(CORE.capabilities["engine"])
+    assert EmbeddedTrainer.capabilities <= set(CORE.capabilities["trainer"])
