@@ -55,7 +55,7 @@ class Difference:
 
 
 #: Facts without which saved weights and optimiser states fit no model: its shape, and what it is trained in.
-FATAL = ("model.type", "model.hidden_size", "model.layers", "model.experts", "model.vocab_size", "train.precision")
+FATAL = ("model.type", "model.hidden_size", "model.layers", "model.num_experts", "model.vocab_size", "train.precision")
 
 #: Compares (saved plan, current plan), both plain JSON data.
 Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[Difference]]

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from safetensors import SafetensorError
 
-from miles_core.checkpoint import Checkpoints, Difference, compare_plans, locate_checkpoint, verify
+from miles_core.checkpoint import Checkpoints, Difference, checkpoint_step, compare_plans, locate_checkpoint, verify
 from miles_core.errors import CheckpointError
 
 
@@ -22,6 +22,7 @@ def test_saved_directory_is_complete_and_latest(tmp_path):
     save(checkpoints, 2)
     save(checkpoints, 12, "newer")
     assert checkpoints.steps() == [2, 12]
+    assert checkpoint_step(checkpoints.path(2)) == 2
     assert checkpoints.load() == checkpoints.path(12) == tmp_path / "ckpt" / "step_00000012"
     assert (checkpoints.load(2) / "policy" / "model.txt").read_text() == "weights"
     manifest = verify(checkpoints.path(12))

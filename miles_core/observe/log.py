@@ -62,7 +62,7 @@ def configure(
         terminal = logging.StreamHandler(console.file)
         terminal.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     terminal.setLevel(number)
-    handlers = [terminal]
+    handlers: list[logging.Handler] = [terminal]
     if run_dir is not None:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(Path(run_dir) / "run.log", encoding="utf-8")

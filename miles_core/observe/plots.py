@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.observe.metrics import names, series
 
@@ -25,7 +25,7 @@ Records = Sequence[Mapping[str, Any]]
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#6A51A3")
 INK = "#1f2933"
 FAINT = "#d9dee4"
-TITLE = {"fontsize": 11.5, "color": INK, "fontweight": "bold"}
+TITLE: dict[str, Any] = {"fontsize": 11.5, "color": INK, "fontweight": "bold"}
 #: From this many points on a line is drawn faintly with its moving average over it.
 SMOOTH_FROM = 60
 #: Namespaces of core's own metrics; every other prefix is a plugin's.
@@ -145,7 +145,7 @@ def _lines(axes: Axes, panel: Panel, records: Records) -> None:
     for color, (metric, label) in zip(_colors(len(panel.lines)), panel.lines.items(), strict=True):
         steps, values = series(records, metric)
         few = len(steps) <= 30 or metric in panel.marked
-        marker = {"marker": "o", "markersize": 4.5 if len(steps) < 12 else 3} if few else {}
+        marker: dict[str, Any] = {"marker": "o", "markersize": 4.5 if len(steps) < 12 else 3} if few else {}
         if len(steps) >= SMOOTH_FROM and metric not in panel.marked and _noisy(values):
             axes.plot(steps, values, color=color, alpha=0.28, linewidth=1)
             axes.plot(steps, smooth(values), color=color, linewidth=2, label=label)
@@ -207,7 +207,12 @@ def _style(axes: Axes, panel: Panel) -> None:
 def _finish(axes: Axes, panel: Panel) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-    drawn = [v for line in axes.lines for v in line.get_ydata() if isinstance(v, float) and math.isfinite(v)]
+    drawn = [
+        v
+        for line in axes.lines
+        for v in cast("Iterable[Any]", line.get_ydata())
+        if isinstance(v, float) and math.isfinite(v)
+    ]
     logarithmic = panel.log and drawn and min(drawn) > 0 and max(drawn) / min(drawn) > 20
     if logarithmic:
         axes.set_yscale("log")

@@ -53,8 +53,8 @@ class Progress:
         self.every = every
         self._console = console
         self._bars: Bars | None = None
-        self._steps: TaskID | None = None
-        self._work: TaskID | None = None
+        self._steps: TaskID
+        self._work: TaskID
         self._durations: deque[float] = deque(maxlen=WINDOW)
         self._last_step = self._last_line = time.monotonic()
         self._shown: dict[str, float] = {}

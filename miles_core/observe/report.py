@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import math
 import statistics
 import time
@@ -23,6 +24,8 @@ from miles_core.observe import environment as env
 from miles_core.observe.hints import review
 from miles_core.observe.metrics import names, read, series
 from miles_core.observe.plots import Panel, draw, panels
+
+log = logging.getLogger(__name__)
 
 HTML = "report.html"
 IMAGES = "report"
@@ -162,16 +165,22 @@ def _row(name: str, records: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
-    """Some of the samples the run wrote down, spread over its steps; a torn last line is skipped."""
+    """Some of the samples the run wrote down, spread over its steps.
+
+    A line torn by a crash is left out with a warning; what a run wrote after the step it was resumed from counts once.
+    """
     if not path.is_file():
         return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise MilesError(f"{path}: {line[:40]!r} is not a sample ({error}); remove that line") from error
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            row = dict(json.loads(line))
+        except (ValueError, TypeError):
+            log.warning("line %d of %s is not a sample and is left out: %.40s", number, path, line)
+            continue
+        if rows and row.get("step", 0) < rows[-1].get("step", 0):
+            rows = [r for r in rows if r.get("step", 0) < row.get("step", 0)]
+        rows.append(row)
     if len(rows) > SAMPLES:
         rows = [rows[round(i * (len(rows) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
     return [{**row, "prompt": _prompt(row.get("prompt", "")), "reward": _reward(row.get("reward"))} for row in rows]
