@@ -167,7 +167,7 @@ class EmbeddedTrainer(Trainer):
                 pair = [torch.as_tensor(x, dtype=torch.float64).detach() for x in pair]
                 totals[name] = [a + b for a, b in zip(totals[name], pair, strict=True)] if name in totals else pair
         metrics = {n: (float(a), float(b)) for n, (a, b) in totals.items()}
-        return metrics | {name: (value, 1.0) for name, value in self.parts.optimizer_step().items()}
+        return metrics | {f"train/{name}": (value, 1.0) for name, value in self.parts.optimizer_step().items()}
 
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""
