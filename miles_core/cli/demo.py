@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dir", type=Path, help="run directory (default: runs/demo-<time>)")
     parser.add_argument("--seed", type=int, default=0, help="of model, data and training (default: 0)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON line instead of a summary")
     return parser
 

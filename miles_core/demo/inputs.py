@@ -36,7 +36,7 @@ def train_arguments(directory: Path, seed: int, installed: Collection[str], extr
     arguments += ["--sft-data", str(data / "demonstrations.jsonl"), "--prompt-data", str(data / "train.jsonl")]
     arguments += ["--eval-prompt-data", str(data / "held_out.jsonl"), "--seed", str(seed)]
     plugins = [name for name in PLUGINS if name in installed]
-    if plugins and "--plugins" not in extra:
+    if plugins and not any(word.split("=")[0] == "--plugins" for word in extra):
         arguments += ["--plugins", ",".join(plugins)]
     return [*arguments, *extra]
 

@@ -78,8 +78,9 @@ def make_checkpoint(directory: str | Path, seed: int = 0, size: Size | None = No
         The number of parameters.
     """
     import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, logging
 
+    logging.disable_progress_bar()
     size = size or Size()
     tokenizer = make_tokenizer()
     config = Qwen3MoeConfig(

@@ -1,0 +1,38 @@
+import pytest
+
+from miles_core.config.load import load
+from miles_core.demo.inputs import make_inputs, missing, train_arguments
+from miles_core.errors import ConfigError
+
+
+def test_the_demos_settings_are_a_valid_configuration(tmp_path):
+    config = load(train_arguments(tmp_path, 7, installed=()), manifests=())
+    assert config.train.seed == 7
+    assert config.run.plugins == ()
+    assert config.evaluation.temperature == 0
+    assert config.sft.data == str(tmp_path / "data" / "demonstrations.jsonl")
+
+
+def test_further_flags_win(tmp_path):
+    config = load(train_arguments(tmp_path, 0, (), ["--num-rollout", "3", "--lr", "1e-4"]), manifests=())
+    assert (config.rollout.num_rollout, config.train.lr) == (3, 1e-4)
+
+
+def test_installed_plugins_are_used_unless_the_user_chose(tmp_path):
+    assert train_arguments(tmp_path, 0, {"tis", "r3", "fp8"})[-2:] == ["--plugins", "r3,tis"]
+    assert "r3,tis" not in train_arguments(tmp_path, 0, {"tis", "r3"}, ["--plugins", "tis"])
+    assert "r3,tis" not in train_arguments(tmp_path, 0, {"tis", "r3"}, ["--plugins=tis"])
+    assert missing({"tis"}) == ["r3"]
+
+
+def test_a_directory_with_a_run_is_left_alone(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        make_inputs(tmp_path, 0)
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write the demo's model and data"):
+        make_inputs(tmp_path / "file", 0)
