@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from miles_core.checkpoint import checkpoint_step, locate_checkpoint
 from miles_core.errors import ConfigError
 from miles_core.observe import log as logs
+from miles_core.observe.environment import write_environment
 from miles_core.observe.metrics import MetricLog, Sink
 from miles_core.observe.progress import Progress
 from miles_core.plugin.load import load_hooks
@@ -51,6 +52,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
     run = Run(config, plan, load_hooks(plan, manifests, config), fields, directory, resume_from)
     (directory / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     (directory / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    write_environment(directory)
     log.info("%s", plan.header)
     log.info("run directory: %s", directory)
     start = checkpoint_step(resume_from) if resume_from else None

@@ -159,7 +159,7 @@ class Run:
         """Write metrics of ``step`` to the log and show them."""
         finite = self.metrics.append(step, metrics)
         self.progress.step(finite, done=step)
-        for hint in self.hints.of(finite):
+        for hint in self.hints.of(metrics, step):
             log.warning("%s", hint)
 
     async def complete_step(self, groups: list[Group], metrics: dict[str, float]) -> None:
