@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from miles_core.cli import train
+from miles_core.errors import CheckpointError, ConfigError
+
+PLUGIN = '''
+from dataclasses import dataclass
+from miles_core.config.option import option
+from miles_core.plugin.manifest import Plugin
+
+@dataclass(frozen=True)
+class Options:
+    """What it can do."""
+    loudness: int = option(1, flag="--shout-loudness", help="how loud")
+
+plugin = Plugin(name="shout", summary="a pretend plugin", version="1.0", core=">=0", config=Options,
+                sets={"rollout.top_k": 7})
+'''
+
+
+@pytest.fixture
+def shout(tmp_path) -> str:
+    """The path of a single-file plugin that sets an option."""
+    path = tmp_path / "shout.py"
+    path.write_text(PLUGIN)
+    return str(path)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What ``launch`` was called with, instead of a training."""
+    calls = []
+
+    def launch(config, plan, manifests, console=None):
+        calls.append(SimpleNamespace(config=config, plan=plan, manifests=manifests))
+        return SimpleNamespace(stop_requested=False)
+
+    module = ModuleType("miles_core.launch")
+    module.launch = launch
+    monkeypatch.setitem(sys.modules, "miles_core.launch", module)
+    return calls
+
+
+def test_help_shows_the_options_of_a_plugin_in_its_own_group(capsys, shout):
+    assert train.run(["--plugins", shout, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: miles train")
+    assert "shout (plugin shout):" in text and "--shout-loudness N" in text and "--dry-run" in text
+
+
+def test_a_dry_run_prints_the_plan_and_builds_nothing(capsys, shout, launched):
+    assert train.run(["--plugins", shout, "--dry-run", "--shout-loudness", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "shout" in text and "rollout.top_k = 7" in text
+    assert launched == []
+
+
+def test_a_run_gets_the_configuration_with_what_plugins_set(shout, launched, model_directory):
+    assert train.run(["--plugins", shout, "--hf-checkpoint", model_directory, "--prompt-data", "p.jsonl"]) == 0
+    (call,) = launched
+    assert call.config.rollout.top_k == 7 and call.config.origin("rollout.top_k") == "set by shout"
+    assert call.config.plugins == call.plan.order == ("shout",)
+    assert call.manifests["shout"].version == "1.0"
+
+
+def test_a_run_that_was_stopped_exits_with_130(monkeypatch, launched, model_directory):
+    monkeypatch.setattr(sys.modules["miles_core.launch"], "launch", lambda *a: SimpleNamespace(stop_requested=True))
+    assert train.run(["--hf-checkpoint", model_directory, "--prompt-data", "p.jsonl"]) == 130
+
+
+def test_what_a_run_cannot_do_without_is_said_before_anything_is_made(launched, model_directory):
+    with pytest.raises(ConfigError, match="miles train needs --hf-checkpoint DIR"):
+        train.run([])
+    with pytest.raises(ConfigError, match="miles train needs --prompt-data FILE"):
+        train.run(["--hf-checkpoint", model_directory])
+    with pytest.raises(CheckpointError, match="--hf-checkpoint /no/such/place"):
+        train.run(["--hf-checkpoint", "/no/such/place", "--prompt-data", "p.jsonl"])
+    assert launched == []
+
+
+@pytest.fixture
+def model_directory(tmp_path) -> str:
+    """A directory that holds a model's config.json and nothing else."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 4, "num_hidden_layers": 2}')
+    return str(directory)
