@@ -221,9 +221,10 @@ class _Loading:
                 continue
             command = ",".join([*self.values.get(PLUGINS, ()), owners[0]])
             who = " or ".join(owners)
+            unset = " or unset it" if last.source is Source.ENVIRONMENT else ""
             self.problems.append(
                 f"{last.origin}: it belongs to the plugin {who}, which is installed but not enabled; "
-                f"add --plugins {command}"
+                f"add --plugins {command}{unset}"
             )
 
 

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from miles_core.config.groups import GROUPS
@@ -74,6 +75,11 @@ class Option:
     @property
     def is_bool(self) -> bool:
         return self.inner is bool
+
+    @property
+    def is_path(self) -> bool:
+        """Whether the value names a file or directory (``~`` is the home directory, in files too)."""
+        return self.inner is Path or self.info.metavar.startswith(("DIR", "FILE"))
 
     @property
     def is_list(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import typing
 from functools import cache
 from typing import Any
@@ -28,6 +29,8 @@ def check(option: Option, raw: Any, origin: str) -> Any:
         return None
     if option.is_list:
         raw = as_list(raw)
+    if isinstance(raw, str) and raw.startswith("~") and option.is_path:
+        raw = os.path.expanduser(raw)
     value = _typed(option, raw, origin)
     items = value if option.is_list else (value,)
     for item in items:

@@ -73,7 +73,8 @@ def test_a_flag_of_a_plugin_that_is_not_enabled_is_refused_with_the_command(load
 def test_a_file_key_or_variable_of_a_plugin_that_is_not_enabled_is_refused(loaded, written):
     path = written("weights:\n  threshold: 2\n")
     assert f"{path} line 2" in refused(loaded, "--config", path)
-    assert "environment variable SMALL_GROUP_SIZE=3" in refused(loaded, SMALL_GROUP_SIZE="3")
+    message = refused(loaded, SMALL_GROUP_SIZE="3")
+    assert "environment variable SMALL_GROUP_SIZE=3" in message and "add --plugins small or unset it" in message
 
 
 def test_a_flag_of_a_required_plugin_is_accepted(loaded):

@@ -41,3 +41,10 @@ def test_bounds_hold_for_every_item_of_a_list():
 
 def test_listing():
     assert (listing(("a",)), listing(("a", "b", "c"))) == ("a", "a, b or c")
+
+
+def test_a_path_may_begin_with_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert check(SCHEMA.find("model.hf_checkpoint"), "~/model", "x") == "/home/someone/model"
+    assert str(check(SCHEMA.find("save"), "~/run", "x")) == "/home/someone/run"
+    assert check(SCHEMA.find("model.model_name"), "~/name", "x") == "~/name"
