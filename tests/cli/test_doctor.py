@@ -1,0 +1,111 @@
+import json
+
+import pytest
+
+from miles_core.cli import doctor
+from miles_core.cli.doctor import Requirement, problems_of, requirements, run
+from miles_core.observe.environment import Environment, Gpu
+
+
+def machine(**changes):
+    base = {
+        "python": "3.11.7",
+        "platform": "Linux",
+        "processor": "CPU",
+        "cpus": 2,
+        "memory": 8 << 30,
+        "packages": {"torch": "2.13.0+cpu"},
+        "gpus": (),
+        "no_gpu": "NVML finds no device",
+    }
+    return Environment(**(base | changes))
+
+
+def test_requirements_are_those_of_the_distribution():
+    rows = {r.name: r for r in requirements()}
+    assert {"python", "torch", "transformers", "pluggy"} <= rows.keys()
+    assert "pytest" not in rows  # an extra
+    assert all(r.ok for r in rows.values())
+
+
+def test_problems_say_what_to_do():
+    needs = [Requirement("torch", "2.1.0", ">=2.9", False), Requirement("rich", "", ">=13", False)]
+    h200 = Gpu("NVIDIA H200", 90, 141 << 30, 140 << 30, "570")
+    wrong, missing, build = problems_of(needs, machine(gpus=(h200,)))
+    assert wrong == "torch >=2.9 is needed and 2.1.0 is installed: pip install 'torch>=2.9'"
+    assert missing == "rich >=13 is needed and it is not installed: pip install 'rich>=13'"
+    assert "torch 2.13.0+cpu is a build for the CPU" in build
+    assert problems_of([], machine()) == []
+
+
+def test_output_for_people_and_exit_codes(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(
+        doctor,
+        "plugin_states",
+        lambda model: [
+            {
+                "name": "tis",
+                "version": "0.1",
+                "summary": "importance sampling",
+                "source": "x",
+                "state": "usable",
+                "why": "",
+            },
+            {
+                "name": "fp9",
+                "version": "0.1",
+                "summary": "a format",
+                "source": "x",
+                "state": "not here",
+                "why": "needs gpu.sm >= 120",
+            },
+        ],
+    )
+    assert run([]) == 0
+    out = capsys.readouterr().out
+    assert "needs gpu.sm >= 120" in out
+    assert "importance sampling" in out
+    assert "Everything a run needs is here" in out
+    monkeypatch.setattr(doctor, "requirements", lambda: [Requirement("torch", "2.1.0", ">=2.9", False)])
+    assert run([]) == 2
+    assert "problem: torch >=2.9 is needed and 2.1.0 is installed" in capsys.readouterr().out
+
+
+def test_json_with_a_model(tmp_path, monkeypatch, capsys):
+    import torch
+    from safetensors.torch import save_file
+
+    monkeypatch.setattr(doctor, "plugin_states", lambda model: [])
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    save_file({"lm_head.weight": torch.zeros(3, 4)}, tmp_path / "model.safetensors")
+    assert run(["--model", str(tmp_path), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["ok"] is True
+    assert content["model"]["parameters"] == 12
+    assert content["model"]["training_bytes"]["bfloat16"] == 12 * 18
+    assert run(["--model", str(tmp_path)]) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("needed", "gpus", "expected"),
+    [
+        (1 << 30, (), "fits the memory here"),
+        (100 << 30, (), "does not fit the memory here"),
+        (50 << 30, (1,), "fits one GPU, does not fit the memory here"),
+        (300 << 30, (1,), "needs 3 GPUs, sharded, does not fit the memory here"),
+    ],
+)
+def test_where_training_fits(needed, gpus, expected):
+    h200 = Gpu("NVIDIA H200", 90, 141 << 30, 140 << 30, "570")
+    assert doctor._fits(needed, machine(gpus=tuple(h200 for _ in gpus))) == expected
+
+
+def test_installed_plugins_have_a_state():
+    from miles_core.plugin.discovery import discover
+
+    rows = doctor.plugin_states(None)
+    assert [r["name"] for r in rows] == discover().names
+    assert all(r["state"] in ("usable", "not here", "broken") for r in rows)
+    assert all(r["why"] for r in rows if r["state"] != "usable")
