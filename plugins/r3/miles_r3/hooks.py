@@ -27,9 +27,11 @@ class R3:
 
         def wrap(inner: Any) -> Any:
             def forward(chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
-                if ctx.kind not in ("old", "train"):
+                # Supervised samples were written, not rolled out: they have no routes. A rollout sample without them was
+                # refused when it was finished (the field is required).
+                column = micro_batch.columns.get(ROUTES.name)
+                if ctx.kind not in ("old", "train") or column is None:
                     return inner(chunk, micro_batch, ctx)
-                column = micro_batch.columns[ROUTES.name]
                 ctx.state[REPLAY] = routes_of_rows(column, ctx.rows, experts)
                 output = inner(chunk, micro_batch, ctx)
                 if ctx.kind == "train":
