@@ -110,7 +110,8 @@ def panels(records: Records) -> list[Panel]:
         lines = {metric: label for metric, label in panel.lines.items() if metric in present}
         if any(metric not in flat for metric in lines):
             band = panel.band if panel.band in present and next(iter(lines)) == "reward/mean" else ""
-            chosen.append(_with(panel, lines=lines, band=band))
+            title = panel.title if "eval/accuracy" in lines or panel.name != "reward" else "Reward"
+            chosen.append(_with(panel, lines=lines, band=band, title=title))
     phases = [m for m in present if m.startswith("time/") and m != "time/step" and m not in flat]
     phases.sort(key=lambda m: (m == "time/other", (*PHASES, m[5:]).index(m[5:])))
     if phases:
