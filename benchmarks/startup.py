@@ -89,6 +89,7 @@ def main() -> None:
         "commit": commit,
         "python": platform.python_version(),
         "hardware": processor(),
+        "load_average": round(os.getloadavg()[0], 1),
         "repeats": given.repeats,
         "seconds": seconds,
     }
