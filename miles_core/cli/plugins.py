@@ -57,6 +57,7 @@ def _list(argv: Sequence[str]) -> int:
 
 def _row(name: str, catalogue: Catalogue, facts: Facts, enabled: Sequence[str]) -> dict[str, str]:
     from miles_core.plugin.resolve import check
+    from miles_core.plugin.rule import Truth, evaluate
     from miles_core.plugin.scan import hooks_of
 
     row = {"name": name, "distribution": catalogue.sources[name]}
@@ -75,6 +76,8 @@ def _row(name: str, catalogue: Catalogue, facts: Facts, enabled: Sequence[str]) 
         }
     problems = check([name], catalogue, facts).problems
     state = "active" if name in enabled else "usable"
+    if any(r.hardware and evaluate(r.needs, facts.lookup) is Truth.FALSE for p in plugin.pairs for r in p.rules):
+        state += " with --emulate-precision here"
     return {
         **row,
         "version": plugin.version,
@@ -106,7 +109,7 @@ def _check(argv: Sequence[str]) -> int:
     config, catalogue, facts = _situation(rest, options)
     found = [f"{name}: {line}" for name, m in catalogue.items() for line in lint(m, catalogue, facts)]
     found += [f"{name}: {why}" for name, why in catalogue.broken.items()]
-    plan = resolve(requested(config, facts), catalogue, facts)
+    plan = resolve(requested(config, facts, catalogue), catalogue, facts)
     print("\n".join([f"ok: {plan.header}", *notices(plan)]))
     if found:
         raise PluginError("these manifests have mistakes:\n" + "\n".join(f"  {line}" for line in found))
@@ -125,7 +128,7 @@ def _explain(argv: Sequence[str]) -> int:
 
     config, catalogue, facts = _situation(rest, options)
     name = catalogue.request(options.name)
-    checked = check({**requested(config, facts), name: "miles plugins explain"}, catalogue, facts)
+    checked = check({**requested(config, facts, catalogue), name: "miles plugins explain"}, catalogue, facts)
     print(explain(catalogue[name], checked, catalogue.sources.get(name, "")))
     return 0
 

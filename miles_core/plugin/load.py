@@ -10,7 +10,7 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -23,6 +23,9 @@ from miles_core.plugin.guard import check_implementation, specified
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.rule import Truth, evaluate
+
+if TYPE_CHECKING:
+    from miles_core.config.config import Config
 
 __all__ = ["Hooks", "Wrapper", "compose", "import_target", "load_hooks"]
 
@@ -118,7 +121,7 @@ class Hooks:
 def load_hooks(
     plan: Plan,
     manifests: Mapping[str, Plugin],
-    config: Any = None,
+    config: Config | Mapping[str, Any] | None = None,
     *,
     facts: Facts | None = None,
     specs: type = specifications.HookSpecs,
@@ -129,9 +132,8 @@ def load_hooks(
     Args:
         plan: the accepted plan.
         manifests: the catalogue it was resolved from, or an equal one on a worker.
-        config: where a plugin's options are: ``config.NAME`` or ``config["NAME"]``. A hooks class that takes one
-        argument
-            gets its plugin's options.
+        config: a ``Config``, or plugin -> options; None is every option at its default. A hooks class that takes one
+            argument gets its plugin's options.
         facts: this worker's facts, to decide hooks whose condition the driver could not.
         specs: the class of specifications.
         core: core's own implementations, called last.
@@ -148,7 +150,8 @@ def load_hooks(
     for index, wanted in reversed(list(enumerate(plan.hooks))):
         if wanted.deferred and not _decided(wanted.condition, wanted.plugin, facts):
             continue
-        holder = _instantiate(wanted.plugin, import_target(wanted.plugin, wanted.target), config)
+        options = _options(manifests[wanted.plugin], config)
+        holder = _instantiate(wanted.plugin, import_target(wanted.plugin, wanted.target), options)
         check_implementation(wanted.plugin, holder, known)
         manager.register(holder, f"{wanted.plugin}#{index}")
     manager.check_pending()
@@ -176,7 +179,16 @@ def import_target(plugin: str, target: str) -> Any:
     return getattr(module, name)
 
 
-def _instantiate(plugin: str, target: Any, config: Any) -> Any:
+def _options(plugin: Plugin, config: Config | Mapping[str, Any] | None) -> Any:
+    """A plugin's options: an instance of its config dataclass, None when it has none."""
+    if isinstance(config, Mapping) and plugin.name in config:
+        return config[plugin.name]
+    if plugin.config is None:
+        return None
+    return plugin.config() if config is None or isinstance(config, Mapping) else config.plugin(plugin.name)
+
+
+def _instantiate(plugin: str, target: Any, options: Any) -> Any:
     """The registered object: a module as it is, a class made with its plugin's options where it takes an argument."""
     if inspect.ismodule(target):
         return target
@@ -188,7 +200,6 @@ def _instantiate(plugin: str, target: Any, config: Any) -> Any:
         raise PluginError(
             f"plugin {plugin}: {target.__name__} takes {', '.join(required)}; it may take its options, no more"
         )
-    options = config.get(plugin) if isinstance(config, Mapping) else getattr(config, plugin, None)
     try:
         build: Callable[..., Any] = target
         return build(options) if parameters else build()

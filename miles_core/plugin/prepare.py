@@ -6,9 +6,12 @@ Also what a worker does with the plan it receives: the same catalogue, its own f
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from miles_core import __version__
+from miles_core.plugin import worker
+from miles_core.plugin.activate import BACKENDS, SIDES, provider
 from miles_core.plugin.detect import gpu_facts, model_facts, override
 from miles_core.plugin.discovery import Catalogue, discover
 from miles_core.plugin.facts import Facts
@@ -17,6 +20,7 @@ from miles_core.plugin.resolve import resolve
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
+    from miles_core.plugin.manifest import Plugin
 
 
 def catalogue_for(config: Config) -> Catalogue:
@@ -60,7 +64,7 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     """
     catalogue = catalogue or catalogue_for(config)
     facts = facts_for(config, given)
-    return resolve(requested(config, facts), catalogue, facts), catalogue
+    return resolve(requested(config, facts, catalogue), catalogue, facts), catalogue
 
 
 def applied(config: Config, plan: Plan) -> Config:
@@ -78,23 +82,31 @@ def accept(plan: Plan) -> Catalogue:
         the catalogue to load the plan's hooks from.
 
     Raises:
-        PlanError: other plugin versions are installed here, or a rule does not hold on this worker.
+        PlanError: other versions are installed here, or a rule does not hold on this worker.
         PluginError: a plugin cannot be imported here.
+        CheckpointError: the checkpoint cannot be read here.
     """
     catalogue = discover()
     for path in plan.files:
         catalogue.add_file(path)
-    plan.check_installed(catalogue)
-    plan.check_deferred(gpu_facts())
+    worker.accept(plan, __version__, catalogue, [*gpu_facts(), *model_facts(plan.fact("model.hf_checkpoint"))])
     return catalogue
 
 
-def requested(config: Config, facts: Facts) -> dict[str, str]:
-    """The enabled plugins and what asked for each: ``--plugins``, a file, or the option that enables it."""
+def requested(config: Config, facts: Facts, manifests: Mapping[str, Plugin]) -> dict[str, str]:
+    """The plugins the user named and what asked for each: ``--plugins``, a file, or the option that enables it.
+
+    Those enabled because an option selects a part of theirs are left to the resolver, which says so.
+    """
     origin = config.origin("plugins")
+    parts = [(kind, facts.value(kind)) for kind in BACKENDS] + [("format", facts.value(side)) for side in SIDES]
+    selected = {owner.name for kind, part in parts if (owner := provider(kind, part, manifests)) is not None}
     found = {}
     for name, spec in zip(config.plugins, config.run.plugins, strict=True):
         by_option = [f.origin for f in facts.values() if f.chosen and f.name.startswith(f"{name}.")]
         named = config.chosen("plugins") and (not origin.startswith("--") or spec in re.split(r"[,\s=]+", origin))
-        found[name] = ("--plugins" if origin.startswith("--") else origin) if named else (by_option or ["an option"])[0]
+        if named:
+            found[name] = "--plugins" if origin.startswith("--") else origin
+        elif by_option or name not in selected:
+            found[name] = by_option[0] if by_option else origin
     return found

@@ -50,9 +50,9 @@ def describe(plan: Plan, implemented: Mapping[str, Sequence[str]]) -> str:
             f"  {p.name.ljust(wide)}  {p.version}  {p.source or 'no distribution'}: {p.because}" for p in plan.plugins
         ]
         blocks.append("plugins, outermost first\n" + "\n".join(rows))
-    shown = [f for f in plan.facts if f.name in plan.consulted or f.chosen]
+    shown = [f for f in plan.facts if (f.name in plan.consulted or f.chosen) and not f.name.startswith("plugin")]
     if shown:
-        blocks.append("facts\n" + "\n".join(f"  {f}" for f in shown if not f.name.startswith("plugin.")))
+        blocks.append("facts\n" + "\n".join(f"  {f}" for f in shown))
     if plan.sets:
         blocks.append("set by plugins\n" + "\n".join(f"  {s.path} = {show(s.value)} ({s.plugin})" for s in plan.sets))
     told = [f"{h}: {', '.join(p)}" for h, p in implemented.items() if p and not h.startswith("wrap_")]

@@ -18,13 +18,13 @@ HERE = "miles_loaded_by_test"
 def load(monkeypatch):
     """``load({"a": Class, ...})`` resolves one plugin for each class and loads their hooks."""
 
-    def go(classes, config=None, core=(), hooks=None, facts=None, **parts):
+    def go(classes, config=None, core=(), hooks=None, facts=None, options=None, **parts):
         module = type(sys)(HERE)
         manifests = {}
         for name, holder in classes.items():
             setattr(module, name, holder)
             targets = hooks or {"": f"{HERE}:{name}"}
-            manifests[name] = Plugin(name, "test", "1.0", "~=0.1", hooks=targets, **parts)
+            manifests[name] = Plugin(name, "test", "1.0", "~=0.1", hooks=targets, config=options, **parts)
         monkeypatch.setitem(sys.modules, HERE, module)
         plan = resolve(list(classes), manifests, facts or Facts())
         return load_hooks(plan, manifests, config, core=core, facts=facts)
@@ -249,3 +249,29 @@ def test_everything_core_declares_exists():
     assert CORE.fields == CORE_FIELDS
     assert EmbeddedEngine.capabilities <= set(CORE.capabilities["engine"])
     assert EmbeddedTrainer.capabilities <= set(CORE.capabilities["trainer"])
+
+
+def test_options_come_from_the_configuration_or_are_defaults(load):
+    from dataclasses import dataclass
+
+    from miles_core.config.load import load as load_config
+    from miles_core.config.option import option
+
+    @dataclass(frozen=True)
+    class Options:
+        level: float = option(1.0, help="a level", flag="--a-level")
+
+    class Tells:
+        def __init__(self, options):
+            self.level = options.level
+
+        @hookimpl
+        def on_step(self, metrics):
+            metrics["a/level"] = self.level
+
+    manifest = Plugin("a", "test", "1.0", "~=0.1", config=Options)
+    chosen = load_config(["--plugins", "a", "--a-level", "2.5"], manifests=[manifest])
+    for config, level in ((chosen, 2.5), (None, 1.0), ({"a": Options(3.0)}, 3.0)):
+        metrics = {}
+        load({"a": Tells}, config, options=Options).on("on_step", run=None, metrics=metrics)
+        assert metrics == {"a/level": level}

@@ -171,6 +171,12 @@ def test_an_option_of_a_plugin_that_is_not_active_is_refused_with_the_command():
     assert "    add tis to --plugins" in str(error)
 
 
+def test_a_flag_with_several_owners_belongs_to_the_active_one():
+    recipe = {"flag": "--fp8-recipe", "chosen": True}
+    shared = [Fact(f"{owner}.recipe", "mxfp8", "--fp8-recipe mxfp8", **recipe) for owner in ("fp8", "mxfp8")]
+    assert resolve(["mxfp8"], ALL, facts(*shared, rollout="mxfp8", train="mxfp8")).order == ("mxfp8",)
+
+
 def test_all_violations_come_at_once():
     given = facts(
         chosen("engine", "plain"), chosen("tis.threshold", 3.0), sm=80, moe=False, rollout="mxfp8", train="fp8"
