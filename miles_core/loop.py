@@ -7,6 +7,7 @@ one here, so a step's samples always come from the weights of the step before. `
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 
 from miles_core.plugin.load import compose
 from miles_core.policy import Policy
@@ -31,6 +32,7 @@ async def train(run: Run) -> None:
             await sync(run, policy)
         if run.step == 0:
             await evaluate_if_due(run, {})
+        run.clock.metrics()  # building the parts is no step's time
         rollout = compose(run.collector().rollout, run.hooks.chain("wrap_rollout", run=run))
         while run.step < run.config.rollout.num_rollout and not run.stop_requested:
             try:
@@ -38,6 +40,8 @@ async def train(run: Run) -> None:
             except Interrupted:
                 run.roll_back()
         await run.finish()
+    except Interrupted:
+        log.info("stopped before the first step: nothing was trained that could be kept")
     except BaseException as caught:
         error = caught
         raise
@@ -46,13 +50,14 @@ async def train(run: Run) -> None:
         await run.close()
 
 
-async def step(run: Run, rollout) -> None:
+async def step(run: Run, rollout: Callable[[int], Awaitable[list[Group]]]) -> None:
     """One step, complete or not at all: an interrupted rollout leaves nothing behind."""
     metrics: dict[str, float] = {}
     with run.profiler.step(run.step), run.clock.phase("other"):
         with run.clock.phase("rollout"):
-            run.progress.phase("rollout")
-            groups: list[Group] = await rollout(run.step)
+            options = run.config.rollout
+            run.progress.phase("rollout", total=options.batch_size * options.n_samples_per_prompt)
+            groups = await rollout(run.step)
         metrics |= rollout_metrics(run, groups)
         for policy in run.policies:
             run.progress.phase("train")
@@ -62,6 +67,7 @@ async def step(run: Run, rollout) -> None:
         for policy in run.policies:
             metrics |= run.named(policy, await sync(run, policy))
     metrics |= run.clock.metrics()
+    metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
     await evaluate_if_due(run, metrics)
     run.hooks.on("on_step", run=run, metrics=metrics)
     await run.complete_step(groups, metrics)
@@ -82,7 +88,7 @@ async def evaluate_if_due(run: Run, metrics: dict[str, float]) -> None:
     if not options.prompt_data or not options.interval:
         return
     last = run.step >= run.config.rollout.num_rollout
-    if run.step % options.interval and not last:
+    if run.stop_requested or (run.step % options.interval and not last):
         return
     with run.clock.phase("evaluation"):
         found = await evaluate(run)

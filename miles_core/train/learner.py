@@ -17,6 +17,7 @@ from torch import Tensor
 from miles_core.algorithm.advantage import ADVANTAGES, KL_IN_REWARD, AdvantageInputs
 from miles_core.algorithm.correction import CorrectionInputs, identity
 from miles_core.algorithm.kl import kl_estimate
+from miles_core.algorithm.overlong import overlong_penalty
 from miles_core.algorithm.reduction import loss_weights
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
@@ -65,8 +66,7 @@ class Learner:
             count: optimiser steps, the same on every rank.
         """
         batch = collate(samples, self.run.fields)
-        key = self.run.config.reward.reward_key
-        batch.scalars["reward"] = torch.tensor([s.reward_value(key) for s in samples], dtype=torch.float64)
+        batch.scalars["reward"] = self._rewards(samples)
         self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
         steps = [[i for i, step in enumerate(step_of) if step == number] for number in range(count)]
         metrics: Metrics = {}
@@ -97,6 +97,18 @@ class Learner:
         """Inverse of ``save``."""
         self.trainer.load(directory / "trainer")
         self.run.hooks.on("on_load", run=self.run, policy=self.policy, store=Store(directory / "plugins"))
+
+    def _rewards(self, samples: Sequence[Sample]) -> Tensor:
+        """[samples] float64: the reward trained on, over-length penalty included; ``Sample.reward`` stays as given."""
+        options = self.run.config.reward
+        rewards = torch.tensor([s.reward_value(options.reward_key) for s in samples], dtype=torch.float64)
+        if options.overlong_buffer_len is None:
+            return rewards
+        lengths = torch.tensor([s.response_length for s in samples])
+        longest = self.run.config.rollout.max_response_len
+        return rewards + overlong_penalty(
+            lengths, longest, options.overlong_buffer_len, options.overlong_penalty_factor
+        )
 
     def _log_probs(self, batch: Batch, steps: int, metrics: Metrics) -> None:
         """Old log-probabilities are computed when they differ from the current ones or something needs the whole step

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
+from miles_core.rollout.collect import Interrupted
 
 if TYPE_CHECKING:
     from miles_core.run import Run
 
 
 async def warm_start(run: Run) -> None:
-    """``--sft-steps`` steps on ``--sft-data``; nothing to do without it."""
+    """``--sft-steps`` steps on ``--sft-data``; nothing to do without it. Raises Interrupted when the user stops it."""
     options = run.config.sft
     if not options.data or not options.steps:
         return
@@ -30,7 +31,7 @@ async def warm_start(run: Run) -> None:
                 metrics = await policy.learner.supervise(batch, lr=options.lr)
             run.progress.advance(1)
             if run.stop_requested:
-                return
+                raise Interrupted
         for policy in run.policies:
             await policy.learner.reset_optimizer()
     run.record(0, run.clock.metrics() | metrics)
