@@ -17,7 +17,10 @@ plugin = Plugin(
     config=R3Config,
     hooks={"": "miles_r3.hooks:R3", "trainer == embedded or engine == embedded": "miles_r3.embedded:EmbeddedR3"},
     fields=(ROUTES,),
-    uses={"engine.routed_experts": "the experts to replay are the ones the engine used"},
+    uses={
+        "engine.routed_experts": "the experts to replay are the ones the engine used",
+        "trainer.routing_replay": "the trainer's routers must take indices from outside",
+    },
     requires=(Rule(needs="model.moe", because="there is no router to replay in a dense model"),),
     before=("tis",),
 )

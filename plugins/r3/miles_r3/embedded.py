@@ -1,8 +1,8 @@
 """Recording and replaying routes in Transformers modules, for the embedded engine and trainer.
 
-Every family calls ``experts(hidden, index, weights)``; that is where routes are read (rollout) and replaced (training). The
-router's logits are taken from the gate's output of the same call. Nothing is kept on a module: routes travel in
-``ctx.state`` and leave in ``ctx.extras``, so a recomputation replays the same rows.
+Every family calls ``experts(hidden, index, weights)``; that is where routes are read (rollout) and replaced
+(training). The router's logits are taken from the router's output of the same call. Nothing is kept on a module: routes
+travel in ``ctx.state`` and leave in ``ctx.extras``, so a recomputation replays the same rows.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from miles_core.errors import PluginError
 from miles_core.plugin.hooks import hookimpl
 from miles_core.train.trainer import Context
 from miles_r3 import ROUTES
-from miles_r3.routers import RULES, Weights
+from miles_r3.routers import RULES, Weights, router_of
 
-REPLAY, LOGITS, OWN = "r3.replay", "r3.logits", "r3.own"
+#: Keys in ``Context.state``: routes to replay, where there were any, a router's logits until its experts run, and what
+#: the trainer would have chosen.
+REPLAY, RECORDED, LOGITS, OWN = "r3.replay", "r3.recorded", "r3.logits", "r3.own"
 
 
 class EmbeddedR3:
     """Taps the routers of every embedded model instance."""
 
     @hookimpl
-    def on_model(self, run: Any, policy: Any, model: nn.Module, role: str) -> None:
-        if role in ("rollout", "train", "shared"):
+    def on_model(self, run: Any, model: nn.Module, role: str) -> None:
+        owners = {"rollout": ("engine",), "train": ("trainer",), "shared": ("engine", "trainer")}.get(role, ())
+        if owners and all(getattr(run.config.run, owner) == "embedded" for owner in owners):
             tap(model)
 
 
 def moe_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks with a gate and experts, in layer order."""
+    """The blocks with a router and experts, in layer order."""
     found = []
     for layer in decoder_layers(model):
-        found += [m for m in layer.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
+        found += [m for m in layer.modules() if hasattr(m, "experts") and router_of(m) is not None]
     return found
 
 
@@ -49,20 +52,22 @@ def tap(model: nn.Module) -> None:
         )
     for position, block in enumerate(blocks):
         rule = matching_rule(block)
-        block.gate.register_forward_hook(_keep_logits)
+        router = router_of(block)
+        assert router is not None
+        router.register_forward_hook(_keep_logits)
         block.experts.register_forward_pre_hook(_experts_hook(position, len(blocks), block, rule))
 
 
 def matching_rule(block: nn.Module) -> Weights:
     """The rule that reproduces this block's gate weights bit for bit on random input."""
     seen: dict[str, Any] = {}
+    router = router_of(block)
+    assert router is not None
     handles = [
-        block.gate.register_forward_hook(
-            lambda m, a, out: seen.update(logits=out[0] if isinstance(out, tuple) else out)
-        ),
+        router.register_forward_hook(lambda m, a, out: seen.update(logits=_logits(out))),
         block.experts.register_forward_pre_hook(lambda m, a: seen.update(index=a[1], weights=a[2])),
     ]
-    parameter = next(block.gate.parameters())
+    parameter = next(router.parameters())
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 64, parameter.shape[-1], generator=generator).to(parameter)
     try:
@@ -71,21 +76,27 @@ def matching_rule(block: nn.Module) -> Weights:
     finally:
         for handle in handles:
             handle.remove()
-    logits = seen["logits"].reshape(-1, seen["logits"].shape[-1])
-    for rule in RULES:
-        own = rule(logits, seen["index"], block)
+    # Algebraically equal rules may agree on all these rows, so the likelier comes first: only gpt-oss has no ``gate``.
+    for rule in RULES if getattr(block, "gate", None) is not None else reversed(RULES):
+        own = rule(seen["logits"], seen["index"], block)
         if own.dtype == seen["weights"].dtype and torch.equal(own, seen["weights"]):
             return rule
     raise PluginError(
-        f"r3 cannot replay {type(block).__name__}: none of its rules gives this router's weights exactly; run without r3"
+        f"r3 cannot replay {type(block).__name__}: none of its {len(RULES)} rules gives this router's weights "
+        "exactly; run without r3"
     )
 
 
 def _keep_logits(gate: nn.Module, args: tuple, output: Any) -> None:
     ctx = active_context()
     if ctx is not None and REPLAY in ctx.state:
-        logits = output[0] if isinstance(output, tuple) else output
-        ctx.state[LOGITS] = logits.reshape(-1, logits.shape[-1])
+        ctx.state[LOGITS] = _logits(output)
+
+
+def _logits(output: Any) -> Tensor:
+    """A router's logits [rows, experts]: its output, or the first of it."""
+    logits = output[0] if isinstance(output, tuple) else output
+    return logits.reshape(-1, logits.shape[-1])
 
 
 def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights) -> Any:
@@ -99,7 +110,14 @@ def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights) ->
         if REPLAY not in ctx.state:
             return None
         hidden, own, _ = args
-        index = ctx.state[REPLAY][:, position]
+        routes = ctx.state[REPLAY]
+        if routes.shape != (len(own), count, own.shape[-1]):
+            raise PluginError(
+                f"r3 cannot replay routes of shape {list(routes.shape)} (rows, layers, experts a token) in a model of "
+                f"{count} mixture-of-experts layers, {own.shape[-1]} experts a token and {len(own)} rows here; engine "
+                "and trainer must run the same model"
+            )
+        index = routes[:, position]
         ctx.state.setdefault(OWN, {})[position] = own.detach()
         return hidden, index, rule(ctx.state.pop(LOGITS), index, block)
 

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from miles_core.data.batch import Batch
+from miles_core.errors import PluginError
 from miles_core.plugin.hooks import hookimpl
 from miles_core.train.trainer import Context, Output
 from miles_r3 import ROUTES
-from miles_r3.embedded import OWN, REPLAY
+from miles_r3.embedded import OWN, RECORDED, REPLAY
+
+#: Passes over sampled tokens by the policy. Reference, teacher and critic passes route for themselves.
+REPLAYED = ("old", "train", "verify")
 
 
 class R3:
@@ -23,19 +27,17 @@ class R3:
 
     @hookimpl
     def wrap_forward(self, run: Any) -> Any:
-        experts = int(run.plan.fact("model.num_experts", 0))
+        experts = int(run.plan.fact("model.num_experts", 0) or 0)
 
         def wrap(inner: Any) -> Any:
             def forward(chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
-                # Supervised samples were written, not rolled out: they have no routes. A rollout sample without them was
-                # refused when it was finished (the field is required).
-                column = micro_batch.columns.get(ROUTES.name)
-                if ctx.kind not in ("old", "train") or column is None:
-                    return inner(chunk, micro_batch, ctx)
-                ctx.state[REPLAY] = routes_of_rows(column, ctx.rows, experts)
-                output = inner(chunk, micro_batch, ctx)
+                if ctx.kind in REPLAYED and sampled(micro_batch):
+                    column = micro_batch.columns[ROUTES.name]
+                    assert isinstance(column, Tensor)
+                    ctx.state[REPLAY], ctx.state[RECORDED] = routes_of_rows(column, ctx.rows, experts)
+                output: Output = inner(chunk, micro_batch, ctx)
                 if ctx.kind == "train":
-                    ctx.metrics.update(differences(ctx))
+                    ctx.metrics.update(disagreement(ctx))
                 return output
 
             return forward
@@ -43,32 +45,60 @@ class R3:
         return wrap
 
 
-def routes_of_rows(column: Tensor, rows: Tensor, experts: int = 0) -> Tensor:
-    """[tokens, layers, k] routes -> [physical rows, layers, k] int64 for the rows of this call.
+def sampled(batch: Batch) -> bool:
+    """Whether an engine produced these samples: supervised pairs (a warm start) have no routes to replay.
 
-    Padding (rows without a record) becomes k distinct experts, (row + arange(k)) mod E: valid, spread evenly, and without
-    influence on any trained token.
+    Raises:
+        PluginError: they were sampled and no routes came with them.
+    """
+    if ROUTES.name in batch.columns:
+        return True
+    if "rollout_log_probs" in batch.columns:
+        raise PluginError(
+            f"r3 has no routes to replay: sampled tokens came without {ROUTES.name}; the engine must record it for "
+            "every request (a custom generate function must keep the fields of its responses)"
+        )
+    return False
+
+
+def routes_of_rows(column: Tensor, rows: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
+    """Routes for the rows of one call.
+
+    Rows without a record (the last token of a sample, padding) get k distinct experts, (row + arange(k)) mod E: valid,
+    spread evenly, and without influence on any trained token.
+
+    Args:
+        column: [tokens, layers, k], -1 where nothing was recorded.
+        rows: [physical rows] index into the column, -1 for padding.
+        experts: E; 0 when it is not known.
+
+    Returns:
+        [physical rows, layers, k] int64, and [physical rows] bool: where there was a record.
     """
     routes = column[rows.clamp(min=0)].long()
     k = routes.shape[-1]
-    missing = (routes[:, :1, :1] < 0) | (rows < 0)[:, None, None]
-    if bool(missing.any()):
+    recorded = (routes[:, 0, 0] >= 0) & (rows >= 0)
+    if not bool(recorded.all()):
         experts = max(experts, int(column.max()) + 1, k)
-        filler = (torch.arange(len(rows), device=rows.device)[:, None] + torch.arange(k, device=rows.device)) % experts
-        routes = torch.where(missing, filler[:, None, :], routes)
-    return routes
+        start = torch.arange(len(rows), device=rows.device)[:, None]
+        filler = (start + torch.arange(k, device=rows.device)) % experts
+        routes = torch.where(recorded[:, None, None], routes, filler[:, None, :])
+    return routes, recorded
 
 
-def differences(ctx: Context) -> dict[str, tuple[Tensor, Tensor]]:
-    """How often the trainer's own top-k differs, as sets, from the replayed one: fraction of (token, layer) pairs and of
-    tokens with any difference."""
-    own = ctx.state.pop(OWN, None)
+def disagreement(ctx: Context) -> dict[str, tuple[Tensor, Tensor]]:
+    """How often the trainer's own top-k differs, as a set, from the replayed one: (number, out of how many) of tokens
+    with any difference and of token-router pairs. Empty where this chunk has no router or nothing was replayed."""
+    own: dict[int, Tensor] = ctx.state.pop(OWN, {})
     if not own:
         return {}
-    replayed = ctx.state[REPLAY].sort(-1).values
-    mine = torch.stack([own[i] for i in sorted(own)], dim=1).sort(-1).values
-    differs = (mine != replayed).any(-1)
+    recorded = ctx.state[RECORDED]
+    layers = sorted(own)
+    replayed = ctx.state[REPLAY][:, layers].sort(-1).values
+    mine = torch.stack([own[i] for i in layers], dim=1).sort(-1).values
+    differs = (mine != replayed).any(-1) & recorded[:, None]
+    tokens = recorded.sum()
     return {
-        "r3/routers_differing": (differs.sum(), torch.tensor(differs.numel())),
-        "r3/tokens_differing": (differs.any(-1).sum(), torch.tensor(len(differs))),
+        "r3/tokens_differing": (differs.any(-1).sum(), tokens),
+        "r3/routers_differing": (differs.sum(), tokens * len(layers)),
     }
