@@ -1,0 +1,93 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from miles_r3 import ROUTES
+from miles_r3.embedded import OWN, RECORDED, REPLAY
+from miles_r3.hooks import R3, disagreement, routes_of_rows, sampled
+
+from miles_core.data.batch import collate
+from miles_core.data.sample import Sample
+from miles_core.errors import PluginError
+from miles_core.train.trainer import Context, Output
+
+
+def batch(routes=True, rollout=True):
+    samples = []
+    for number, length in enumerate((4, 3)):
+        sample = Sample(prompt="", tokens=list(range(length)), response_length=length - 1, index=number)
+        if rollout:
+            sample.rollout_log_probs = [-1.0] * (length - 1)
+        if routes:
+            sample.fields[ROUTES.name] = [[[t, 7 - t]] * 2 for t in range(length - 1)]
+        samples.append(sample)
+    return collate(samples, [ROUTES])
+
+
+def forward(micro_batch, kind):
+    ctx = Context(kind, (0, 1), torch.arange(len(micro_batch.tokens)))
+    run = SimpleNamespace(plan=SimpleNamespace(fact=lambda name, default: 8))
+    seen = []
+
+    def inner(chunk, micro_batch, ctx):
+        seen.append(ctx.state.get(REPLAY))
+        return Output()
+
+    R3().wrap_forward(run)(inner)(None, micro_batch, ctx)
+    return seen[0], ctx
+
+
+@pytest.mark.parametrize("kind", ["old", "train", "verify"])
+def test_policy_passes_replay(kind):
+    routes, _ = forward(batch(), kind)
+    assert routes.shape == (7, 2, 2)
+    assert routes[1].tolist() == [[1, 6], [1, 6]]
+
+
+def test_reference_passes_do_not():
+    assert forward(batch(), "ref")[0] is None
+
+
+def test_a_supervised_warm_start_routes_for_itself():
+    assert forward(batch(routes=False, rollout=False), "train")[0] is None
+
+
+def test_sampled_tokens_without_routes_are_refused():
+    with pytest.raises(PluginError, match="rollout_routed_experts"):
+        sampled(batch(routes=False))
+
+
+def test_rows_without_a_record_get_distinct_valid_experts():
+    column = batch().columns[ROUTES.name]
+    routes, recorded = routes_of_rows(column, torch.tensor([0, 3, -1, 2, 6]), experts=8)
+    assert recorded.tolist() == [True, False, False, True, False]
+    assert routes[1].tolist() == [[1, 2]] * 2  # row 1: (1 + arange(2)) mod 8
+    assert routes[2].tolist() == [[2, 3]] * 2
+    assert routes[0].tolist() == [[0, 7]] * 2 and routes[3].tolist() == [[2, 5]] * 2
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_padding_stays_within_the_experts(experts):
+    column = torch.tensor([[[3, 1, 0]], [[-1, -1, -1]]])
+    routes, _ = routes_of_rows(column, torch.tensor([0, 1, 1, 1, 1, 1]), experts)
+    assert routes.min() >= 0 and routes.max() < 4
+    assert (routes.sort(-1).values.diff(dim=-1) > 0).all()
+
+
+def test_disagreement_is_counted_on_sets_and_recorded_rows_only():
+    ctx = Context("train", (0, 1), torch.arange(3))
+    ctx.state[REPLAY] = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [0, 1]]])
+    ctx.state[RECORDED] = torch.tensor([True, True, False])
+    ctx.state[OWN] = {
+        0: torch.tensor([[1, 0], [4, 6], [5, 6]]),
+        1: torch.tensor([[3, 2], [7, 6], [5, 6]]),
+    }
+    found = {name: (float(a), float(b)) for name, (a, b) in disagreement(ctx).items()}
+    assert found == {"r3/tokens_differing": (1, 2), "r3/routers_differing": (1, 4)}
+    assert disagreement(ctx) == {}
+
+
+def test_every_request_asks_for_routes():
+    request = SimpleNamespace(extras=set())
+    R3().on_request(request)
+    assert request.extras == {ROUTES.name}
