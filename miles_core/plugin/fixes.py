@@ -47,13 +47,18 @@ class Change:
 
 
 def fixes(
-    requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, Plugin], facts: Facts, refused: Checked
+    requested: Sequence[str] | Mapping[str, str],
+    manifests: Mapping[str, Plugin],
+    facts: Facts,
+    refused: Checked,
+    drops: int = 2,
 ) -> list[Fix]:
     """At most ``SHOWN`` accepted changes, the smallest first.
 
     Args:
         requested, manifests, facts: as given to ``check``.
         refused: what ``check`` found.
+        drops: how many plugins may be dropped besides another change, when nothing less helps.
     """
     asked = dict(requested) if isinstance(requested, Mapping) else dict.fromkeys(requested, "--plugins")
     search = _Search(asked, manifests, facts, refused)
@@ -67,7 +72,7 @@ def fixes(
             partial.append(change)
     if not any(change.keeps for change, _ in accepted):
         accepted = [*search.together(partial), *accepted]
-    unique = {fix.text: fix for _, fix in accepted} or {fix.text: fix for fix in search.without_one()}
+    unique = {fix.text: fix for _, fix in accepted} or {fix.text: fix for fix in search.without_one(drops)}
     return list(unique.values())[:SHOWN]
 
 
@@ -113,14 +118,15 @@ class _Search:
                 return found
         return []
 
-    def without_one(self) -> list[Fix]:
+    def without_one(self, drops: int) -> list[Fix]:
         """Where nothing else helps: drop one plugin, and then what helps without it."""
         from miles_core.plugin.resolve import check
 
         found = []
-        for name in self.asked:
+        for name in self.asked if drops else ():
             rest = {n: why for n, why in self.asked.items() if n != name}
-            for fix in fixes(rest, self.manifests, self.facts, check(rest, self.manifests, self.facts)):
+            refused = check(rest, self.manifests, self.facts)
+            for fix in fixes(rest, self.manifests, self.facts, refused, drops - 1):
                 listed = fix.text.startswith("--plugins ")
                 found.append(
                     fix if listed else replace(fix, text=f"{_dropped(name, self.asked[name])}, and {fix.text}")

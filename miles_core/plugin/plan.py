@@ -215,7 +215,7 @@ class Plan:
         if problems:
             from miles_core.plugin.render import refusal
 
-            raise PlanError(refusal(problems, (), "this worker cannot start"), tuple(problems))
+            raise PlanError(refusal(problems, None, "this worker cannot start"), tuple(problems))
 
     def check_installed(self, manifests: Mapping[str, Plugin]) -> None:
         """Check on a worker, or at resume, that the plugins installed here are those of the plan.

@@ -8,10 +8,10 @@ from miles_core.plugin.facts import show
 from miles_core.plugin.plan import Plan, Problem
 
 
-def refusal(problems: Sequence[Problem], fixes: Sequence[str], title: str = "this run cannot start") -> str:
+def refusal(problems: Sequence[Problem], fixes: Sequence[str] | None, title: str = "this run cannot start") -> str:
     """Every problem with its values and reason, then the fixes that were tried and hold.
 
-    The caller prints ``error: `` before it.
+    ``fixes`` is None where none were looked for. The caller prints ``error: `` before it.
     """
     count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
     blocks = [f"{title} ({count})"]
@@ -21,10 +21,12 @@ def refusal(problems: Sequence[Problem], fixes: Sequence[str], title: str = "thi
         lines += [f"    | {f'{name} = {value}'.ljust(wide)}   {origin}" for name, value, origin in problem.values]
         lines += [f"    | because {line}" for line in problem.because.splitlines()]
         blocks.append("\n".join(lines))
-    if len(fixes) == 1:
+    if fixes and len(fixes) == 1:
         blocks.append(f"  this would do:\n    {fixes[0]}")
     elif fixes:
         blocks.append("  any one of these would do:\n" + "\n".join(f"    {fix}" for fix in fixes))
+    elif fixes is not None:
+        blocks.append("  no small change would do: each of these has to be resolved")
     return "\n\n".join(blocks)
 
 
