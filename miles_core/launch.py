@@ -22,6 +22,7 @@ from miles_core.observe.metrics import MetricLog, Sink
 from miles_core.observe.progress import Progress
 from miles_core.plugin.load import load_hooks
 from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.render import notices
 from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.run import Run
 
@@ -54,6 +55,8 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
     (directory / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     write_environment(directory)
     log.info("%s", plan.header)
+    for line in notices(plan):
+        log.info("%s", line)
     log.info("run directory: %s", directory)
     start = checkpoint_step(resume_from) if resume_from else None
     run.metrics = MetricLog(directory / "metrics.jsonl", resume_step=start, sinks=sinks(config, directory))

@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import re
 import sys
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from miles_core import __version__
 from miles_core.errors import PluginError
 from miles_core.plugin.facts import distribution, nearest
+from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import MARK
 from miles_core.plugin.manifest import Plugin
 
@@ -139,7 +139,7 @@ class Catalogue(Mapping[str, Plugin]):
         try:
             plugin = point.load()
         except Exception as error:
-            text = "".join(traceback.format_exception(error)).rstrip()
+            text = import_failure(error)
             raise PluginError(f"plugin {name!r} ({source}) cannot be imported from {point.value}:\n{text}") from error
         if not isinstance(plugin, Plugin):
             raise PluginError(
@@ -195,7 +195,7 @@ def _import_file(path: Path, name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = import_failure(error)
         raise PluginError(f"--plugins {path}: the file cannot be imported:\n{text}") from error
     return module
 

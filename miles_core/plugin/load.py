@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from miles_core.plugin import hooks as specifications
 from miles_core.plugin.chain import Wrapper, compose, note
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, nearest
+from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import check_implementation, specified
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
@@ -170,7 +170,7 @@ def import_target(plugin: str, target: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = import_failure(error)
         raise PluginError(f"plugin {plugin}: {module_name} cannot be imported:\n{text}") from error
     if not name:
         return module

@@ -43,7 +43,9 @@ def test_a_plugin_that_cannot_be_imported_is_refused_when_asked_for(install):
     catalogue = discover()
     with pytest.raises(PluginError, match=r"plugin 'bad' \(miles-plugin-bad 0\.1\.0\) cannot be imported") as refused:
         catalogue.request("bad")
-    assert "ModuleNotFoundError: No module named 'not_there_at_all'" in str(refused.value)
+    told = str(refused.value).splitlines()
+    assert told[1].startswith("Traceback") and told[2].endswith('miles_test_bad/__init__.py", line 1, in <module>')
+    assert told[-1] == "ModuleNotFoundError: No module named 'not_there_at_all'"
 
 
 def test_a_broken_plugin_nobody_asked_for_is_kept_aside_with_its_reason(install):
