@@ -23,7 +23,7 @@ async def warm_start(run: Run) -> None:
     queue: list[Sample] = []
     run.progress.phase("warm start", total=options.steps)
     with run.clock.phase("warm_start"):
-        for number in range(options.steps):
+        for _ in range(options.steps):
             while len(queue) < options.batch_size:
                 queue += order.sample(samples, len(samples))
             batch, queue = queue[: options.batch_size], queue[options.batch_size :]
@@ -46,6 +46,6 @@ def supervised_samples(run: Run) -> list[Sample]:
     samples = []
     for number, row in enumerate(rows):
         prompt = run.render(row.prompt)
-        answer = run.tokenizer.encode(str(row.label), add_special_tokens=False) + [run.tokenizer.eos_token_id]
+        answer = [*run.tokenizer.encode(str(row.label), add_special_tokens=False), run.tokenizer.eos_token_id]
         samples.append(Sample(prompt=row.prompt, tokens=prompt + answer, response_length=len(answer), index=number))
     return samples

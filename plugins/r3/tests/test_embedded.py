@@ -3,14 +3,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from miles_r3 import ROUTES
-from miles_r3.embedded import OWN, RECORDED, REPLAY, EmbeddedR3, moe_blocks, tap
-from miles_r3.hooks import disagreement
 from torch.nn.functional import scaled_dot_product_attention
 
 from miles_core.embedded.model import NAME, decoder_layers, prepare
 from miles_core.errors import PluginError
 from miles_core.train.trainer import Context
+from miles_r3 import ROUTES
+from miles_r3.embedded import OWN, RECORDED, REPLAY, EmbeddedR3, moe_blocks, tap
+from miles_r3.hooks import disagreement
 
 COMMON = {
     "vocab_size": 32,

@@ -2,14 +2,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from miles_r3 import ROUTES
-from miles_r3.embedded import OWN, RECORDED, REPLAY
-from miles_r3.hooks import R3, disagreement, routes_of_rows, sampled
 
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_core.errors import PluginError
 from miles_core.train.trainer import Context, Output
+from miles_r3 import ROUTES
+from miles_r3.embedded import OWN, RECORDED, REPLAY
+from miles_r3.hooks import R3, disagreement, routes_of_rows, sampled
 
 
 def batch(routes=True, rollout=True):

@@ -3,12 +3,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from miles_r3.embedded import matching_rule, moe_blocks
-from miles_r3.routers import softmax_of_gathered, softmax_then_gather
 from torch import nn
 
 from miles_core.embedded.model import NAME
 from miles_core.errors import PluginError
+from miles_r3.embedded import matching_rule, moe_blocks
+from miles_r3.routers import softmax_of_gathered, softmax_then_gather
 
 COMMON = {
     "vocab_size": 32,
