@@ -64,8 +64,9 @@ class HookSpecs:
     @hookspec
     def on_model(self, run: Run, policy: Policy, model: Any, role: str) -> None:
         """A model instance exists, possibly on the meta device, before data-parallel sharding, compilation and checkpoint
-        wrappers; with tensor, expert or pipeline parallelism it is this rank's part, once a chunk. ``role`` is ``train``, ``rollout``, ``ref``, ``critic``, ``draft`` or ``shared`` (engine and trainer hold one module).
-        Swap or hook modules here; no per-call state may live on a module. Runs in: the owning process, once an instance."""
+        wrappers; with tensor, expert or pipeline parallelism it is this rank's part, once a chunk. ``role`` is ``train``,
+        ``rollout``, ``ref``, ``critic``, ``draft`` or ``shared`` (engine and trainer hold one module). Swap or hook modules
+        here; no per-call state may live on a module. Runs in: the owning process, once an instance."""
 
     @hookspec
     def wrap_rollout(self, run: Run) -> Wrapper | None:
@@ -73,7 +74,8 @@ class HookSpecs:
 
     @hookspec
     def wrap_generate(self, run: Run) -> Wrapper | None:
-        """Around ``async generate(sample) -> list[Sample]``, one sample's generation without its reward. Runs in: the process that awaits the engine (driver)."""
+        """Around ``async generate(sample) -> list[Sample]``, one sample's generation without its reward. Runs in: the process
+        that awaits the engine (driver)."""
 
     @hookspec
     def on_request(self, run: Run, request: Any) -> None:
