@@ -33,7 +33,7 @@ CORE = Plugin(
             "keyed_sampling",
             "hot_update",
         ),
-        "trainer": ("entropy", "sampling_support"),
+        "trainer": ("entropy", "sampling_support", "routing_replay"),
         "runtime": (),
     },
     pairs=(Pair("bf16", "bf16"),),
