@@ -42,7 +42,9 @@ def work_with_miles(checkpoint: str, prompts: str, steps: int, plugins: str, rep
             await original(run, rollout)
             seconds = time.perf_counter() - started
             record = read(run.directory / "metrics.jsonl")[-1]
-            phases = {k.removeprefix("time/"): v for k, v in record.items() if k.startswith("time/") and k != "time/step"}
+            phases = {
+                k.removeprefix("time/"): v for k, v in record.items() if k.startswith("time/") and k != "time/step"
+            }
             reporter.send(seconds=seconds, length=record["rollout/length_mean"], **phases)
 
         loop.step = held

@@ -3,7 +3,18 @@ from pathlib import Path
 
 from miles_core.cli.main import main
 
-SHORT = ["--num-rollout", "2", "--sft-steps", "3", "--sft-batch-size", "8", "--rollout-batch-size", "4", "--plugins", ""]
+SHORT = [
+    "--num-rollout",
+    "2",
+    "--sft-steps",
+    "3",
+    "--sft-batch-size",
+    "8",
+    "--rollout-batch-size",
+    "4",
+    "--plugins",
+    "",
+]
 
 
 def test_demo_trains_and_ends_with_one_json_line(tmp_path, capsys):
