@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from miles_core.algorithm.advantage import ADVANTAGES, KL_IN_REWARD, AdvantageInputs
+from miles_core.algorithm.advantage import ADVANTAGES, KL_IN_REWARD, AdvantageInputs, whiten
 from miles_core.algorithm.correction import CorrectionInputs, identity
 from miles_core.algorithm.kl import kl_estimate
 from miles_core.algorithm.overlong import overlong_penalty
@@ -139,7 +139,10 @@ class Learner:
             kl_coef=options.kl_coef,
             sum=self.trainer.sum,
         )
-        return self.advantage(inputs).float()
+        advantages = self.advantage(inputs)
+        if options.normalize_advantages:
+            advantages = whiten(advantages, batch.mask, self.trainer.sum)
+        return advantages.float()
 
     def _optimise(self, batch: Batch) -> Metrics:
         options = self.run.config.algorithm
