@@ -124,11 +124,13 @@ class Distribution:
         log_probs: [n, vocab] float32; -inf outside the support.
         support: [n, vocab] bool, None where nothing is truncated.
         capped: [n] bool, None likewise: SUPPORT_CAP cut this row.
+        whole: [n, vocab] log-probs over the whole vocabulary where ``log_probs`` are not, else None.
     """
 
     log_probs: Tensor
     support: Tensor | None = None
     capped: Tensor | None = None
+    whole: Tensor | None = None
 
 
 def distribution(logits: Tensor, params: Params) -> Distribution:
@@ -144,11 +146,12 @@ def distribution(logits: Tensor, params: Params) -> Distribution:
     if params.truncated:
         support, capped = _support(log_probs, params.top_k, params.top_p)
         kept = torch.where(support, log_probs, float("-inf"))
-        out = Distribution(kept.log_softmax(-1), support, capped)
+        out = Distribution(kept.log_softmax(-1), support, capped, log_probs)
     if isinstance(params.greedy, Tensor):
         out.log_probs = torch.where(params.greedy, _point(logits), out.log_probs)
         if out.support is not None:
             out.support = torch.where(params.greedy, out.log_probs == 0.0, out.support)
+            out.whole = torch.where(params.greedy, out.log_probs, out.whole)
     return out
 
 
@@ -200,8 +203,9 @@ def _settled(values: Tensor, keep: Tensor) -> bool:
 
 @dataclass
 class Sampled:
-    """n sampled tokens: ids and log-probabilities under the sampled distribution, and, where some row is truncated,
-    each row's support (an empty one for a row that is not) and whether the cap cut it."""
+    """n sampled tokens: ids and log-probabilities (over the support of rows that record it, over the whole vocabulary
+    of others), and, where some row is truncated, each row's support (an empty one for a row that is not) and whether
+    the cap cut it."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -218,6 +222,9 @@ def sample(logits: Tensor, params: Params, u: Tensor, truncated: Sequence[bool] 
     index = pick(dist.log_probs.exp(), u)
     last = logits.shape[-1] - 1
     logp = dist.log_probs.gather(-1, index.clamp(max=last).unsqueeze(1)).squeeze(1)
+    if dist.whole is not None and truncated is not None and not all(truncated):
+        whole = dist.whole.gather(-1, index.clamp(max=last).unsqueeze(1)).squeeze(1)
+        logp = torch.where(torch.tensor(list(truncated), device=logp.device), logp, whole)
     tokens = index.tolist()
     if max(tokens) > last:
         raise MilesError("the model's logits are not finite; its weights or the last update hold NaN or infinity")
