@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from miles_core.checkpoint import checkpoint_step, locate_checkpoint
+from miles_core.checkpoint import Checkpoints, checkpoint_step, locate_checkpoint
 from miles_core.errors import ConfigError
 from miles_core.observe import log as logs
 from miles_core.observe.environment import write_environment
@@ -75,16 +75,27 @@ def run_directory(config: Config, resume_from: Path | None) -> Path:
         return resume_from.parent.parent
     label = config.model.model_name or Path(config.model.hf_checkpoint or "run").name
     directory = Path(options.save) if options.save else Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
-    holds_a_run = (directory / "checkpoints").is_dir() or (directory / "metrics.jsonl").exists()
-    if holds_a_run and resume_from is None:
-        raise ConfigError(
-            f"--save {directory} already holds a run; continue it with --load {directory}, or choose another directory"
-        )
+    if resume_from is None or directory.resolve() != resume_from.parent.parent.resolve():
+        _refuse_to_overwrite(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--save {directory}: the directory cannot be made ({error.strerror})") from error
     return directory
+
+
+def _refuse_to_overwrite(directory: Path) -> None:
+    """A run that left a checkpoint or a metric stays as it is; one that failed before may be started again."""
+    metrics = directory / "metrics.jsonl"
+    if Checkpoints(directory / "checkpoints").latest() is not None:
+        raise ConfigError(
+            f"--save {directory} already holds a run; continue it with --load {directory}, or choose another directory"
+        )
+    if metrics.exists() and metrics.stat().st_size:
+        raise ConfigError(
+            f"--save {directory} already holds the metrics of a run without a checkpoint; "
+            "choose another directory, or delete it"
+        )
 
 
 def sinks(config: Config, directory: Path) -> list[Sink]:

@@ -82,6 +82,7 @@ class Run:
         self.prompts: PromptQueue
         self.hints = Hints()
         self._committed: dict[str, Any] = {}
+        self._saved: int | None = None
 
     @property
     def policy(self) -> Policy:
@@ -149,7 +150,7 @@ class Run:
         if options.rm_type in self.hooks.provided("reward"):
             made = self.hooks.make("reward", options.rm_type, run=self)
             return RewardFunction(made, options.rm_type, f"--rm-type {options.rm_type}", "async")
-        return make_reward(options.rm_type, options.custom_rm_path, options.rm_url)
+        return make_reward(options.rm_type, options.custom_rm_path, getattr(options, "rm_url", None))
 
     def named(self, policy: Policy, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics of one policy, prefixed when there are several."""
@@ -178,7 +179,7 @@ class Run:
 
     async def finish(self) -> None:
         """Write what a finished or interrupted run leaves behind."""
-        if self.checkpoints.latest() != self.step:
+        if self._saved != self.step:
             await self.save()
         if self.config.run.export_hf:
             await self.policy.learner.export(Path(self.config.run.export_hf))
@@ -192,6 +193,7 @@ class Run:
             store.put("run", data={"step": self.step, **self._committed})
             put_rng(store)
             self.hooks.on("on_save", run=self, policy=None, store=store)
+        self._saved = self.step
 
     async def resume(self) -> bool:
         """Continue from the checkpoint found by ``launch``; False when the run starts anew."""
@@ -205,6 +207,8 @@ class Run:
         self.step = int(state["step"])
         self.prompts.load_state(state["prompts"])
         get_rng(store)
+        if directory.parent.resolve() == self.checkpoints.directory.resolve():
+            self._saved = self.step
         self.hooks.on("on_load", run=self, policy=None, store=store)
         self._commit()
         log.info("continuing %s: %d steps are complete", directory, self.step)

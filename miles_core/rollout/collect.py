@@ -17,8 +17,12 @@ Group = list[Sample]
 Score = Callable[[list[Sample]], Awaitable[None]]
 
 
+#: Seconds until a request to stop is noticed while no group finishes (a slow tool, a slow judge).
+PATIENCE = 0.5
+
+
 class Interrupted(Exception):
-    """The user asked to stop while a rollout was under way; its samples are dropped."""
+    """The user asked to stop while a rollout or the warm start was under way; what it had done is dropped."""
 
 
 class Collector:
@@ -58,7 +62,7 @@ class Collector:
             while len(accepted) < want:
                 if self.run.stop_requested:
                     raise Interrupted
-                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(pending, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=lambda t: pending[t].group_index):
                     prompt = pending.pop(task)
                     group = task.result()
