@@ -150,7 +150,7 @@ class Run:
         if options.rm_type in self.hooks.provided("reward"):
             made = self.hooks.make("reward", options.rm_type, run=self)
             return RewardFunction(made, options.rm_type, f"--rm-type {options.rm_type}", "async")
-        return make_reward(options.rm_type, options.custom_rm_path, getattr(options, "rm_url", None))
+        return make_reward(options.rm_type, options.custom_rm_path, options.rm_url)
 
     def named(self, policy: Policy, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics of one policy, prefixed when there are several."""

@@ -123,11 +123,12 @@ class Reward:
     """What a response is worth."""
 
     rm_type: str | None = option(
-        None, help="built-in reward", choices=("exact", "math", "boxed", "f1", "*"), part="reward"
+        None, help="built-in reward", choices=("exact", "math", "boxed", "f1", "remote", "*"), part="reward"
     )
     custom_rm_path: str | None = option(
         None, help="async rm(args, sample) -> float or dict; instead of --rm-type", metavar="FILE.py:FN"
     )
+    rm_url: str | None = option(None, help="where --rm-type remote posts samples to", metavar="URL")
     reward_key: str | None = option(None, help="entry to train on when rewards are dicts")
     overlong_buffer_len: int | None = option(
         None, help="soft over-length penalty over this many last tokens of --rollout-max-response-len (DAPO)", ge=1
@@ -161,7 +162,7 @@ class Algorithm:
     )
     kl_coef: float = option(0.0, help="KL to the reference model, taken from the reward", ge=0)
     kl_loss_coef: float = option(0.0, help="KL to the reference model, added to the loss", ge=0)
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("k1", help="estimator of that KL")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("low_var_kl", help="estimator of that KL")
     entropy_coef: float = option(0.0, help="entropy bonus", ge=0)
     loss_aggregation: Literal["rollout_mean", "token_mean", "constant"] = option(
         "rollout_mean", help="how token losses become one number"

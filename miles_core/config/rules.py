@@ -51,6 +51,8 @@ RULES: tuple[Rule, ...] = (
         "a discount needs an estimator with a return per token, such as reinforce_plus_plus",
         when="algorithm.gamma < 1",
     ),
+    Rule("reward.rm_url", "a remote reward needs its address", when="reward.rm_type == remote"),
+    Rule("reward.rm_type == remote", "only a remote reward is posted", when="reward.rm_url"),
     Rule("reward.custom_rm_path == none", "a sample has one reward function", when="reward.rm_type"),
     Rule("evaluation.prompt_data", "there is nothing to evaluate on", when="evaluation.interval"),
     Rule("evaluation.interval", "nothing says when to evaluate", when="evaluation.prompt_data"),

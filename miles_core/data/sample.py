@@ -13,6 +13,7 @@ from typing import Any
 
 from miles_core.data.field import Field
 from miles_core.errors import DataError
+from miles_core.reward.value import reward_value
 
 
 class Status(StrEnum):
@@ -84,17 +85,8 @@ class Sample:
         return self.loss_mask if self.loss_mask is not None else [1] * self.response_length
 
     def reward_value(self, key: str | None = None) -> float:
-        """The scalar reward; ``key`` picks an entry of a dict reward."""
-        if isinstance(self.reward, dict):
-            if key is None or key not in self.reward:
-                raise DataError(
-                    f"sample {self.index} has a reward with entries {sorted(self.reward)}; "
-                    f"choose one with --reward-key (given: {key})"
-                )
-            return float(self.reward[key])
-        if self.reward is None:
-            raise DataError(f"sample {self.index} has no reward")
-        return float(self.reward)
+        """The scalar reward; ``key`` picks an entry of a dict reward. DataError when there is none."""
+        return reward_value(self, key)
 
     def validate(self, declared: tuple[Field, ...] = ()) -> None:
         """Check the length invariants; raises DataError naming the sample and the numbers."""

@@ -139,12 +139,13 @@ class Learner:
             kl_coef=options.kl_coef,
             sum=self.trainer.sum,
         )
-        return self.advantage(inputs).float()
+        advantages = self.advantage(inputs)
+        if options.normalize_advantages:
+            advantages = whiten(advantages, batch.mask, self.trainer.sum)
+        return advantages.float()
 
     def _optimise(self, batch: Batch) -> Metrics:
         options = self.run.config.algorithm
-        if options.normalize_advantages:
-            batch.columns["advantages"] = whiten(column(batch, "advantages"), batch.mask, self.trainer.sum)
         batch.columns["loss_weight"] = loss_weights(
             batch.mask,
             batch.lengths,

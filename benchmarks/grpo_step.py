@@ -1,0 +1,210 @@
+"""One GRPO step of miles against TRL's GRPOTrainer: same checkpoint, prompts, reward and machine, taking turns.
+
+64 prompts x 8 samples, at most 16 new tokens, FP32, one optimiser step on all 512 samples, no KL term. Each side runs its
+own real training loop in its own process and is held between two steps, so a turn is a complete step: prompts, generation,
+reward, loss, backward, optimiser, and (miles) weight sync and metrics. The last line is one JSON object.
+
+TRL is given its fastest settings here: FP32 without autocast, one micro-batch of 512, no gradient checkpointing, no
+load-balancing loss (miles has none on either), the grouped expert kernel, no logging, no saving, data loading in process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import Reporter, Worker, alternate, finish, installed, medians, options, spread
+
+PROMPTS, SAMPLES, TOKENS, LR = 64, 8, 16, 1e-6
+
+
+def work_with_miles(checkpoint: str, prompts: str, steps: int, plugins: str, reporter: Reporter) -> None:
+    """Run ``miles train``, held before each step."""
+    from miles_core import loop
+    from miles_core.cli import train
+    from miles_core.observe.metrics import read
+
+    original = loop.step
+    reporter.send(versions=installed("miles-core", "torch", "transformers"))
+
+    with tempfile.TemporaryDirectory() as directory:
+
+        async def held(run: Any, rollout: Any) -> None:
+            await asyncio.to_thread(reporter.wait)
+            started = time.perf_counter()
+            await original(run, rollout)
+            seconds = time.perf_counter() - started
+            record = read(run.directory / "metrics.jsonl")[-1]
+            phases = {
+                k.removeprefix("time/"): v for k, v in record.items() if k.startswith("time/") and k != "time/step"
+            }
+            reporter.send(seconds=seconds, length=record["rollout/length_mean"], **phases)
+
+        loop.step = held
+        flags = f"""--hf-checkpoint {checkpoint} --prompt-data {prompts} --input-key prompt --label-key label
+            --custom-rm-path {Path(__file__).with_name("workload.py")}:rm --save {directory}/run --device cpu
+            --dtype float32 --rollout-batch-size {PROMPTS} --n-samples-per-prompt {SAMPLES} --num-rollout {steps}
+            --rollout-max-response-len {TOKENS} --max-running-requests {PROMPTS * SAMPLES} --lr {LR}
+            --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
+            --use-dynamic-batch-size --max-tokens-per-gpu 65536 --seed 0 --log-level warning"""
+        train.run([*flags.split(), *(["--plugins", plugins] if plugins else [])])
+
+
+def work_with_trl(checkpoint: str, prompts: str, steps: int, reporter: Reporter, experts: str, batch: int) -> None:
+    """Run ``GRPOTrainer.train``, held between two steps."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+    from workload import letters
+
+    lengths: list[float] = []
+    phases: dict[str, float] = {}
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        lengths.append(statistics.fmean(map(len, completion_ids)))
+        return [letters(text) for text in completions]
+
+    class Held(TrainerCallback):
+        started = 0.0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            reporter.wait()
+            Held.started = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds = time.perf_counter() - Held.started
+            rest = {"other": seconds - sum(phases.values())}
+            reporter.send(seconds=seconds, length=lengths[-1], **phases, **rest)
+            phases.clear()
+            reporter.wait()
+            Held.started = time.perf_counter()
+
+    def timed(name: str, phase: str) -> None:
+        inner = getattr(GRPOTrainer, name)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - started
+
+        setattr(GRPOTrainer, name, outer)
+
+    timed("_generate", "generate")
+    timed("_compute_loss", "forward")
+    rows = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()]
+    total = PROMPTS * SAMPLES
+    with tempfile.TemporaryDirectory() as directory:
+        config = GRPOConfig(
+            output_dir=directory,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=total // batch,
+            num_generations=SAMPLES,
+            max_completion_length=TOKENS,
+            max_steps=steps,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            optim="adamw_torch",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            beta=0.0,
+            num_iterations=1,
+            epsilon=0.2,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            router_aux_loss_coef=0.0,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            dataloader_num_workers=0,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=0,
+            model_init_kwargs={"dtype": "float32", "experts_implementation": experts},
+        )
+        trainer = GRPOTrainer(
+            checkpoint,
+            reward,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": rows}),
+            processing_class=AutoTokenizer.from_pretrained(checkpoint, padding_side="left"),
+            callbacks=[Held()],
+        )
+        reporter.send(versions=installed("trl", "torch", "transformers"))
+        trainer.train()
+
+
+def compare(given: argparse.Namespace) -> dict[str, Any]:
+    """Take turns between TRL and miles, bare and with each set of plugins."""
+    from workload import make_workload
+
+    with tempfile.TemporaryDirectory() as directory:
+        work = make_workload(Path(directory), given.shots)
+        steps = given.warm_up + given.turns + 1
+        common = ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file), "--steps", str(steps)]
+        here = str(Path(__file__).resolve())
+        commands = {"miles": [sys.executable, here, "--worker", "miles", *common]}
+        for plugins in given.plugins:
+            commands[f"miles {plugins}"] = [*commands["miles"], "--worker-plugins", plugins]
+        extra = ["--trl-experts", given.trl_experts, "--trl-batch", str(given.trl_batch)]
+        commands["trl"] = [given.trl_python, here, "--worker", "trl", *common, *extra]
+        workers = [Worker(name, command, given.threads) for name, command in commands.items()]
+        try:
+            reports = alternate(workers, given.turns, given.warm_up)
+        finally:
+            for worker in workers:
+                worker.close()
+        sides = {name: medians(r) | {"range": spread(r)} for name, r in reports.items()}
+        trl = sides["trl"]["seconds"]
+        return {
+            "workload": {
+                "prompts": PROMPTS,
+                "samples": SAMPLES,
+                "max_new_tokens": TOKENS,
+                "prompt_tokens": round(statistics.fmean(len(p.encode()) for p in work.prompts), 1),
+                "threads": given.threads,
+                "turns": given.turns,
+            },
+            "sides": sides,
+            "times_faster_than_trl": {n: round(trl / s["seconds"], 2) for n, s in sides.items() if n != "trl"},
+            "worker_versions": {w.name: w.hello["versions"] for w in workers if w.name in ("miles", "trl")},
+        }
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--turns", type=int, default=15, help="measured steps of each side")
+    parser.add_argument("--warm-up", type=int, default=3, help="unmeasured steps of each side")
+    parser.add_argument("--plugins", nargs="*", default=["r3,tis"], help="plugin sets to measure beside the bare loop")
+    parser.add_argument("--shots", type=int, default=0, help="worked examples before each prompt (about 9 tokens each)")
+    parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
+    parser.add_argument("--trl-experts", default="grouped_mm", help="Transformers' experts implementation for TRL")
+    parser.add_argument("--trl-batch", type=int, default=PROMPTS * SAMPLES, help="TRL's micro-batch")
+    for name in ("--worker", "--checkpoint", "--prompts", "--worker-plugins"):
+        parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker == "miles":
+        work_with_miles(given.checkpoint, given.prompts, given.steps, given.worker_plugins, Reporter())
+    elif given.worker == "trl":
+        reporter = Reporter()
+        work_with_trl(given.checkpoint, given.prompts, given.steps, reporter, given.trl_experts, given.trl_batch)
+    else:
+        result = compare(given)
+        finish("grpo_step", result, given.save, lambda: installed("miles-core"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Shared by the scripts here: paced worker processes, medians, what ran where, and the dated result file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+class Worker:
+    """A process that works when it is told to and reports one JSON object a turn.
+
+    Two libraries measured in turns, each in a process of its own, see the same machine: a slow minute slows both.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], threads: int) -> None:
+        self.name = name
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        )
+        self.hello = self._read()
+
+    def turn(self) -> dict[str, Any]:
+        """Let it do one turn; its report."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # reading its answer then tells that it has ended
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"benchmark worker {self.name} ended with exit code {self.process.wait()}; see above")
+        return dict(json.loads(line))
+
+
+class Reporter:
+    """The worker's end: stdout carries reports only, whatever else prints goes to stderr."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def send(self, **report: Any) -> None:
+        """Answer a turn (or say hello)."""
+        self._out.write(json.dumps(report) + "\n")
+        self._out.flush()
+
+    def wait(self) -> None:
+        """Until told to go on; the process ends when nobody will."""
+        if not sys.stdin.readline():
+            os._exit(0)
+
+
+def alternate(workers: Sequence[Worker], turns: int, warm_up: int) -> dict[str, list[dict[str, Any]]]:
+    """``turns`` measured turns of each, A B A B ..., after ``warm_up`` unmeasured ones."""
+    reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
+    for number in range(warm_up + turns):
+        for worker in workers:
+            report = worker.turn()
+            if number >= warm_up:
+                reports[worker.name].append(report)
+        shown = "  ".join(f"{w.name} {reports[w.name][-1]['seconds']:.3f} s" for w in workers if reports[w.name])
+        print(f"turn {number + 1}/{warm_up + turns}  {shown or 'warm-up'}", file=sys.stderr, flush=True)
+    return reports
+
+
+def medians(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Median of every number the reports share."""
+    names = [n for n in reports[0] if all(n in r for r in reports)]
+    return {name: round(statistics.median(r[name] for r in reports), 4) for name in names}
+
+
+def spread(reports: Sequence[Mapping[str, float]]) -> list[float]:
+    """Smallest and largest seconds."""
+    seconds = [r["seconds"] for r in reports]
+    return [round(min(seconds), 4), round(max(seconds), 4)]
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """A parser with what every script takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all cores)")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME-DATE.json")
+    return parser
+
+
+def finish(name: str, result: Mapping[str, Any], save: bool, versions: Callable[[], dict[str, str]]) -> None:
+    """Print the result as one JSON line, and save it with where it comes from when asked to."""
+    record = {
+        "benchmark": name,
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        "hardware": hardware(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        **result,
+    }
+    if save:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{name}-{record['date']}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"saved {path.relative_to(ROOT)}", file=sys.stderr)
+    print(json.dumps(record), flush=True)
+
+
+def installed(*names: str) -> dict[str, str]:
+    """Versions of distributions in this interpreter."""
+    return {name: metadata.version(name) for name in names}
+
+
+def hardware() -> str:
+    """Processor and number of cores."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), platform.processor())
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def commit() -> str:
+    """The checkout's commit, marked when files of the package differ from it."""
+    head = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "miles_core", "plugins", "benchmarks/*.py")
+    return (head or "unknown") + ("+changes" if changed else "")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()

@@ -1,0 +1,45 @@
+"""What the scripts here work on: a random 1.8 M-parameter Qwen3-MoE, addition prompts, and a reward that always varies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_core.demo.model import BENCHMARK, make_checkpoint
+from miles_core.demo.task import LABEL_KEY, PROMPT_KEY, write_task
+
+RESPONSE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A checkpoint directory, a prompt file, and the prompts in it."""
+
+    checkpoint: Path
+    prompt_file: Path
+    prompts: list[str]
+
+
+def make_workload(directory: Path, shots: int = 0) -> Workload:
+    """Checkpoint and prompts in ``directory``. A prompt is 6 tokens (``37+58=``); each of ``shots`` worked examples
+    before it adds about 9."""
+    make_checkpoint(directory / "model", seed=0, size=BENCHMARK)
+    files = write_task(directory / "data", seed=0)
+    rows = [json.loads(line) for line in files.train.read_text().splitlines()]
+    examples = "".join(f"{row[PROMPT_KEY]}{row[LABEL_KEY]}\n" for row in rows[:shots])
+    rows = [{PROMPT_KEY: examples + row[PROMPT_KEY], LABEL_KEY: row[LABEL_KEY]} for row in rows[shots:]]
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Workload(directory / "model", path, [row[PROMPT_KEY] for row in rows])
+
+
+def letters(text: str) -> float:
+    """Fraction of ASCII letters; samples of a random model differ in it, so every group has advantages."""
+    return sum(c.isascii() and c.isalpha() for c in text) / RESPONSE_TOKENS
+
+
+async def rm(args: Any, sample: Any) -> float:
+    """``letters`` as a custom reward."""
+    return letters(sample.response)

@@ -1,0 +1,229 @@
+"""The contract of a number format, executable: what core relies on, tested on any ``Format``.
+
+A format is run through it in three lines, collected by pytest like any test class::
+
+    class TestMyFormat(FormatContract):
+        def make(self):
+            return MyFormat()
+
+Golden values are the format's own business: add tests of its codes beside this suite.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from miles_core.embedded.layout import Loader, export, views
+from miles_core.embedded.model import load_model
+from miles_core.errors import ConfigError, MilesError
+from miles_core.precision.format import Format
+from miles_core.precision.train import FakeQuantizer, install
+from miles_core.sync.encode import Codec
+from miles_core.sync.unit import Unit
+from miles_core.testing.tiny import tiny_checkpoint
+
+
+class FormatContract:
+    """See the module's paragraph. Override the numbers below where a format's own differ.
+
+    Attributes:
+        rows, columns: a size the format can store, a multiple of its tile.
+        magnitudes: scales of N(0, 1) at which the declared error still holds.
+        drift: relative change of a value that is quantised a second time.
+    """
+
+    rows, columns = 256, 512
+    magnitudes: tuple[float, ...] = (1e-3, 1e3)
+    drift = 0.0
+
+    @abstractmethod
+    def make(self) -> Format:
+        """The format under test."""
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    def test_storage_is_as_declared(self) -> None:
+        format = self.make()
+        parts = format.quantize(normal(self.rows, self.columns))
+        declared = {s.suffix: (s.dtype, s.shape) for s in format.storage((self.rows, self.columns))}
+        assert {k: (t.dtype, tuple(t.shape)) for k, t in parts.items()} == declared
+        nbytes = sum(t.numel() * t.element_size() for t in parts.values())
+        assert format.nbytes((self.rows, self.columns)) == nbytes < 4 * self.rows * self.columns
+
+    def test_the_round_trip_stays_within_the_declared_error(self) -> None:
+        format, weight = self.make(), normal(self.rows, self.columns)
+        found = format.dequantize(format.quantize(weight))
+        assert found.dtype == torch.float32 and found.shape == weight.shape
+        error = float((found - weight).norm() / weight.norm())
+        assert 0 < error <= format.error, f"relative RMS error {error:.4f}, declared {format.error}"
+
+    def test_the_error_does_not_depend_on_the_magnitude(self) -> None:
+        format = self.make()
+        for magnitude in self.magnitudes:
+            weight = normal(self.rows, self.columns) * magnitude
+            found = format.dequantize(format.quantize(weight))
+            assert float((found - weight).norm() / weight.norm()) <= format.error, magnitude
+
+    def test_zeros_stay_zero(self) -> None:
+        format, weight = self.make(), normal(self.rows, self.columns)
+        weight[: format.tile[0], : format.tile[1]] = 0
+        found = format.dequantize(format.quantize(weight))
+        assert bool((found[: format.tile[0], : format.tile[1]] == 0).all()) and bool(found.isfinite().all())
+        zeros = torch.zeros(self.rows, self.columns)
+        assert torch.equal(format.dequantize(format.quantize(zeros)).abs(), zeros)
+
+    def test_a_ragged_edge_is_padded_with_zeros_or_refused(self) -> None:
+        format = self.make()
+        shape = (self.rows - 1, self.columns - 3)
+        why = format.refuse(shape)
+        if why is not None:
+            assert any(character.isdigit() for character in why), f"say which sizes would fit: {why!r}"
+            return
+        whole = torch.zeros(self.rows, self.columns)
+        whole[: shape[0], : shape[1]] = normal(*shape)
+        ragged = format.dequantize(format.quantize(whole[: shape[0], : shape[1]]))
+        assert torch.equal(ragged, format.dequantize(format.quantize(whole))[: shape[0], : shape[1]])
+
+    def test_quantising_twice_changes_nothing(self) -> None:
+        format = self.make()
+        once = format.quantize(normal(self.rows, self.columns))
+        values = format.dequantize(once)
+        twice = format.quantize(values)
+        torch.testing.assert_close(format.dequantize(twice), values, rtol=self.drift, atol=0)
+        if format.exact:
+            assert_same(once, twice)
+
+    def test_a_view_in_another_dtype_gives_the_codes_of_its_numbers(self) -> None:
+        format = self.make()
+        strided = normal(self.columns, self.rows).bfloat16().T
+        before = strided.clone()
+        assert_same(format.quantize(strided), format.quantize(strided.float().contiguous()))
+        assert torch.equal(strided, before), "quantize must not write into the weight"
+
+    def test_given_tensors_are_filled(self) -> None:
+        format, weight = self.make(), normal(self.rows, self.columns)
+        out = {s.suffix: torch.empty(s.shape, dtype=s.dtype) for s in format.storage((self.rows, self.columns))}
+        found = format.quantize(weight, out=out)
+        assert all(found[suffix] is tensor for suffix, tensor in out.items())
+        assert_same(out, format.quantize(weight))
+
+    def test_a_tile_does_not_depend_on_its_neighbours(self) -> None:
+        format, weight = self.make(), normal(self.rows, self.columns)
+        stats = format.stats(weight)
+        before = format.dequantize(format.quantize(weight, stats))
+        weight[: format.tile[0], : format.tile[1]] *= 0.5  # smaller, so that the statistics stay
+        after = format.dequantize(format.quantize(weight, stats))
+        changed = (before != after).nonzero()
+        assert len(changed) and bool((changed < torch.tensor(format.tile)).all())
+
+    def test_the_config_block_names_what_is_left_alone(self) -> None:
+        block = self.make().config(["lm_head", "model.layers.0.mlp.gate"])
+        assert block["quant_method"] and "model.layers.0.mlp.gate" in str(block)
+
+    # -- the same bytes on every side -------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+    def test_a_weight_that_is_not_finite_is_refused_by_name(self, bad: float) -> None:
+        format = self.make()
+        unit = a_unit(format, self.rows, self.columns)
+        name = next(iter(unit.tensors))
+        unit.tensors[name][3, 5] = bad
+        with pytest.raises(MilesError, match=name.replace(".", r"\.")):
+            Codec(format).encode_unit(unit)
+
+    def test_coupled_weights_share_their_statistics(self) -> None:
+        format = self.make()
+        if not format.couple:
+            pytest.skip("the format couples nothing")
+        unit = a_unit(format, self.rows, self.columns)
+        small, large = list(unit.tensors)[:2]
+        unit.tensors[small] *= 0.1
+        joint = torch.stack([s for t in unit.tensors.values() if (s := format.stats(t)) is not None]).amax(0)
+        encoded = {e.name: suffixes(e.parts) for e in Codec(format).encode_unit(unit)}
+        assert_same(encoded[small], format.quantize(unit.tensors[small], joint))
+        with pytest.raises(ConfigError, match="together"):
+            Codec(format).encode_unit(Unit({large: unit.tensors[large]}))
+
+    def test_engine_and_trainer_compute_with_the_same_numbers(self) -> None:
+        format = self.make()
+        trainer, engine = tiny_model(), tiny_model()
+        codec = Codec(format)
+        quantizer = install(trainer, codec)
+        loader, stored = Loader(engine), 0
+        for encoded in codec.encode(export(trainer)):
+            plain = original(trainer, encoded.name)
+            if encoded.format:
+                stored += 1
+                if not format.couple:
+                    assert_same(suffixes(encoded.parts), format.quantize(plain))
+            else:
+                assert torch.equal(encoded.parts[encoded.name], plain)
+            loader.put(encoded.name, codec.decode(encoded))
+        assert stored > 0
+        engine_side = dict(engine.named_parameters())
+        for source in quantizer.sources:
+            assert torch.equal(quantizer.value(source), engine_side[source]), source
+
+    def test_the_gradient_is_the_weights_own(self) -> None:
+        trainer = tiny_model()
+        quantizer = install(trainer, Codec(self.make()))
+        source, module = a_linear(trainer, quantizer)
+        hidden = normal(4, module.in_features)
+        module(hidden).square().sum().backward()
+        copy = quantizer.value(source).clone().requires_grad_()
+        nn.functional.linear(hidden, copy, module.bias).square().sum().backward()
+        assert torch.equal(module.weight.grad, copy.grad)
+        assert not torch.equal(module.weight, quantizer.value(source)), "the parameter itself stays as it was"
+
+
+def normal(*shape: int) -> Tensor:
+    """N(0, 1), the same every time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same tensors, byte for byte."""
+    assert found.keys() == expected.keys()
+    for suffix, tensor in expected.items():
+        assert found[suffix].dtype == tensor.dtype
+        assert torch.equal(found[suffix].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), suffix
+
+
+def suffixes(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stored name -> tensor as suffix -> tensor."""
+    return {name.rpartition(".")[2]: tensor for name, tensor in parts.items()}
+
+
+def a_unit(format: Format, rows: int, columns: int) -> Unit:
+    """One expert's weights: all of a couple, or one alone."""
+    members = format.couple[0] if format.couple else ("down_proj",)
+    return Unit({f"model.layers.0.mlp.experts.0.{m}.weight": normal(rows, columns) for m in members})
+
+
+def tiny_model() -> nn.Module:
+    """A mixture of experts with one dense layer, whose matrices every usual tile divides."""
+    with tempfile.TemporaryDirectory() as directory:
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
+        tiny_checkpoint("qwen3_moe", directory, **sizes, mlp_only_layers=[1])
+        return load_model(directory, "float32")
+
+
+def original(model: nn.Module, name: str) -> Tensor:
+    """A checkpoint tensor of the model."""
+    view = next(v for v in views(model) if v.name == name)
+    return view.of(dict(model.state_dict(keep_vars=True))[view.source].detach())
+
+
+def a_linear(model: nn.Module, quantizer: FakeQuantizer) -> tuple[str, nn.Linear]:
+    """A quantised linear layer; the format may leave everything but experts alone."""
+    for source in quantizer.sources:
+        module = model.get_submodule(source.rpartition(".")[0])
+        if isinstance(module, nn.Linear):
+            return source, module
+    pytest.skip("the format quantises no linear layer")

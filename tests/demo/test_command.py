@@ -1,0 +1,34 @@
+import json
+from pathlib import Path
+
+from miles_core.cli.main import main
+
+SHORT = [
+    "--num-rollout",
+    "2",
+    "--sft-steps",
+    "3",
+    "--sft-batch-size",
+    "8",
+    "--rollout-batch-size",
+    "4",
+    "--plugins",
+    "",
+]
+
+
+def test_demo_trains_and_ends_with_one_json_line(tmp_path, capsys):
+    assert main(["demo", "--dir", str(tmp_path / "run"), "--device", "cpu", "--json", *SHORT]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 0 <= line["accuracy_before"] <= 1
+    assert 0 <= line["accuracy_after"] <= 1
+    assert line["seconds_warm_start"] > 0
+    assert line["seconds_rl"] > 0
+    assert Path(line["report"]).read_text().startswith("<!")
+    assert (Path(line["run_dir"]) / "checkpoints").is_dir()
+
+
+def test_demo_refuses_a_directory_with_a_run(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert main(["demo", "--dir", str(tmp_path)]) == 2
+    assert "already holds a run" in capsys.readouterr().err
