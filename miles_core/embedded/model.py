@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.embedded.call import attention, no_mask, watch_layers
-from miles_core.embedded.experts import sorted_experts
+from miles_core.embedded.experts import grouped_experts
 from miles_core.errors import CheckpointError
 
 NAME = "miles"
@@ -27,7 +27,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
-ALL_EXPERTS_FUNCTIONS.register(NAME, sorted_experts)
+ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
