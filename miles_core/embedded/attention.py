@@ -21,6 +21,8 @@ from miles_core.train.trainer import Context
 #: A bucket's shortest segment is at least this part of its longest (or within _SLACK rows of it).
 _FILL = 0.75
 _SLACK = 16
+#: Up to this many keys a CPU is faster with plain products.
+_SHORT = 64
 
 
 @dataclass
@@ -90,12 +92,58 @@ def _take(x: Tensor, bucket: Bucket) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, gqa: bool) -> Tensor:
+    """q [segments, heads, length, dim], k and v [segments, kv heads, keys, dim]; causal without a mask."""
+    if k.shape[2] <= _SHORT and q.device.type == "cpu":
+        return ShortAttention.apply(q, k, v, mask, scaling)
     # The fused kernels want keys and values of one width (DeepSeek-V3 has 192 and 128).
     width = v.shape[-1]
     if width < k.shape[-1]:
         v = pad(v, (0, k.shape[-1] - width))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
     return out[..., :width]
+
+
+class ShortAttention(torch.autograd.Function):
+    """Attention over few keys as plain batched products: for tens of keys the fused CPU kernel's blocks are mostly empty and
+    its backward takes twice as long. Query heads that share keys are rows of one product."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        segments, kv_heads, keys, _ = k.shape
+        length = q.shape[2]
+        batch = segments * kv_heads
+        if mask is None:
+            mask = torch.ones(1, 1, length, keys, dtype=torch.bool, device=q.device).tril()
+        q, k, v = (x.reshape(batch, -1, x.shape[3]) for x in (q, k, v))
+        hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+        scores = torch.bmm(q, k.transpose(1, 2)).view(segments, -1, length, keys)
+        weights = scores.mul_(scaling).add_(hidden).softmax(-1, dtype=_at_least_float32(q.dtype)).to(q.dtype)
+        weights = weights.view(batch, -1, keys)
+        ctx.save_for_backward(q, k, v, weights)
+        ctx.scaling, ctx.shape = scaling, (segments, -1, length)
+        return torch.bmm(weights, v).view(segments, -1, length, v.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, weights = ctx.saved_tensors
+        grad = grads[0].reshape(len(q), -1, v.shape[2])
+        grad_v = torch.bmm(weights.transpose(1, 2), grad)
+        wide = _at_least_float32(q.dtype)
+        inner = torch._softmax_backward_data(torch.bmm(grad, v.transpose(1, 2)).to(wide), weights.to(wide), -1, wide)
+        inner = inner.mul_(ctx.scaling).to(q.dtype)
+        grad_q, grad_k = torch.bmm(inner, k), torch.bmm(inner.transpose(1, 2), q)
+        segments, _, length = ctx.shape
+        return (
+            grad_q.view(segments, -1, length, q.shape[2]),
+            grad_k.view(segments, -1, *grad_k.shape[1:]),
+            grad_v.view(segments, -1, *grad_v.shape[1:]),
+            None,
+            None,
+        )
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Spread(torch.autograd.Function):

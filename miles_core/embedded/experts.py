@@ -223,9 +223,7 @@ class _SwiGLUExperts(torch.autograd.Function):
     silu(gate) * up and y = down h, the gradient of a row's weight, grad . y, is (down^T grad) . h, so y is not needed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
         weight = weights.reshape(-1).index_select(0, routing.order).unsqueeze(1)
         products = hidden.new_empty(len(routing.row), gate_up.shape[1])
