@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample
+from miles_core.plugin.detect import gpu_facts, model_facts
 from miles_core.precision.select import make_codec
 from miles_core.rollout.engine import Engine
 from miles_core.sync.transport import SyncReport, Transport
@@ -88,6 +89,8 @@ class InlineRuntime(Runtime):
 
     async def build(self, policy: Policy) -> None:
         run, options = self.run, self.run.config.run
+        # The driver is the only worker here: what it could not know while planning must hold now.
+        run.plan.check_deferred([*gpu_facts(), *model_facts(policy.hf_checkpoint)])
         trainer = run.hooks.make("trainer", options.trainer, run=run, policy=policy)
         learner = Learner(run, policy, trainer)
         self.learners.append(learner)

@@ -16,13 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.data.field import Field
+from miles_core.data.field import CORE_FIELDS, Field
 from miles_core.data.sample import Sample
 
-CORE_FIELDS = (
-    Field("loss_mask", "float32", "response"),
-    Field("rollout_log_probs", "float32", "response"),
-)
 
 
 @dataclass

@@ -39,3 +39,10 @@ class Field:
     def __post_init__(self) -> None:
         if self.ragged and self.shape:
             raise ValueError(f"field {self.name!r}: a ragged field has no trailing shape, got {self.shape}")
+
+
+#: What every sample carries.
+CORE_FIELDS = (
+    Field("loss_mask", "float32", "response"),
+    Field("rollout_log_probs", "float32", "response"),
+)

@@ -7,7 +7,7 @@ always active, comes last in every chain and cannot be named after ``--plugins``
 from __future__ import annotations
 
 from miles_core import __version__
-from miles_core.data.field import Field
+from miles_core.data.field import CORE_FIELDS
 from miles_core.plugin.manifest import Pair, Plugin
 
 CORE = Plugin(
@@ -15,7 +15,7 @@ CORE = Plugin(
     summary="The loop, the embedded engine and trainer, BF16",
     version=__version__,
     core=f"=={__version__}",
-    fields=(Field("loss_mask", "float32", "response"), Field("rollout_log_probs", "float32", "response")),
+    fields=CORE_FIELDS,
     provides={
         "runtime": {"inline": "miles_core.runtime:make_runtime"},
         "engine": {"embedded": "miles_core.embedded.build:make_engine"},

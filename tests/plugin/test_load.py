@@ -238,7 +238,7 @@ def test_a_part_that_fails_to_build_names_its_plugin(load, monkeypatch):
 def test_everything_core_declares_exists():
     import importlib
 
-    from miles_core.data.batch import CORE_FIELDS
+    from miles_core.data.field import CORE_FIELDS
     from miles_core.embedded.engine import EmbeddedEngine
     from miles_core.embedded.trainer import EmbeddedTrainer
 
