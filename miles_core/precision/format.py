@@ -52,6 +52,8 @@ class Format(ABC):
         exact: quantising what was dequantised (kept in FP32) gives the same bytes again; False where only the values
             stay the same.
         error: relative RMS error of the round trip on N(0, 1), rounded up: the bound its tests hold the format to.
+        only: selectors of the weights the format is for, such as experts; empty is every matrix.
+        only_origin: what limits the format to ``only``, for messages.
         skip: selectors of weights the user wants left alone, beside those that always are (``precision.selector``).
         skip_origin: the flag ``skip`` came from, for messages.
     """
@@ -61,6 +63,8 @@ class Format(ABC):
     couple: tuple[tuple[str, ...], ...] = ()
     exact: bool = True
     error: float
+    only: tuple[str, ...] = ()
+    only_origin: str = "the weights the format is for"
     skip: tuple[str, ...] = ()
     skip_origin: str = "the list of weights to leave alone"
 
@@ -99,9 +103,20 @@ class Format(ABC):
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Suffix -> tensor -> [N, K] FP32: exactly the numbers the codes mean."""
 
+    def fake_quantize_activation(self, x: Tensor) -> Tensor:
+        """x [..., K], the input of a linear layer, as its matrix product reads it: quantised and dequantised in blocks
+        along K, in x's dtype; a token's result never depends on other tokens. A format of weights only returns ``x``.
+
+        A block (or token) with NaN or Inf comes out as NaN: there is no name to refuse it by here."""
+        return x
+
     @abstractmethod
     def config(self, unquantized: list[str]) -> dict[str, Any]:
         """The ``quantization_config`` block of config.json. ``unquantized``: names of modules left alone."""
+
+    def files(self, unquantized: list[str]) -> dict[str, dict[str, Any]]:
+        """JSON files a checkpoint has beside config.json, name -> content. ``unquantized``: as for ``config``."""
+        return {}
 
     def nbytes(self, shape: tuple[int, int]) -> int:
         """Bytes of a stored weight [N, K]."""

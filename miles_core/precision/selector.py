@@ -37,11 +37,21 @@ class Selector:
     Args:
         skip: the user's selectors of weights to leave alone.
         origin: the flag they came from, for messages.
+        only: selectors of what the format is for; empty is every matrix.
+        only_origin: what limits it to ``only``, for messages.
     """
 
-    def __init__(self, skip: Iterable[str] = (), origin: str = "the list of weights to leave alone") -> None:
+    def __init__(
+        self,
+        skip: Iterable[str] = (),
+        origin: str = "the list of weights to leave alone",
+        only: Iterable[str] = (),
+        only_origin: str = "the weights the format is for",
+    ) -> None:
         self.skip = tuple(skip)
         self.origin = origin
+        self.only = tuple(only)
+        self.only_origin = only_origin
         if not all(s.strip() for s in self.skip):
             raise ConfigError(f"{origin} has an empty entry, which would match every tensor")
 
@@ -56,6 +66,8 @@ class Selector:
             ConfigError: experts stored in one tensor, which no format can encode expert by expert yet.
         """
         left_alone = _always(name, shape)
+        if left_alone is None and not self._eligible(name, shape):
+            left_alone = f"{self.only_origin}: not among {', '.join(self.only)}"
         if left_alone is None:
             left_alone = next((f"{self.origin}: {s}" for s in self.skip if matches(s, name)), None)
         if left_alone is None and len(shape) > 2:
@@ -64,6 +76,10 @@ class Selector:
                 f"(each expert is quantised apart): use bf16, or leave them alone with {self.origin}"
             )
         return left_alone
+
+    def _eligible(self, name: str, shape: Shape) -> bool:
+        """Whether the format would apply if the user had not said otherwise."""
+        return _always(name, shape) is None and (not self.only or any(matches(s, name) for s in self.only))
 
     def check(self, shapes: Mapping[str, Shape]) -> list[str]:
         """Compare the user's selectors with every tensor of a checkpoint.
@@ -77,8 +93,8 @@ class Selector:
         notes = []
         for selector in self.skip:
             found = [name for name in shapes if matches(selector, name)]
-            if found and all(_always(name, shapes[name]) for name in found):
-                notes.append(f"{self.origin}: {selector!r} changes nothing, what it matches is never quantised")
+            if found and not any(self._eligible(name, shapes[name]) for name in found):
+                notes.append(f"{self.origin}: {selector!r} changes nothing, what it matches is not quantised anyway")
             elif not found and selector.replace("_", "") in _HABITS:
                 notes.append(f"{self.origin}: {selector!r} matches no tensor of this model")
             elif not found:
@@ -86,6 +102,11 @@ class Selector:
                     f"{self.origin}: {selector!r} matches none of the model's {len(shapes)} tensors"
                     f"{_nearest(selector, shapes)}; a selector is part of a name, or a glob with * for all of it"
                 )
+        if self.only and not any(self._eligible(name, shape) for name, shape in shapes.items()):
+            raise ConfigError(
+                f"{self.only_origin}: none of the model's {len(shapes)} tensors is among {', '.join(self.only)}, so "
+                "there is nothing to quantise; use bf16 instead"
+            )
         if not any(self(name, shape) for name, shape in shapes.items()):
             raise ConfigError(
                 f"{self.origin}: {','.join(self.skip) or 'empty'} leaves nothing to quantise among the model's "

@@ -31,7 +31,9 @@ class Codec:
     def __init__(self, format: Format | None = None, selector: Selector | None = None) -> None:
         self.format = format
         if selector is None:
-            selector = Selector() if format is None else Selector(format.skip, format.skip_origin)
+            selector = Selector()
+            if format is not None:
+                selector = Selector(format.skip, format.skip_origin, format.only, format.only_origin)
         self.selector = selector
         self._checked = False
 
