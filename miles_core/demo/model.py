@@ -38,7 +38,7 @@ class Size:
     experts_per_token: int = 2
     expert_hidden: int = 64
     context: int = 512
-    init_std: float = 0.05
+    init_std: float = 0.1
 
 
 #: The shape ``benchmarks/`` uses: 1.8 M parameters.

@@ -15,7 +15,7 @@ class Outcome:
     """The line ``miles demo --json`` ends with.
 
     Attributes:
-        accuracy_before: fraction of held-out prompts answered right (greedy) after the warm start.
+        accuracy_before: fraction of held-out prompts answered right (one sample each, temperature 1) after the warm start.
         accuracy_after: the same after the last reinforcement-learning step.
         seconds_warm_start: wall time of the supervised steps.
         seconds_rl: wall time of the reinforcement-learning steps, evaluations between them included.

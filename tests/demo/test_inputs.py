@@ -9,7 +9,7 @@ def test_the_demos_settings_are_a_valid_configuration(tmp_path):
     config = load(train_arguments(tmp_path, 7, installed=()), manifests=())
     assert config.train.seed == 7
     assert config.run.plugins == ()
-    assert config.evaluation.temperature == 0
+    assert config.evaluation.temperature == 1
     assert config.sft.data == str(tmp_path / "data" / "demonstrations.jsonl")
 
 
