@@ -1,7 +1,7 @@
 import pytest
-from miles_fp8.format import Fp8
 
 from miles_core.testing.format_contract import FormatContract
+from miles_fp8.format import Fp8
 
 
 class TestFp8(FormatContract):

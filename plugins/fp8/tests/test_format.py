@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miles_fp8.format import CODES, SCALES, Fp8, round_up_to_power_of_two
 
 from miles_core.errors import MilesError
 from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Unit
+from miles_fp8.format import CODES, SCALES, Fp8, round_up_to_power_of_two
 
 E4M3 = sorted(
     {m * 2.0**-9 for m in range(8)} | {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480.0}

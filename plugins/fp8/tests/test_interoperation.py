@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 import transformers
-from miles_fp8.format import Fp8
 from safetensors.torch import save_file
 
 from miles_core.embedded.layout import Loader, export
 from miles_core.embedded.model import load_model
 from miles_core.sync.encode import Codec
 from miles_core.testing.tiny import tiny_checkpoint
+from miles_fp8.format import Fp8
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

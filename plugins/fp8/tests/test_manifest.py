@@ -1,13 +1,13 @@
 import subprocess
 import sys
 
-import miles_fp8
 import pytest
-from miles_fp8 import plugin
 
+import miles_fp8
 from miles_core.errors import PlanError
 from miles_core.plugin.load import import_target
 from miles_core.precision.format import Format
+from miles_fp8 import plugin
 
 
 def test_the_manifest_imports_no_torch():
