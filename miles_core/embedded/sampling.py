@@ -111,7 +111,7 @@ def params_of(samplings: Sequence[Sampling], device: torch.device | str = "cpu")
     return Params(
         column(temperature, torch.float32),
         -1 if same else column(top_k, torch.int64),
-        1.0 if same else column(top_p, torch.float32),
+        1.0 if same else column(top_p, torch.float64),
         column(cold, torch.bool) if any(cold) else False,
     )
 

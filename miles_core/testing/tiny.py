@@ -46,9 +46,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def tiny_tokenizer() -> Any:
+    """A tokenizer for 64 ids: padding 0, end 1, then one printable character each."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = ["<pad>", "<end>", *(chr(ord(" ") + i) for i in range(62))]
+    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", pad_token="<pad>", clean_up_tokenization_spaces=False
+    )
+
+
 def tiny_checkpoint(family: str, directory: str | Path, seed: int = 0, **changes: Any) -> Path:
-    """Save a random model of ``family`` under ``directory``; ``changes`` override configuration entries. Returns the
-    directory.
+    """Save a random model of ``family`` with ``tiny_tokenizer`` under ``directory``; ``changes`` override configuration
+    entries. Returns the directory.
 
     Weights are larger than a fresh initialisation's, so that different tokens get clearly different probabilities.
     """
@@ -65,4 +78,5 @@ def tiny_checkpoint(family: str, directory: str | Path, seed: int = 0, **changes
                 if parameter.ndim > 1:
                     parameter.normal_(std=2.0 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
     return Path(directory)
