@@ -22,6 +22,7 @@ from miles_core.embedded.runner import Fed, Runner
 from miles_core.embedded.scheduler import Row, Scheduler
 from miles_core.embedded.weights import Decode, load_units
 from miles_core.errors import MilesError
+from miles_core.plugin.core import CORE
 from miles_core.rollout.engine import Engine, PauseMode, Request, Response
 from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.sync.unit import Encoded
@@ -66,9 +67,7 @@ class Settings:
 class EmbeddedEngine(Engine):
     """See the module's paragraph. ``model`` comes from ``embedded.model.load_model`` and stays on its device."""
 
-    capabilities = frozenset(
-        {"routed_experts", "sampling_support", "score", "token_versions", "draft", "keyed_sampling"}
-    )
+    capabilities = frozenset(CORE.capabilities["engine"])
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
@@ -78,13 +77,14 @@ class EmbeddedEngine(Engine):
         self.runner = Runner(model)
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
         self.rows: list[Row] = []
+        self._joining: list[Row] = []
         self._prompts: list[Prompt] = []
         self._known: dict[tuple[int, ...], Prompt] = {}
         self._version = -1
         self._usable = True
         self._paused = False
         self._task: asyncio.Task[None] | None = None
-        self._batch: tuple[draw.Params, Tensor, list[bool]] | None = None
+        self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
         self._stopped = False
 
@@ -147,6 +147,7 @@ class EmbeddedEngine(Engine):
         self._wake()
 
     async def sleep(self) -> None:
+        """Free the cache; the weights stay, so that nothing has to come back before the next update."""
         if self.rows:
             raise RuntimeError(f"sleep with {len(self.rows)} requests in the cache: abort or retract them first")
         self.runner.clear()
@@ -173,13 +174,17 @@ class EmbeddedEngine(Engine):
     ) -> draw.Sampled:
         """Draw one token from each logits row [n, vocab]; ``rows[i]`` gives its parameters and key. ``positions``
         [n] are the indexes of the drawn tokens in their sequences, by default the next one of each row."""
-        params, keys, wanted = self._parameters(rows)
+        params, keys, recording = self._parameters(rows)
         u = self._uniform(rows, keys, positions, stream)
-        return draw.sample(logits, params, u, wanted)
+        return draw.sample(logits, params, u, recording)
 
     def distribution(self, logits: Tensor, rows: Sequence[Row]) -> draw.Distribution:
         """What ``sample`` draws from: [n, vocab] log-probabilities."""
         return draw.distribution(logits, self._parameters(rows)[0])
+
+    def record(self, dist: draw.Distribution, rows: Sequence[Row], tokens: Tensor) -> draw.Sampled:
+        """Log-probabilities and supports of tokens [n] that a decoder chose itself from ``distribution(logits, rows)``."""
+        return draw.record(dist, tokens, self._parameters(rows)[2])
 
     def uniform(self, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 1) -> Tensor:
         """[n] float64 numbers in (0, 1); ``stream`` 0 is what ``sample`` uses."""
@@ -212,13 +217,16 @@ class EmbeddedEngine(Engine):
             self._finish(self.scheduler.accept(self.rows, emitted, self._version))
 
     def _admit(self) -> None:
-        waiting, joining = self.scheduler.waiting, []
-        while waiting and len(self.rows) + len(joining) < self.settings.max_running_requests:
+        waiting = self.scheduler.waiting
+        while waiting and len(self.rows) + len(self._joining) < self.settings.max_running_requests:
             row = waiting.popleft()
             if not row.future.done():
-                joining.append(row)
-        if not joining:
-            return
+                self._joining.append(row)
+        if self._joining:
+            self._join(self._joining)
+            self._joining = []
+
+    def _join(self, joining: list[Row]) -> None:
         prompts = self._compute_prompts(joining)
         joining = [row for row in joining if not row.future.done()]
         if not joining:
@@ -320,9 +328,10 @@ class EmbeddedEngine(Engine):
         self.scheduler.waiting.extendleft(reversed(rows))
 
     def _fail(self, error: BaseException) -> None:
-        rows = [*self.rows, *self.scheduler.waiting]
+        rows = [*self.rows, *self._joining, *self.scheduler.waiting]
         self.decoder.leave(self.rows)
         self.rows.clear()
+        self._joining = []
         self.scheduler.waiting.clear()
         self._prompts.clear()
         self._known.clear()
@@ -349,14 +358,15 @@ class EmbeddedEngine(Engine):
     def _changed(self) -> None:
         self._batch = self._names = None
 
-    def _parameters(self, rows: Sequence[Row]) -> tuple[draw.Params, Tensor, list[bool]]:
+    def _parameters(self, rows: Sequence[Row]) -> tuple[draw.Params, Tensor, Tensor | None]:
         whole = rows is self.rows
         if whole and self._batch is not None:
             return self._batch
+        records = [row.records_support for row in rows]
         made = (
             draw.params_of([row.request.sampling for row in rows], self.runner.device),
             torch.tensor([row.request.key for row in rows], dtype=torch.int64, device=self.runner.device),
-            [row.records_support for row in rows],
+            torch.tensor(records, device=self.runner.device) if any(records) else None,
         )
         if whole:
             self._batch = made

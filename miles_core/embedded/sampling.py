@@ -13,6 +13,7 @@ what both keep.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -121,37 +122,33 @@ class Distribution:
     """What n tokens are sampled from.
 
     Attributes:
-        log_probs: [n, vocab] float32; -inf outside the support.
+        log_probs: [n, vocab] float32 of the sampled distribution; -inf outside the support, a greedy row is a point mass.
+        full: [n, vocab] float32 over the whole vocabulary at the row's temperature (greedy: 1); ``log_probs`` itself
+            where nothing is cut.
         support: [n, vocab] bool, None where nothing is truncated.
         capped: [n] bool, None likewise: SUPPORT_CAP cut this row.
-        whole: [n, vocab] log-probs over the whole vocabulary where ``log_probs`` are not, else None.
     """
 
     log_probs: Tensor
+    full: Tensor
     support: Tensor | None = None
     capped: Tensor | None = None
-    whole: Tensor | None = None
 
 
 def distribution(logits: Tensor, params: Params) -> Distribution:
-    """logits [n, vocab] -> the sampled distribution. A greedy row is a point mass on its first maximum: log-prob 0."""
+    """logits [n, vocab] -> what is sampled from. A greedy row takes its first maximum."""
     logits = logits.float()
     if params.greedy is True:
-        return Distribution(_point(logits))
-    scaled = (
-        logits if isinstance(params.temperature, float) and params.temperature == 1.0 else logits / params.temperature
-    )
-    log_probs = scaled.log_softmax(-1)
-    out = Distribution(log_probs)
+        return Distribution(_point(logits), logits.log_softmax(-1))
+    unit = isinstance(params.temperature, float) and params.temperature == 1.0
+    full = (logits if unit else logits / params.temperature).log_softmax(-1)
+    out = Distribution(full, full)
     if params.truncated:
-        support, capped = _support(log_probs, params.top_k, params.top_p)
-        kept = torch.where(support, log_probs, float("-inf"))
-        out = Distribution(kept.log_softmax(-1), support, capped, log_probs)
+        support, capped = _support(full, params.top_k, params.top_p)
+        kept = torch.where(support, full, float("-inf")).log_softmax(-1)
+        out = Distribution(kept, full, support, capped)
     if isinstance(params.greedy, Tensor):
         out.log_probs = torch.where(params.greedy, _point(logits), out.log_probs)
-        if out.support is not None:
-            out.support = torch.where(params.greedy, out.log_probs == 0.0, out.support)
-            out.whole = torch.where(params.greedy, out.log_probs, out.whole)
     return out
 
 
@@ -203,9 +200,14 @@ def _settled(values: Tensor, keep: Tensor) -> bool:
 
 @dataclass
 class Sampled:
-    """n sampled tokens: ids and log-probabilities (over the support of rows that record it, over the whole vocabulary
-    of others), and, where some row is truncated, each row's support (an empty one for a row that is not) and whether
-    the cap cut it."""
+    """n chosen tokens.
+
+    Attributes:
+        tokens: [n] ids.
+        log_probs: [n] over the support for rows that record it, else over the full vocabulary.
+        supports: each recording row's support, an empty array for the others; None when no row records.
+        capped: likewise, whether the cap cut it.
+    """
 
     tokens: list[int]
     log_probs: list[float]
@@ -213,32 +215,38 @@ class Sampled:
     capped: list[bool] | None = None
 
 
-def sample(logits: Tensor, params: Params, u: Tensor, truncated: Sequence[bool] | None = None) -> Sampled:
-    """Draw one token a row. logits [n, vocab], u [n] from ``uniform``; ``truncated[i]``: record row i's support."""
-    if params.greedy is True:
-        tokens = logits.argmax(-1).tolist()
-        return Sampled(tokens, [0.0] * len(tokens))
+def sample(logits: Tensor, params: Params, u: Tensor, recording: Tensor | None = None) -> Sampled:
+    """Draw one token a row.
+
+    Args:
+        logits: [n, vocab].
+        params: of each row.
+        u: [n] from ``uniform``.
+        recording: [n] bool, rows whose support is wanted; None for none.
+    """
     dist = distribution(logits, params)
-    index = pick(dist.log_probs.exp(), u)
-    last = logits.shape[-1] - 1
-    logp = dist.log_probs.gather(-1, index.clamp(max=last).unsqueeze(1)).squeeze(1)
-    if dist.whole is not None and truncated is not None and not all(truncated):
-        whole = dist.whole.gather(-1, index.clamp(max=last).unsqueeze(1)).squeeze(1)
-        logp = torch.where(torch.tensor(list(truncated), device=logp.device), logp, whole)
-    tokens = index.tolist()
-    if max(tokens) > last:
+    index = logits.argmax(-1) if params.greedy is True else pick(dist.log_probs.exp(), u)
+    return record(dist, index, recording)
+
+
+def record(dist: Distribution, tokens: Tensor, recording: Tensor | None = None) -> Sampled:
+    """Log-probabilities and supports of ``tokens`` [n], however they were chosen. MilesError when logits are not finite."""
+    last = dist.full.shape[-1] - 1
+    index = tokens.clamp(max=last).unsqueeze(1)
+    log_probs = dist.full.gather(-1, index)
+    if recording is None or dist.support is None:
+        out = Sampled(tokens.tolist(), log_probs.squeeze(1).tolist())
+    else:
+        wanted = recording.unsqueeze(1)
+        log_probs = torch.where(wanted, dist.log_probs.gather(-1, index), log_probs)
+        capped = dist.capped.tolist() if dist.capped is not None else None
+        out = Sampled(tokens.tolist(), log_probs.squeeze(1).tolist(), _ids(dist.support & wanted), capped)
+    if max(out.tokens) > last or any(math.isnan(p) for p in out.log_probs):
         raise MilesError("the model's logits are not finite; its weights or the last update hold NaN or infinity")
-    out = Sampled(tokens, logp.tolist())
-    if dist.support is not None:
-        out.supports = supports(dist.support, truncated)
-        out.capped = dist.capped.tolist() if dist.capped is not None else None
     return out
 
 
-def supports(mask: Tensor, truncated: Sequence[bool] | None = None) -> list[np.ndarray]:
-    """mask [n, vocab] -> ascending int32 ids of each row; an empty array where ``truncated`` is False."""
-    if truncated is not None and not all(truncated):
-        mask = mask & torch.tensor(list(truncated), device=mask.device).unsqueeze(1)
+def _ids(mask: Tensor) -> list[np.ndarray]:
+    """mask [n, vocab] -> ascending int32 ids of each row."""
     ids = mask.nonzero()[:, 1].to(torch.int32).cpu().numpy()
-    ends = mask.sum(-1).cumsum(0).tolist()
-    return np.split(ids, ends[:-1])
+    return np.split(ids, mask.sum(-1).cumsum(0).tolist()[:-1])

@@ -162,7 +162,8 @@ class Scheduler:
         text = row.text.text if row.text is not None and finish == "stop" and row.tokens[-1] not in row.stops else None
         metrics: dict[str, float] = {}
         if SAMPLING_SUPPORT.name in row.request.extras:
-            extras[SAMPLING_SUPPORT.name] = self._supports(row, len(tokens))
+            # No row recorded anything: nothing was truncated, and an empty support means the whole vocabulary.
+            extras[SAMPLING_SUPPORT.name] = row.supports or [np.zeros(0, np.int32)] * len(tokens)
             metrics["sampling_support_capped"] = float(row.capped)
         row.future.set_result(
             Response(
@@ -175,8 +176,3 @@ class Scheduler:
                 metrics,
             )
         )
-
-    def _supports(self, row: Row, count: int) -> list[np.ndarray]:
-        if row.request.sampling.temperature == 0:
-            return [np.asarray([t], np.int32) for t in row.response]
-        return row.supports or [np.zeros(0, np.int32)] * count

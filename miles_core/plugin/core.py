@@ -28,6 +28,7 @@ CORE = Plugin(
             "routed_experts",
             "sampling_support",
             "score",
+            "score_temperature",
             "token_versions",
             "draft",
             "keyed_sampling",

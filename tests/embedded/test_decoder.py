@@ -37,7 +37,8 @@ class DraftingDecoder:
         positions = torch.tensor(
             [len(row.tokens) + i for row, d in zip(rows, drafts, strict=True) for i in range(len(d) + 1)]
         )
-        probs = engine.distribution(fed.logits, owners).log_probs.exp()
+        dist = engine.distribution(fed.logits, owners)
+        probs = dist.log_probs.exp()
         keep, redraw = engine.uniform(owners, positions, 1), engine.uniform(owners, positions, 0)
         tokens, log_probs, at = [], [], 0
         for draft in drafts:
@@ -53,7 +54,7 @@ class DraftingDecoder:
                 new.append(pick(rest[None], redraw[at + i : at + i + 1]).item())
                 break
             tokens.append(new)
-            log_probs.append([probs[at + i, t].log().item() for i, t in enumerate(new)])
+            log_probs.append([dist.full[at + i, t].item() for i, t in enumerate(new)])
             at += len(draft) + 1
             self.drafted += len(draft)
             self.accepted += len(new) - 1

@@ -115,11 +115,11 @@ def test_rows_with_different_parameters_equal_each_alone():
     ]
     mixed = draw.distribution(logits, draw.params_of(every))
     u = draw.uniform(0, torch.arange(5), torch.arange(5))
-    together = draw.sample(logits, draw.params_of(every), u, [s.truncated for s in every])
+    together = draw.sample(logits, draw.params_of(every), u, torch.tensor([s.truncated for s in every]))
     for i, s in enumerate(every):
         alone = draw.distribution(logits[i : i + 1], draw.params_of([s]))
         torch.testing.assert_close(mixed.log_probs[i : i + 1], alone.log_probs)
-        single = draw.sample(logits[i : i + 1], draw.params_of([s]), u[i : i + 1])
+        single = draw.sample(logits[i : i + 1], draw.params_of([s]), u[i : i + 1], torch.tensor([s.truncated]))
         assert together.tokens[i] == single.tokens[0]
         assert together.log_probs[i] == pytest.approx(single.log_probs[0], abs=1e-6)
         assert together.supports is not None
@@ -129,7 +129,7 @@ def test_rows_with_different_parameters_equal_each_alone():
 def test_support_contains_the_sampled_token_and_is_sorted():
     logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(2))
     u = draw.uniform(0, torch.arange(200), torch.arange(200))
-    got = draw.sample(logits, draw.params_of([Sampling(1, top_p=0.6, top_k=10)] * 200), u)
+    got = draw.sample(logits, draw.params_of([Sampling(1, top_p=0.6, top_k=10)] * 200), u, torch.ones(200).bool())
     for token, log_prob, support in zip(got.tokens, got.log_probs, got.supports, strict=True):
         assert token in support and list(support) == sorted(support) and 1 <= len(support) <= 10
         assert log_prob <= 0
@@ -139,7 +139,7 @@ def test_greedy_is_a_point_mass():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
     params = draw.params_of([Sampling(1, temperature=0.0)])
     got = draw.sample(logits, params, torch.tensor([0.9], dtype=torch.float64))
-    assert got.tokens == [1] and got.log_probs == [0.0]
+    assert got.tokens == [1] and got.log_probs == [logits.log_softmax(-1)[0, 1].item()]  # at temperature 1
     assert draw.distribution(logits, params).log_probs.tolist() == [[float("-inf"), 0.0, float("-inf"), float("-inf")]]
 
 
@@ -162,10 +162,22 @@ def test_a_large_vocabulary_gets_the_same_support(spread):
 def test_the_cap_limits_what_is_sampled_and_is_counted():
     logits = torch.linspace(0, 0.1, draw.SUPPORT_CAP + 500).unsqueeze(0)
     got = draw.sample(
-        logits, draw.params_of([Sampling(1, top_p=0.9999)]), torch.tensor([0.01], dtype=torch.float64)
+        logits,
+        draw.params_of([Sampling(1, top_p=0.9999)]),
+        torch.tensor([0.01], dtype=torch.float64),
+        torch.tensor([True]),
     )
     assert got.capped == [True] and len(got.supports[0]) == draw.SUPPORT_CAP
     assert got.tokens[0] in got.supports[0]
+
+
+def test_log_probs_are_over_the_full_vocabulary_unless_the_support_is_recorded():
+    logits, u = torch.tensor([[1.0, 2.0, 0.5]]), torch.tensor([0.5], dtype=torch.float64)
+    params = draw.params_of([Sampling(1, temperature=0.5, top_k=1)])
+    plain, recorded = draw.sample(logits, params, u), draw.sample(logits, params, u, torch.tensor([True]))
+    assert plain.tokens == recorded.tokens == [1] and plain.supports is None
+    assert plain.log_probs[0] == pytest.approx((logits / 0.5).log_softmax(-1)[0, 1].item())
+    assert recorded.log_probs[0] == pytest.approx(0.0)
 
 
 def test_logits_that_are_not_finite_are_an_error():

@@ -1,0 +1,79 @@
+"""The process behind ``ProcessEngine``: frames in on standard input, frames out on standard output."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from safetensors.numpy import save as save_arrays
+from safetensors.torch import load as load_tensors
+from transformers import AutoTokenizer
+
+from miles_core.embedded.build import detokenizer, end_tokens
+from miles_core.embedded.engine import EmbeddedEngine, Settings
+from miles_core.embedded.model import load_model
+from miles_core.sync.unit import Encoded
+from miles_core.testing.doubles import frames
+from miles_core.testing.doubles.routes import record_routes
+
+
+class Worker:
+    """Answers calls on one embedded engine."""
+
+    def __init__(self, engine: EmbeddedEngine, out: int) -> None:
+        self.engine, self.out = engine, out
+        self.units: list[Encoded] = []
+
+    async def answer(self, message: dict[str, Any], payload: bytes) -> None:
+        """Run one call and send its result, or its error."""
+        try:
+            result, body = await self.run(message["method"], message["arguments"], payload)
+            frame = frames.pack({"id": message["id"], "result": result}, body)
+        except Exception as error:  # every error belongs to the caller, on the other side
+            frame = frames.pack({"id": message["id"], "error": [type(error).__name__, str(error)]})
+        view = memoryview(frame)
+        while view:
+            view = view[os.write(self.out, view) :]
+
+    async def run(self, method: str, arguments: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
+        """One call of the engine."""
+        if method == "generate":
+            return frames.pack_response(await self.engine.generate(frames.unpack_request(arguments)))
+        if method == "score":
+            rows = await self.engine.score(arguments["sequences"], arguments["temperature"])
+            return {}, save_arrays({str(i): row for i, row in enumerate(rows)})
+        if method == "unit":
+            self.units.append(Encoded(arguments["name"], load_tensors(payload), arguments["format"]))
+            return {}, b""
+        if method == "update_weights":
+            units, self.units = self.units, []
+            await self.engine.update_weights(units, arguments["version"])
+            return {}, b""
+        if method in ("start", "stop", "pause", "resume", "sleep", "wake"):
+            await getattr(self.engine, method)(**arguments)
+            return {}, b""
+        raise ValueError(f"unknown method {method!r}")
+
+
+async def main(config: dict[str, Any], out: int) -> None:
+    """Serve until standard input ends."""
+    model = load_model(config.pop("checkpoint"))
+    record_routes(model)
+    tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
+    settings = Settings(detokenizer(tokenizer), end_tokens(model, tokenizer), **config)
+    worker = Worker(EmbeddedEngine(model, settings), out)
+    stream, loop, calls = asyncio.StreamReader(), asyncio.get_running_loop(), set()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), sys.stdin)
+    while (frame := await frames.read(stream)) is not None:
+        task = loop.create_task(worker.answer(*frame))
+        calls.add(task)
+        task.add_done_callback(calls.discard)
+
+
+if __name__ == "__main__":
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what libraries print must not end up between frames
+    asyncio.run(main(json.loads(sys.argv[1]), answers))

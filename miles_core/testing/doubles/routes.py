@@ -1,0 +1,32 @@
+"""Recording which experts a token used, as a plugin would: the smallest example of a recorded field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.embedded.call import active_context
+from miles_core.embedded.model import decoder_layers
+
+#: [tokens - 1, mixture-of-experts layers, experts a token].
+ROUTES = "routes"
+
+
+def record_routes(model: nn.Module) -> None:
+    """Hook every layer's experts; their choices leave in ``ctx.extras``."""
+    experts = [m for layer in decoder_layers(model) for n, m in layer.named_modules() if n.endswith("mlp.experts")]
+    for position, module in enumerate(experts):
+        module.register_forward_pre_hook(_recorder(position, len(experts)))
+
+
+def _recorder(position: int, count: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        ctx, index = active_context(), args[1]
+        if ctx is not None and ctx.kind == "rollout":
+            shape = (len(index), count, index.shape[-1])
+            rows = ctx.extras.setdefault(ROUTES, torch.zeros(shape, dtype=torch.int32, device=index.device))
+            rows[:, position] = index.to(torch.int32)
+
+    return hook

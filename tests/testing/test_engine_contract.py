@@ -1,0 +1,27 @@
+"""The engine contract, on the embedded engine and on one in another process."""
+
+from __future__ import annotations
+
+from miles_core.embedded.build import detokenizer
+from miles_core.embedded.engine import EmbeddedEngine, Settings
+from miles_core.embedded.model import load_model
+from miles_core.testing.doubles.process_engine import ProcessEngine
+from miles_core.testing.doubles.routes import ROUTES, record_routes
+from miles_core.testing.engine_contract import EngineContract
+from miles_core.testing.tiny import tiny_tokenizer
+
+
+class TestEmbeddedEngine(EngineContract):
+    extra = ROUTES
+
+    async def make(self, checkpoint, limits):
+        model = load_model(checkpoint)
+        record_routes(model)
+        return EmbeddedEngine(model, Settings(detokenizer(tiny_tokenizer()), eos=[1], **vars(limits)))
+
+
+class TestProcessEngine(EngineContract):
+    extra = ROUTES
+
+    async def make(self, checkpoint, limits):
+        return ProcessEngine(checkpoint, **vars(limits))
