@@ -20,7 +20,7 @@ def split(
     """
     everything = list(range(len(batch)))
     if max_tokens is None:
-        size = micro_batch_size or len(batch)
+        size = micro_batch_size or max(len(batch), 1)
         return [everything[i : i + size] for i in range(0, len(batch), size)]
     pieces = [p for members, trunk, own in row_counts(batch, share) for p in _pieces(members, trunk, own, max_tokens)]
     found = _fill(pieces, max_tokens)

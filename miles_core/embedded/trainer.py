@@ -146,7 +146,7 @@ class EmbeddedTrainer(Trainer):
             for name in wanted:
                 values = getattr(result, name).to(home)
                 out.setdefault(name, values.new_zeros(len(batch.tokens)))[at] = values
-        return out
+        return out or dict.fromkeys(wanted, torch.zeros(0, device=home))
 
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None

@@ -1,0 +1,420 @@
+"""What every trainer must do, as tests that any trainer factory can be run through.
+
+    class TestMyTrainer(TrainerContract):
+        def make(self, checkpoint, setup):
+            return MyTrainer(checkpoint, **vars(setup))
+
+The yardstick is Transformers' own model in float64, one sample at a time, with an AdamW written out in ten lines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from miles_core.data.batch import Batch, Ragged, collate
+from miles_core.data.field import Field
+from miles_core.data.sample import Sample
+from miles_core.errors import MilesError
+from miles_core.rollout.fields import SAMPLING_SUPPORT
+from miles_core.testing.tiny import tiny_checkpoint
+from miles_core.train.trainer import Context, Loss, Output, Parts, Trainer
+
+#: A column of inputs, different for every token: nothing may be shared under it.
+TAG = Field("tag", "int64", "token-1", pad=-1)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the factory is told. ``eps`` is large so that AdamW's first step does not amplify rounding of tiny gradients."""
+
+    temperature: float = 0.8
+    lr: float = 1e-2
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-2
+    clip_grad: float = 1.0
+    micro_batch_size: int | None = 5
+    max_tokens: int | None = None
+    recompute: bool = False
+    entropy: bool = False
+
+
+class TrainerContract:
+    """Subclass it and write ``make``.
+
+    Attributes:
+        family: of ``miles_core.testing.tiny.FAMILIES``.
+        atol: how far log-probabilities may be from the float64 yardstick, and weights after a step, relative to the step.
+    """
+
+    family = "qwen3_moe"
+    atol = 2e-4
+
+    def make(self, checkpoint: Path, setup: Setup) -> Trainer:
+        """A new float32 trainer of ``checkpoint``; its reference model is the same checkpoint."""
+        raise NotImplementedError
+
+    def active_context(self) -> Callable[[], Context | None] | None:
+        """How a module asks for the context it runs in; None where layers take no call object."""
+        from miles_core.embedded.call import active_context
+
+        return active_context
+
+    @pytest.fixture(scope="class")
+    def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A tiny random checkpoint."""
+        return tiny_checkpoint(self.family, tmp_path_factory.mktemp("trainer") / "checkpoint")
+
+    @pytest.fixture
+    def batch(self) -> Batch:
+        """Groups of siblings, prompts and responses of several lengths, some tokens masked, one sample untrained."""
+        return make_batch()
+
+    def trainer(self, checkpoint: Path, setup: Setup | None = None, loss: Any = None) -> Trainer:
+        """A bound trainer."""
+        trainer = self.make(checkpoint, setup or Setup())
+        trainer.bind(Parts(trainer.forward, loss or weighted, trainer.optimizer_step))
+        return trainer
+
+    def test_log_probs_are_those_of_the_model(self, checkpoint: Path, batch: Batch) -> None:
+        found = self.trainer(checkpoint).log_probs(batch, "old", entropy=True)
+        log_probs, entropy = yardstick(yardstick_model(checkpoint), batch, Setup().temperature)
+        assert found["log_probs"].dtype == torch.float32
+        torch.testing.assert_close(found["log_probs"].double(), log_probs.detach(), rtol=0, atol=self.atol)
+        torch.testing.assert_close(found["entropy"].double(), entropy.detach(), rtol=0, atol=self.atol)
+
+    def test_without_being_asked_there_is_no_entropy(self, checkpoint: Path, batch: Batch) -> None:
+        assert set(self.trainer(checkpoint).log_probs(batch, "old")) == {"log_probs"}
+
+    def test_a_recorded_support_bounds_the_softmax(self, checkpoint: Path, batch: Batch) -> None:
+        batch.columns[SAMPLING_SUPPORT.name] = support = random_support(batch)
+        found = self.trainer(checkpoint).log_probs(batch, "old")["log_probs"]
+        expected, _ = yardstick(yardstick_model(checkpoint), batch, Setup().temperature, support)
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=0, atol=self.atol)
+
+    def test_a_step_is_one_step_of_adamw(self, checkpoint: Path, batch: Batch) -> None:
+        trainer = self.trainer(checkpoint)
+        metrics = trainer.step(batch)
+        model = yardstick_model(checkpoint)
+        log_probs, _ = yardstick(model, batch, Setup().temperature)
+        (log_probs * batch.columns["weight"]).sum().backward()
+        norm = adamw(model, Setup())
+        assert metrics["train/grad_norm"][0] == pytest.approx(norm, rel=1e-3)
+        assert metrics["train/lr"][0] == pytest.approx(Setup().lr)
+        assert metrics["sum"] == pytest.approx((float(log_probs.detach().sum()), float(batch.mask.sum())), rel=1e-4)
+        self.same_weights(weights(trainer), checkpoint_weights(model, checkpoint), self.atol)
+
+    @pytest.mark.parametrize("cut", [{"micro_batch_size": 1}, {"micro_batch_size": None}, {"max_tokens": 24}])
+    def test_the_result_does_not_depend_on_the_split(self, checkpoint: Path, batch: Batch, cut: dict) -> None:
+        one, other = self.trainer(checkpoint), self.trainer(checkpoint, replace(Setup(), **cut))
+        first, second = one.step(batch), other.step(batch)
+        assert first.keys() == second.keys()
+        for name in first:
+            assert first[name] == pytest.approx(second[name], rel=1e-4, abs=1e-6), name
+        self.same_weights(weights(one), weights(other), self.atol)
+
+    def test_the_result_does_not_depend_on_the_order(self, checkpoint: Path, batch: Batch) -> None:
+        one, other = self.trainer(checkpoint), self.trainer(checkpoint)
+        one.step(batch)
+        other.step(batch.select(list(reversed(range(len(batch))))))
+        self.same_weights(weights(one), weights(other), self.atol)
+
+    def test_a_given_loss_replaces_the_bound_one(self, checkpoint: Path, batch: Batch) -> None:
+        trainer = self.trainer(checkpoint, replace(Setup(), weight_decay=0.0))
+        before = copied(trainer)
+        metrics = trainer.step(batch, loss=lambda output, micro, ctx: Loss(output.log_probs.sum() * 0.0), lr=0.5)
+        assert metrics["train/lr"][0] == 0.5 and "sum" not in metrics
+        assert all(torch.equal(before[n], t) for n, t in weights(trainer).items())
+
+    def test_every_chunk_is_called_once_a_micro_batch(self, checkpoint: Path, batch: Batch) -> None:
+        trainer, calls = self.recorded(checkpoint)
+        trainer.step(batch)
+        layers = [set(c.layers) for chunk in trainer.chunks for k, _, c in calls if k is chunk]
+        assert len(trainer.chunks) == len({id(chunk) for chunk, _, _ in calls})
+        assert set().union(*layers) == set(range(len(self.all_layers(trainer))))
+        for chunk in trainer.chunks:
+            seen = [int(i) for k, micro, _ in calls if k is chunk for i in micro.index]
+            assert sorted(seen) == sorted(batch.index.tolist())
+
+    def test_the_kind_of_pass_is_told(self, checkpoint: Path, batch: Batch) -> None:
+        trainer, calls = self.recorded(checkpoint, replace(Setup(), recompute=True))
+        for kind in ("old", "ref", "verify"):
+            trainer.log_probs(batch, kind)
+            assert {(c.kind, c.recompute) for _, _, c in calls} == {(kind, False)}
+            calls.clear()
+        trainer.step(batch)
+        assert {(c.kind, c.recompute) for _, _, c in calls} == {("train", True)}
+
+    def test_rows_say_which_token_each_row_is(self, checkpoint: Path, batch: Batch) -> None:
+        trainer, calls = self.recorded(checkpoint)
+        trainer.log_probs(batch, "old")
+        for _, micro, ctx in calls:
+            inputs = needed(micro)
+            known = {(int(micro.tokens[r]), position(micro, r)) for r in ctx.rows.tolist() if r >= 0}
+            assert {(int(micro.tokens[r]), position(micro, r)) for r in inputs} <= known
+
+    def test_tokens_with_different_inputs_are_computed_apart(self, checkpoint: Path) -> None:
+        batch = make_batch(tagged=True)
+        trainer, calls = self.recorded(checkpoint)
+        trainer.log_probs(batch, "old")
+        for _, micro, ctx in calls:
+            assert needed(micro) <= set(ctx.rows.tolist())
+
+    def test_a_micro_batch_that_trains_nothing_adds_nothing(self, checkpoint: Path, batch: Batch) -> None:
+        idle = replace(batch, columns=batch.columns | {"loss_mask": torch.zeros_like(batch.mask)})
+        trainer = self.trainer(checkpoint, replace(Setup(), weight_decay=0.0))
+        before = copied(trainer)
+        assert trainer.log_probs(idle, "old")["log_probs"].abs().max() == 0
+        assert trainer.step(idle)["train/grad_norm"][0] == 0
+        assert all(torch.equal(before[n], t) for n, t in weights(trainer).items())
+
+    def test_the_reference_stays(self, checkpoint: Path, batch: Batch) -> None:
+        trainer = self.trainer(checkpoint)
+        before = trainer.log_probs(batch, "old")["log_probs"]
+        trainer.step(batch)
+        torch.testing.assert_close(trainer.log_probs(batch, "ref")["log_probs"], before)
+        assert not torch.allclose(trainer.log_probs(batch, "old")["log_probs"], before)
+
+    def test_recomputation_changes_nothing(self, checkpoint: Path, batch: Batch) -> None:
+        plain, saving = self.trainer(checkpoint), self.trainer(checkpoint, replace(Setup(), recompute=True))
+        plain.step(batch)
+        saving.step(batch)
+        self.same_weights(weights(plain), weights(saving), self.atol)
+
+    def test_recomputation_sees_the_state_of_its_own_call(self, checkpoint: Path, batch: Batch) -> None:
+        active = self.active_context()
+        if active is None:
+            pytest.skip("this trainer's layers take no call object")
+        trainer, calls = self.recorded(checkpoint, replace(Setup(), recompute=True))
+        inner, seen = trainer.parts.forward, []
+
+        def marked(chunk: Any, micro: Batch, ctx: Context) -> Output:
+            ctx.state["mark"] = object()
+            return inner(chunk, micro, ctx)
+
+        trainer.parts.forward = marked
+        for chunk in trainer.chunks:
+            for name, module in chunk.named_modules():
+                if name.endswith("o_proj"):
+                    module.register_forward_hook(lambda m, a, o: seen.append(active().state["mark"]))
+        trainer.step(batch)
+        marks = [ctx.state["mark"] for _, _, ctx in calls for _ in ctx.layers]
+        # Each layer twice a micro-batch, forward and recomputation, both with that micro-batch's mark.
+        assert sorted(map(id, seen)) == sorted(map(id, marks * 2))
+
+    def test_a_bad_gradient_stops_before_anything_changes(self, checkpoint: Path, batch: Batch) -> None:
+        trainer = self.trainer(checkpoint, loss=lambda output, micro, ctx: Loss(output.log_probs.sum() * math.nan))
+        before = copied(trainer)
+        with pytest.raises(MilesError, match="gradient norm"):
+            trainer.step(batch)
+        assert all(torch.equal(before[n], t) for n, t in weights(trainer).items())
+        trainer.step(batch, loss=weighted)  # and nothing of it is left behind
+
+    def test_metrics_of_wrappers_are_added(self, checkpoint: Path, batch: Batch) -> None:
+        trainer = self.trainer(checkpoint)
+        inner = trainer.parts.forward
+
+        def counting(chunk: Any, micro: Batch, ctx: Context) -> Output:
+            ctx.metrics["samples"] = (torch.tensor(float(len(micro))), torch.ones(()))
+            return inner(chunk, micro, ctx)
+
+        trainer.parts.forward = counting
+        assert trainer.step(batch)["samples"][0] == len(batch) * len(trainer.chunks)
+
+    def test_resuming_continues_bit_for_bit(self, checkpoint: Path, batch: Batch, tmp_path: Path) -> None:
+        one = self.trainer(checkpoint)
+        one.step(batch)
+        one.save(tmp_path / "saved")
+        one.step(batch)
+        other = self.trainer(checkpoint)
+        other.load(tmp_path / "saved")
+        other.step(batch)
+        assert all(torch.equal(t, weights(other)[n]) for n, t in weights(one).items())
+        other.step(batch)
+        assert not any(torch.equal(t, weights(other)[n]) for n, t in weights(one).items() if t.dim() > 1)
+
+    def test_reset_forgets_the_moments_alone(self, checkpoint: Path, batch: Batch, tmp_path: Path) -> None:
+        one = self.trainer(checkpoint)
+        one.step(batch)
+        one.export(tmp_path / "export", None)
+        one.reset_optimizer()
+        fresh = self.trainer(tmp_path / "export")
+        one.step(batch)
+        fresh.step(batch)
+        self.same_weights(weights(one), weights(fresh), 1e-6)
+
+    def test_units_are_the_checkpoint(self, checkpoint: Path) -> None:
+        from safetensors.torch import load_file
+
+        trainer, stored = self.trainer(checkpoint), load_file(checkpoint / "model.safetensors")
+        units = [list(u.tensors) for u in trainer.units()]
+        assert sorted(n for names in units for n in names) == sorted(stored)
+        assert units == [list(u.tensors) for u in trainer.units()]
+        for unit in trainer.units():
+            for name, tensor in unit.tensors.items():
+                torch.testing.assert_close(tensor.to(stored[name].dtype), stored[name], rtol=0, atol=0)
+        for names in units:
+            assert all((n.replace("gate_proj", "up_proj") in names) for n in names if "gate_proj" in n)
+            assert len(names) == 1 or any("gate_proj" in n for n in names)
+
+    def test_an_export_is_a_checkpoint(self, checkpoint: Path, batch: Batch, tmp_path: Path) -> None:
+        trainer = self.trainer(checkpoint)
+        trainer.step(batch)
+        trainer.export(tmp_path / "export", None)
+        expected, _ = yardstick(yardstick_model(tmp_path / "export"), batch, Setup().temperature)
+        found = trainer.log_probs(batch, "old")["log_probs"].double()
+        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=self.atol)
+
+    def recorded(
+        self, checkpoint: Path, setup: Setup | None = None
+    ) -> tuple[Trainer, list[tuple[Any, Batch, Context]]]:
+        """A trainer whose forward calls are noted."""
+        trainer = self.trainer(checkpoint, setup)
+        inner = trainer.parts.forward
+        calls: list[tuple[Any, Batch, Context]] = []
+
+        def noting(chunk: Any, micro: Batch, ctx: Context) -> Output:
+            calls.append((chunk, micro, ctx))
+            return inner(chunk, micro, ctx)
+
+        trainer.parts.forward = noting
+        return trainer, calls
+
+    def all_layers(self, trainer: Trainer) -> list[nn.Module]:
+        """The decoder layers of all chunks."""
+        return [m for chunk in trainer.chunks for m in chunk.modules() if type(m).__name__.endswith("DecoderLayer")]
+
+    def same_weights(self, one: dict[str, Tensor], other: dict[str, Tensor], atol: float) -> None:
+        """Equal names; values equal within ``atol`` (weights move by about 1e-2 a step)."""
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(
+                tensor.double(), other[name].double(), rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def make_batch(tagged: bool = False) -> Batch:
+    """See ``TrainerContract.batch``; ``tagged`` adds the column ``tag``."""
+    random = np.random.default_rng(0)
+    samples = []
+    for group, (prompt_length, count) in enumerate([(6, 4), (3, 3), (9, 4), (2, 1)]):
+        prompt = random.integers(3, 60, prompt_length).tolist()
+        for _ in range(count):
+            length = int(random.integers(1, 12))
+            tokens = prompt + random.integers(3, 60, length).tolist()
+            mask = (random.random(length) < 0.8).astype(int).tolist()
+            sample = Sample(
+                tokens=tokens, response_length=length, loss_mask=mask, group_index=group, index=len(samples)
+            )
+            if tagged:
+                sample.fields["tag"] = np.arange(len(tokens) - 1) + 1000 * len(samples)
+            samples.append(sample)
+    samples[5].remove_sample = True
+    batch = collate(samples, [TAG] if tagged else [])
+    batch.columns["weight"] = torch.from_numpy(random.normal(size=len(batch.tokens))).float()
+    return batch
+
+
+def weighted(output: Output, micro: Batch, ctx: Context) -> Loss:
+    """Sum of column ``weight`` times log-prob."""
+    assert output.log_probs is not None
+    value = (output.log_probs * micro.columns["weight"].to(output.log_probs.device)).sum()
+    return Loss(value, {"sum": (output.log_probs.detach().sum(), micro.mask.sum())})
+
+
+def random_support(batch: Batch) -> Ragged:
+    """The token and some others at every trained position but every fifth, nothing elsewhere."""
+    random = np.random.default_rng(1)
+    rows: list[list[int]] = []
+    for t, (token, mask) in enumerate(zip(batch.tokens.tolist(), batch.mask.tolist(), strict=True)):
+        others = [int(i) for i in random.choice(60, int(random.integers(0, 9)), replace=False) if i != token]
+        rows.append([*others, token] if mask and t % 5 else [])
+    offsets = torch.tensor([0, *np.cumsum([len(r) for r in rows])])
+    return Ragged(torch.tensor([i for r in rows for i in r], dtype=torch.int32), offsets)
+
+
+def yardstick_model(checkpoint: Path) -> nn.Module:
+    """Transformers' own eager model in float64."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def yardstick(
+    model: nn.Module, batch: Batch, temperature: float, support: Ragged | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy [T] float64 at trained positions, one sample at a time."""
+    log_probs, entropies = [], []
+    for start, length in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True):
+        tokens = batch.tokens[start : start + length]
+        logits = model(tokens[None]).logits[0, :-1] / temperature
+        if support is not None:
+            allowed = torch.zeros_like(logits, dtype=torch.bool)
+            for t in range(1, length):
+                ids = support.values[support.offsets[start + t] : support.offsets[start + t + 1]].long()
+                allowed[t - 1, ids if len(ids) else slice(None)] = True
+            logits = logits.masked_fill(~allowed, -1e30)
+        every = logits.log_softmax(-1)
+        first = every.new_zeros(1)
+        log_probs.append(torch.cat([first, every.gather(1, tokens[1:, None])[:, 0]]))
+        entropies.append(torch.cat([first, -(every.exp() * every).sum(-1)]))
+    trained = batch.mask.double()
+    return torch.cat(log_probs) * trained, torch.cat(entropies) * trained
+
+
+@torch.no_grad()
+def adamw(model: nn.Module, setup: Setup) -> float:
+    """The first step of AdamW from the gradients in ``model``; returns their norm before clipping."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in parameters))
+    for parameter in parameters:
+        grad = parameter.grad * min(1.0, setup.clip_grad / norm)
+        decay = setup.weight_decay if parameter.dim() > 1 else 0.0
+        parameter.mul_(1 - setup.lr * decay)
+        # After one step the bias-corrected moments are the gradient and its square.
+        parameter.sub_(setup.lr * grad / (grad.abs() + setup.eps))
+    return norm
+
+
+def checkpoint_weights(model: nn.Module, beside: Path) -> dict[str, Tensor]:
+    """The model's tensors under checkpoint names, through Transformers' own ``save_pretrained``."""
+    from safetensors.torch import load_file
+
+    directory = beside.parent / "yardstick"
+    model.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Checkpoint name -> tensor."""
+    return {n: t for unit in trainer.units() for n, t in unit.tensors.items()}
+
+
+def copied(trainer: Trainer) -> dict[str, Tensor]:
+    """The same, as it is now."""
+    return {n: t.clone() for n, t in weights(trainer).items()}
+
+
+def needed(batch: Batch) -> set[int]:
+    """Flat indices of the tokens a trained position sees."""
+    found: set[int] = set()
+    for start, length in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True):
+        trained = batch.mask[start : start + length].nonzero().flatten().tolist()
+        found |= set(range(start, start + (trained[-1] if trained else 0)))
+    return found
+
+
+def position(batch: Batch, row: int) -> int:
+    """Position of a flat index within its sample."""
+    return row - int(batch.starts[int(batch.owner[row])])
