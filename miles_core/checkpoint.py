@@ -243,8 +243,6 @@ def _check_plan(path: Path, saved: Mapping[str, Any] | None, plan: Mapping[str, 
 def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
     """What differs between two plans (``Plan.to_json`` read as data): plugins, values they set, and the facts that
     rules of either asked for. Only a change of a fact in ``FATAL`` is fatal."""
-    if saved.get("digest") is not None and saved.get("digest") == current.get("digest"):
-        return []
     consulted = {*saved.get("consulted", ()), *current.get("consulted", ()), *FATAL}
     before, after = _parts(saved, consulted), _parts(current, consulted)
     differences = []

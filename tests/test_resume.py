@@ -1,0 +1,121 @@
+"""A run that stops and continues equals one that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from miles_core.errors import CheckpointError, ConfigError
+from miles_core.observe.metrics import read
+
+OPTIONS = {
+    "rollout_shuffle": True,
+    "over_sampling_batch_size": 3,
+    "dynamic_sampling_filter_path": "nonzero_std",
+    "num_steps_per_rollout": 2,
+    "lr_decay_style": "cosine",
+    "rollout_max_response_len": 6,
+}
+
+
+def numbers(directory):
+    """Everything a run measured but the time it took."""
+    return [
+        {n: v for n, v in record.items() if not n.startswith("time") and "second" not in n}
+        for record in read(directory / "metrics.jsonl")
+    ]
+
+
+def tensors(directory, step):
+    """Every tensor of a checkpoint, by file and name."""
+    root = directory / "checkpoints" / f"step_{step:08d}"
+    return {
+        (path.relative_to(root).as_posix(), name): tensor
+        for path in root.rglob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def same(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_two_steps_and_two_more_equal_four(toy_run, tmp_path):
+    options = {**OPTIONS, "lr_decay_iters": 8, "plugins": ["r3", "tis"]}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    toy_run(directory=whole, steps=4, **options)
+    toy_run(directory=parts, steps=2, **options)
+    assert len(read(parts / "metrics.jsonl")) == 2
+    toy_run(directory=None, load=parts, save=None, steps=4, **options)
+    assert numbers(whole) == numbers(parts)
+    assert same(tensors(whole, 4), tensors(parts, 4))
+    state = [json.loads((d / "checkpoints/step_00000004/state/run.json").read_text()) for d in (whole, parts)]
+    assert state[0] == state[1] and state[0]["data"]["prompts"]["waiting"]
+    assert (whole / "samples.jsonl").read_text() == (parts / "samples.jsonl").read_text()
+
+
+def test_continuing_from_an_earlier_step_drops_what_came_after(toy_run, tmp_path):
+    first = toy_run(directory=tmp_path / "run", steps=4, save_interval=2)
+    last = tensors(first.directory, 4)
+    again = toy_run(directory=None, save=None, load=first.directory / "checkpoints/step_00000002", steps=4, lr=1e-2)
+    assert [record["step"] for record in read(first.directory / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert again.directory == first.directory
+    # the checkpoint is that of the second branch, trained with another learning rate
+    assert not same(tensors(first.directory, 4), last)
+
+
+def test_a_copy_continues_elsewhere_and_leaves_the_original_alone(toy_run, tmp_path):
+    first = toy_run(directory=tmp_path / "first", steps=2)
+    before = {p: p.read_bytes() for p in first.directory.rglob("*") if p.is_file()}
+    second = toy_run(directory=tmp_path / "second", steps=3, load=first.directory)
+    assert [record["step"] for record in second.metrics] == [3]
+    assert before == {p: p.read_bytes() for p in first.directory.rglob("*") if p.is_file()}
+
+
+def test_a_finished_run_has_nothing_to_continue(toy_run, tmp_path):
+    first = toy_run(directory=tmp_path / "run", steps=2)
+    saved = tensors(first.directory, 2)
+    toy_run(directory=None, save=None, load=first.directory, steps=2)
+    assert same(tensors(first.directory, 2), saved) and len(read(first.directory / "metrics.jsonl")) == 2
+
+
+def test_a_warm_start_is_not_repeated(toy_run, tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"input": "a", "response": "bb"}) + "\n")
+    options = {"sft_data": pairs, "sft_steps": 3, "sft_lr": 1e-2}
+    whole = toy_run(directory=tmp_path / "whole", steps=2, **options)
+    parts = toy_run(directory=tmp_path / "parts", steps=1, **options)
+    toy_run(directory=None, save=None, load=parts.directory, steps=2, **options)
+    assert numbers(whole.directory) == numbers(parts.directory)
+    assert same(tensors(whole.directory, 2), tensors(parts.directory, 2))
+
+
+def test_another_models_checkpoint_is_refused(toy_run, tmp_path):
+    first = toy_run(directory=tmp_path / "moe", steps=1)
+    with pytest.raises(CheckpointError, match=r"model\.type was qwen3_moe, is now qwen3"):
+        toy_run(directory=tmp_path / "dense", family="qwen3", load=first.directory)
+    assert not (tmp_path / "dense").exists()
+
+
+def test_a_directory_holds_one_run(toy_run, tmp_path):
+    toy_run(directory=tmp_path / "run", steps=1)
+    other = toy_run(directory=tmp_path / "other", steps=1)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="already holds a run; continue it with --load"):
+        toy_run(directory=tmp_path / "run")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        toy_run(directory=tmp_path / "run", load=other.directory)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_metrics_without_a_checkpoint_are_kept(toy_run, tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text('{"step": 1, "time": 0.0}\n')
+    with pytest.raises(ConfigError, match="metrics of a run without a checkpoint; choose another directory"):
+        toy_run(directory=directory)
+    (directory / "metrics.jsonl").write_text("")  # failed before its first step
+    assert len(toy_run(directory=directory, steps=1).metrics) == 1
