@@ -48,3 +48,12 @@ def test_a_selector_leaves_weights_alone_on_both_sides(toy_run):
 def test_a_selector_that_matches_nothing_is_refused(toy_run, sides):
     with pytest.raises(ConfigError, match=r"--fp8-skip-layers: 'self_atn' matches none .* self_attn"):
         toy_run(**FP8, **sides, fp8_skip_layers="self_atn")
+
+
+def test_power_of_two_scales_reach_the_engine(toy_run):
+    run = toy_run(**FP8, train_fp8=True, fp8_power_of_two_scales=True).run
+    weight = dict(run.policy.engine.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
+    assert torch.equal(weight.bfloat16().float(), weight)
+    other = toy_run(**FP8, train_fp8=True).run
+    weight = dict(other.policy.engine.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
+    assert not torch.equal(weight.bfloat16().float(), weight)

@@ -17,7 +17,12 @@ class Tis:
         options = run.config.plugin("tis")
         low, high = bounds(options)
         if low == high:
-            log.warning("--tis-threshold 1 gives every token weight 1: the correction does nothing")
+            effect = {
+                "truncate": "weights above 1 are cut to 1",
+                "clip": "every weight is 1, so the correction does nothing",
+                "mask": "every token whose probabilities differ at all is dropped",
+            }[options.mode]
+            log.warning("--tis-threshold 1 with --tis-mode %s leaves no range: %s; 2 is usual", options.mode, effect)
 
     @hookimpl
     def wrap_correction(self, run):
