@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -40,15 +40,16 @@ class ToyRun:
 
 
 @lru_cache
-def toy_files(family: str = "qwen3_moe") -> Path:
-    """A directory with ``model/``, ``prompts.jsonl`` and ``reward.py``, made once a process."""
+def toy_files(family: str = "qwen3_moe", **sizes: Any) -> Path:
+    """A directory with ``model/``, ``prompts.jsonl`` and ``reward.py``, made once a process. ``sizes`` override entries
+    of the model's configuration, as for ``tiny_checkpoint``."""
     from miles_core.demo.model import make_tokenizer
     from miles_core.testing.tiny import tiny_checkpoint
 
     directory = Path(tempfile.mkdtemp(prefix="miles-toy-"))
     tokenizer = make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    tiny_checkpoint(family, directory / "model", vocab_size=len(tokenizer), **ids)
+    tiny_checkpoint(family, directory / "model", vocab_size=len(tokenizer), **ids, **sizes)
     tokenizer.save_pretrained(directory / "model")
     rows = [json.dumps({"input": letter, "label": "a"}) for letter in "abcdefgh"]
     (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
@@ -61,10 +62,11 @@ def toy_arguments(
     directory: Path | str | None = None,
     steps: int = 2,
     family: str = "qwen3_moe",
+    sizes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[str]:
     """The command line of a toy run; ``options`` are flags with underscores (``rollout_top_k=3``, ``use_tis=True``)."""
-    files = toy_files(family)
+    files = toy_files(family, **(sizes or {}))
     given: dict[str, Any] = {
         "hf_checkpoint": files / "model",
         "prompt_data": files / "prompts.jsonl",
@@ -95,6 +97,7 @@ def toy_run(
     directory: Path | str | None = None,
     steps: int = 2,
     family: str = "qwen3_moe",
+    sizes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ToyRun:
     """Run the loop with ``plugins`` (names or paths of single files) on a tiny mixture-of-experts model.
@@ -104,6 +107,7 @@ def toy_run(
         directory: the run directory; a temporary one by default.
         steps: rollout steps.
         family: a model family of ``miles_core.testing.tiny``.
+        sizes: entries of the model's configuration to override, e.g. ``{"hidden_size": 64}``.
         options: further flags; None leaves a default flag of the toy run out.
 
     Raises:
@@ -116,7 +120,7 @@ def toy_run(
     from miles_core.observe.metrics import read
     from miles_core.plugin.prepare import applied, prepare
 
-    config = load(toy_arguments(plugins, directory, steps, family, **options))
+    config = load(toy_arguments(plugins, directory, steps, family, sizes, **options))
     accepted, catalogue = prepare(config)
     run = launch(applied(config, accepted), accepted, catalogue, Console(file=io.StringIO()))
     return ToyRun(run, read(run.directory / "metrics.jsonl"))
