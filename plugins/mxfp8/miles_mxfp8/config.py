@@ -1,0 +1,29 @@
+"""The options of mxfp8. Those that fp8 has too are declared alike in both plugins."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from miles_core.config import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp8Config:
+    """FP8 in blocks of 32 with power-of-two scales."""
+
+    recipe: str | None = option(
+        None,
+        flag="--fp8-recipe",
+        help="quantise engine and trainer alike: blockwise is --rollout-fp8 --train-fp8, mxfp8 is --rollout-mxfp8 "
+        "--train-mxfp8",
+        choices=("*",),
+        part="fp8_recipe",
+    )
+    format: Literal["e4m3"] = option(
+        "e4m3", flag="--fp8-format", help="element type; e4m3 in the forward pass, the backward pass stays in full"
+    )
+    skip_layers: tuple[str, ...] = option(
+        (),
+        flag="--fp8-skip-layers",
+        help="weights to leave in bf16 on both sides: parts of parameter names (_ does not count), or globs with *",
+        metavar="NAME,...",
+    )

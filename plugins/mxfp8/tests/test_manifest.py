@@ -1,0 +1,69 @@
+import subprocess
+import sys
+
+import pytest
+
+import miles_mxfp8
+from miles_core.errors import ConfigError, PlanError
+from miles_core.plugin.load import import_target
+from miles_core.precision.format import Format
+from miles_mxfp8 import plugin
+
+BOTH = {"rollout_mxfp8": True, "train_mxfp8": True}
+
+
+def test_the_manifest_imports_no_torch():
+    program = "import sys, miles_mxfp8; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_format_is_where_the_manifest_says():
+    (name, target), *rest = plugin.formats.items()
+    found = import_target("mxfp8", target)
+    assert issubclass(found, Format) and found.name == name == "mxfp8" and not rest
+    assert plugin.version == miles_mxfp8.__version__
+
+
+@pytest.mark.parametrize("flags", [{"rollout_mxfp8": True}, BOTH])
+def test_hardware_is_checked_and_emulation_waives_it(plan, flags):
+    with pytest.raises(PlanError, match=r"gpu\.sm >= 100") as refusal:
+        plan(facts=["gpu.sm=90"], **flags)
+    assert "--emulate-precision" in str(refusal.value)
+    assert plan(facts=["gpu.sm=100"], **flags).order == ("mxfp8",)
+    assert plan(facts=["gpu.sm=90"], emulate_precision=True, **flags).waived
+
+
+def test_mxfp8_training_needs_mxfp8_rollout(plan):
+    with pytest.raises(PlanError, match=r"mxfp8 needs rollout\.precision == mxfp8") as refusal:
+        plan(train_mxfp8=True, emulate_precision=True)
+    assert "--rollout-precision mxfp8" in str(refusal.value)
+
+
+def test_fp8_rollout_and_mxfp8_training_exclude_each_other(plan):
+    with pytest.raises(PlanError, match="fp8 rollout x mxfp8 train"):
+        plan(rollout_fp8=True, train_mxfp8=True, emulate_precision=True)
+    with pytest.raises(ConfigError, match=r"rollout\.precision is given twice"):
+        plan(rollout_fp8=True, rollout_mxfp8=True, emulate_precision=True)
+
+
+def test_the_recipe_selects_mxfp8_on_both_sides(plan):
+    accepted = plan(fp8_recipe="mxfp8", fp8_format="e4m3", emulate_precision=True)
+    assert accepted.order == ("mxfp8",)
+    assert {(s.path, s.value) for s in accepted.sets} == {
+        ("rollout.precision", "mxfp8"),
+        ("train.precision", "mxfp8"),
+    }
+    assert plan(fp8_recipe="mxfp8", **BOTH, emulate_precision=True).order == ("mxfp8",)
+    with pytest.raises(PlanError, match="--fp8-recipe mxfp8 is MXFP8 on both sides"):
+        plan(fp8_recipe="mxfp8", rollout_precision="bf16", emulate_precision=True)
+
+
+def test_other_element_types_are_refused(plan):
+    with pytest.raises(ConfigError, match="cannot be 'hybrid'; it is one of e4m3"):
+        plan(**BOTH, fp8_format="hybrid", emulate_precision=True)
+
+
+def test_replay_and_corrections_are_recommended_where_the_sides_differ(plan):
+    mixed = plan(facts=["model.moe=true"], rollout_mxfp8=True, emulate_precision=True).advice
+    assert any("r3" in line for line in mixed) and any("tis" in line for line in mixed)
+    assert plan(facts=["model.moe=true"], **BOTH, emulate_precision=True).advice == ()
