@@ -26,6 +26,7 @@ from miles_core.embedded.optimizer import Optimizer, OptimizerConfig
 from miles_core.embedded.packing import Packing, pack
 from miles_core.embedded.split import split
 from miles_core.precision.select import fake_quantize
+from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.sync.unit import Unit
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.trainer import Context, LossFunction, Output, Parts, Pass, Trainer
@@ -111,10 +112,16 @@ class EmbeddedTrainer(Trainer):
             use_cache=False,
             call=call,
         ).last_hidden_state[0]
-        support = micro_batch.columns.get("sampling_support")
+        aux = {} if watch is None else watch.close(ctx, micro_batch, packing)
+        return replace(self.predict(chunk, hidden, micro_batch, ctx), aux=aux)
+
+    def predict(self, model: nn.Module, hidden: Tensor, micro_batch: Batch, ctx: Context) -> Output:
+        """Final hidden states [rows, hidden] -> log-probs, and the entropy where ``ctx.state`` asks for it."""
+        packing: Packing = ctx.state["packing"]
+        support = micro_batch.columns.get(SAMPLING_SUPPORT.name)
         assert support is None or isinstance(support, Ragged)
         log_probs, entropy = token_log_probs(
-            chunk,
+            model,
             hidden.index_select(0, packing.sources),
             micro_batch.tokens[packing.targets],
             self.config.temperature,
@@ -125,7 +132,6 @@ class EmbeddedTrainer(Trainer):
         return Output(
             log_probs=scatter(log_probs, packing.targets, length),
             entropy=None if entropy is None else scatter(entropy, packing.targets, length),
-            aux={} if watch is None else watch.close(ctx, micro_batch, packing),
         )
 
     def optimizer_step(self) -> dict[str, float]:
@@ -136,17 +142,10 @@ class EmbeddedTrainer(Trainer):
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
         """See ``Trainer.log_probs``."""
         chunk = self.reference if kind == "ref" else self.model
-        home = batch.tokens.device
-        wanted = ("log_probs", "entropy") if entropy else ("log_probs",)
-        out: dict[str, Tensor] = {}
+        results = []
         for samples in self._split(batch):
-            micro_batch, ctx = self._prepare(batch, samples, kind, entropy)
-            result = self.parts.forward(chunk, micro_batch, ctx)
-            at = _flat(batch, samples)
-            for name in wanted:
-                values = getattr(result, name).to(home)
-                out.setdefault(name, values.new_zeros(len(batch.tokens)))[at] = values
-        return out or dict.fromkeys(wanted, torch.zeros(0, device=home))
+            results.append((samples, self.parts.forward(chunk, *self._prepare(batch, samples, kind, entropy))))
+        return self._gathered(batch, results, ("log_probs", "entropy") if entropy else ("log_probs",))
 
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
@@ -163,11 +162,8 @@ class EmbeddedTrainer(Trainer):
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             if share.value.requires_grad:
                 share.value.backward()
-            for name, pair in (share.metrics | ctx.metrics).items():
-                pair = [torch.as_tensor(x, dtype=torch.float64).detach() for x in pair]
-                totals[name] = [a + b for a, b in zip(totals[name], pair, strict=True)] if name in totals else pair
-        metrics = {n: (float(a), float(b)) for n, (a, b) in totals.items()}
-        return metrics | {f"train/{name}": (value, 1.0) for name, value in self.parts.optimizer_step().items()}
+            self._note(totals, share.metrics | ctx.metrics)
+        return self._metrics(totals)
 
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""
@@ -188,6 +184,30 @@ class EmbeddedTrainer(Trainer):
     def load(self, directory: Path) -> None:
         """See ``Trainer.load``; CheckpointError when ``directory`` holds another model."""
         state.load(self.model, self.optimizer, Path(directory))
+
+    def _gathered(
+        self, batch: Batch, results: list[tuple[list[int], Output]], names: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        """The micro-batches' results in the batch's own order."""
+        home = batch.tokens.device
+        out = {}
+        for name in names:
+            parts = [getattr(output, name).to(home) for _, output in results]
+            out[name] = torch.zeros(len(batch.tokens), dtype=parts[0].dtype if parts else torch.float32, device=home)
+            for (samples, _), values in zip(results, parts, strict=True):
+                out[name][_flat(batch, samples)] = values
+        return out
+
+    def _note(self, totals: dict[str, list[Tensor]], pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+        for name, pair in pairs.items():
+            new = [torch.as_tensor(x, dtype=torch.float64).detach() for x in pair]
+            totals[name] = [a + b for a, b in zip(totals[name], new, strict=True)] if name in totals else new
+
+    def _metrics(self, totals: dict[str, list[Tensor]]) -> dict[str, tuple[float, float]]:
+        """Takes the optimiser step; the step's metrics with it."""
+        stepped = self.parts.optimizer_step()
+        metrics = {n: (float(a), float(b)) for n, (a, b) in totals.items()}
+        return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
 
     def _split(self, batch: Batch) -> list[list[int]]:
         return split(batch, self.config.micro_batch_size, self.config.max_tokens, self.config.share_prompts)
