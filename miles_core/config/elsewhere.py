@@ -64,4 +64,5 @@ def explain_plugin(name: str, schema: Schema) -> str:
     """One sentence about a plugin that is asked for and not there."""
     if name in known_plugins():
         return f"the plugin {name} is not installed: {pip_command(name)}"
-    return f"there is no plugin {name!r}{did_you_mean(name, (*schema.manifests, *known_plugins()))}"
+    close = did_you_mean(name, (*schema.manifests, *known_plugins()))
+    return f"there is no plugin {name!r}{close}; `miles plugins` lists those installed"
