@@ -253,6 +253,8 @@ def load_tokenizer(options: Any) -> Any:
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(f"--hf-checkpoint {path}: its tokenizer cannot be loaded ({first})") from error
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise CheckpointError(f"--hf-checkpoint {path}: there is no tokenizer in it; copy tokenizer.json there")
     if tokenizer.eos_token_id is None:
         raise CheckpointError(
             f"--hf-checkpoint {path}: its tokenizer has no end-of-sequence token; set eos_token there"

@@ -1,0 +1,220 @@
+"""What a user gets wrong: one clear sentence on stderr, exit code 2, no traceback, and nothing saved before is harmed."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+
+from miles_core.cli.main import main
+from miles_core.testing.toy import toy_arguments, toy_files
+
+
+@pytest.fixture
+def refused(tmp_path, capsys, monkeypatch):
+    """``refused(**options)`` runs ``miles train`` with them and returns the message it was refused with."""
+    monkeypatch.delenv("MILES_DEBUG", raising=False)
+    options_of_toy = {"directory": tmp_path / "run", "log_level": "error"}
+
+    def call(*words, plugins=(), **options):
+        capsys.readouterr()
+        code = main(["train", *toy_arguments(plugins, **{**options_of_toy, **options}), *words])
+        text = capsys.readouterr().err
+        assert code == 2, text
+        assert text.count("error:") == 1 and "error: " in text and "Traceback" not in text, text
+        return text[text.index("error: ") + 7 :].strip()
+
+    return call
+
+
+@pytest.fixture
+def file(tmp_path):
+    """``file(name, text)`` -> its path."""
+
+    def write(name, text):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+def test_a_checkpoint_that_is_not_there(refused):
+    assert "--hf-checkpoint /no/such/model" in refused(hf_checkpoint="/no/such/model")
+
+
+def test_a_checkpoint_without_or_with_a_broken_config(refused, tmp_path):
+    (tmp_path / "model").mkdir()
+    assert "config.json" in refused(hf_checkpoint=tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert "config.json" in refused(hf_checkpoint=tmp_path / "model")
+
+
+def copied_model(tmp_path):
+    import shutil
+
+    return shutil.copytree(toy_files() / "model", tmp_path / "model")
+
+
+def test_a_checkpoint_without_a_tokenizer(refused, tmp_path):
+    model = copied_model(tmp_path)
+    for path in model.glob("*token*"):
+        path.unlink()
+    assert f"--hf-checkpoint {model}: there is no tokenizer in it" in refused(hf_checkpoint=model)
+
+
+def test_a_checkpoint_whose_weights_are_missing_or_cut_off(refused, tmp_path):
+    model = copied_model(tmp_path)
+    weights = model / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[: len(data) // 2])
+    assert str(model) in refused(hf_checkpoint=model)
+    weights.unlink()
+    assert str(model) in refused(hf_checkpoint=model)
+
+
+def test_prompts_that_are_missing_malformed_or_empty(refused, file):
+    assert "/no/such/prompts.jsonl" in refused(prompt_data="/no/such/prompts.jsonl")
+    broken = file("broken.jsonl", '{"input": "a"}\n{"input": \n')
+    assert f"{broken}:2" in refused(prompt_data=broken)
+    assert "empty" in refused(prompt_data=file("empty.jsonl", ""))
+    assert "not .csv" in refused(prompt_data=file("prompts.csv", "input\na\n"))
+    assert "parquet" in refused(prompt_data=file("prompts.parquet", "not parquet"))
+
+
+def test_keys_that_no_row_has(refused):
+    assert "--input-key from: 'input', 'label'" in refused(input_key="question")
+    assert "--label-key from: 'input', 'label'" in refused(label_key="answer")
+
+
+def test_a_prompt_longer_than_the_context(refused, file):
+    long = file("long.jsonl", json.dumps({"input": "a"}) + "\n" + json.dumps({"input": "a" * 200}) + "\n")
+    text = refused(prompt_data=long)
+    assert "128" in text and "200" in text, text
+    text = refused(prompt_data=long, rollout_max_context_len=50)
+    assert "--rollout-max-context-len" in text and f"{long}:2" in text
+    assert "--rollout-max-prompt-len 0" in refused(prompt_data=long, rollout_max_prompt_len=0)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("raise KeyError('answer')", "raised KeyError on sample 0: 'answer'"),
+        ("return float('nan')", "nan"),
+        ("return 'good'", "good"),
+        ("return {'accuracy': 1.0}", "--reward-key"),
+    ],
+    ids=["raises", "nan", "text", "dict"],
+)
+def test_a_reward_that_is_none(refused, file, body, expected):
+    path = file("judge.py", f"async def judge(args, sample):\n    {body}\n")
+    text = refused(custom_rm_path=f"{path}:judge")
+    assert expected in text and "judge" in text and "sample 0" in text, text
+
+
+def test_reward_functions_that_cannot_be_loaded(refused, file):
+    assert "no reward is chosen" in refused(custom_rm_path=None)
+    assert "there is no file /no/such.py" in refused(custom_rm_path="/no/such.py")
+    path = file("judge.py", "def judge(sample):\n    return 0\n")
+    assert "has no function 'reward'" in refused(custom_rm_path=path)
+    assert "cannot be called as judge(args, sample)" in refused(custom_rm_path=f"{path}:judge")
+    assert "SyntaxError" in refused(custom_rm_path=file("typo.py", "def reward(:\n"))
+
+
+def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(refused, tmp_path, monkeypatch):
+    from miles_core.embedded import state
+    from miles_core.observe.metrics import read
+
+    plain, calls = state.save, []
+
+    def save(model, optimizer, directory):
+        calls.append(directory)
+        plain(model, optimizer, directory)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(state, "save", save)
+    text = refused(save_interval=1, steps=3)
+    assert "the disk is full: saving step 2" in text and "earlier checkpoints there are untouched" in text
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
+    monkeypatch.setattr(state, "save", plain)
+    words = toy_arguments(directory=None, save=None, load=tmp_path / "run", steps=3, log_level="error")
+    assert main(["train", *words]) == 0
+    assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_run_directory_that_cannot_be_made(refused, file):
+    blocker = file("blocker", "")
+    assert f"--save {blocker / 'run'}: the directory cannot be made" in refused(directory=blocker / "run")
+
+
+def test_an_existing_run_is_not_overwritten(refused, tmp_path):
+    assert main(["train", *toy_arguments(directory=tmp_path / "run", steps=1, log_level="error")]) == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert f"continue it with --load {tmp_path / 'run'}" in refused()
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+
+def test_checkpoints_that_cannot_be_continued(refused, tmp_path):
+    assert "--load /no/such/run: no such directory" in refused(load="/no/such/run")
+    assert main(["train", *toy_arguments(directory=tmp_path / "first", steps=1, log_level="error")]) == 0
+    file = tmp_path / "first/checkpoints/step_00000001/policy/trainer/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert "policy/trainer/model.safetensors changed" in refused(load=tmp_path / "first")
+    file.write_bytes(data[:-10])
+    assert "policy/trainer/model.safetensors has" in refused(load=tmp_path / "first")
+
+
+def test_plugins_that_are_broken(refused, file):
+    assert "no plugin 'nothing'; `miles plugins` lists" in refused(plugins=["nothing"])
+    assert "speculative" in refused(plugins=["speculativ"])
+    assert "no such file" in refused(plugins=["./nothing.py"])
+    text = refused(plugins=[str(file("empty_plugin.py", "x = 1\n"))])
+    assert "no manifest called 'plugin' and nothing marked with miles_core.hookimpl" in text
+    head = "from miles_core.plugin.hooks import hookimpl\n\n@hookimpl\n"
+    assert "on_stepp" in refused(plugins=[str(file("misspelt.py", f"{head}def on_stepp(run):\n    pass\n"))])
+    assert "metric" in refused(plugins=[str(file("argument.py", f"{head}def on_step(run, metric):\n    pass\n"))])
+    text = refused(plugins=[str(file("wrapper.py", f"{head}def wrap_loss(run):\n    return 3\n"))])
+    assert "wrap_loss returned 3, not a function" in text
+
+
+def test_a_plugin_that_cannot_be_imported_shows_its_traceback(file, capsys):
+    path = file("faulty.py", "import no_such_module_at_all\n")
+    assert main(["train", *toy_arguments([str(path)])]) == 2
+    text = capsys.readouterr().err
+    assert f"--plugins {path}: the file cannot be imported" in text and "no_such_module_at_all" in text
+
+
+def test_wrong_flags(refused, file):
+    assert "--rollout-batch-size" in refused(rollout_batch_size=0)
+    assert "--lr" in refused(lr="fast")
+    assert "--rollout-temperature" in refused(rollout_temprature=1.0)  # the nearest spelling
+    assert "over_sampling_batch_size must be >= rollout.batch_size" in refused(over_sampling_batch_size=1)
+    assert "run.yaml" in refused("--config", str(file("run.yaml", "rollout: [")))
+    assert "batch_size" in refused("--config", str(file("other.yaml", "rollout: {batch_sise: 3}\n")))
+
+
+def test_a_combination_that_cannot_work_is_refused_with_the_reason(refused):
+    text = refused(plugins=["r3"], family="qwen3")
+    assert "there is no router to replay in a dense model" in text and "drop r3" in text
+
+
+def test_generate_functions_that_cannot_be_loaded(refused, file):
+    path = file("turns.py", "def generate(args, sample, sampling_params):\n    return sample\n")
+    assert "generate must be async" in refused(custom_generate_function_path=path)
+
+
+def test_commands_that_do_not_exist(capsys):
+    assert main(["trian"]) == 2
+    assert "did you mean miles train?" in capsys.readouterr().err
+
+
+def test_a_defect_keeps_its_traceback(tmp_path, file):
+    path = file(
+        "defect.py", "from miles_core.plugin.hooks import hookimpl\n\n@hookimpl\ndef on_step(run):\n    1 / 0\n"
+    )
+    with pytest.raises(ZeroDivisionError) as caught:
+        main(["train", *toy_arguments([str(path)], directory=tmp_path / "run")])
+    assert caught.value.__notes__ == ["in plugin defect, hook on_step"]
