@@ -80,7 +80,9 @@ def transformers(checkpoint: str, limit: int, continuous: bool) -> Generate:
         # Left to itself it sizes its cache by free memory and takes all of it; this holds every request of a turn.
         pages = sum(-(-(len(tokens) + limit) // PAGE) for tokens in prompts)
         batching = ContinuousBatchingConfig(page_size=PAGE, num_blocks=pages + 8, max_batch_tokens=4096)
-        found = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
+        found = model.generate_batch(
+            prompts, generation_config=config, continuous_batching_config=batching, persistent_manager=True
+        )
         if len(found) != len(prompts):
             raise RuntimeError(f"continuous batching answered {len(found)} of {len(prompts)} requests")
         return sum(len(output.generated_tokens) for output in found.values())
