@@ -1,0 +1,78 @@
+"""Packed attention equals dense attention over each sample by itself, for every kernel it may choose."""
+
+import pytest
+import torch
+from torch import nn
+
+from miles_core.data.batch import collate
+from miles_core.data.sample import Sample
+from miles_core.embedded import attention
+from miles_core.embedded.attention import PackedCall
+from miles_core.embedded.packing import pack
+from miles_core.train.trainer import Context
+
+
+def layout(lengths=((5, (7, 3, 1)), (9, (2, 30)), (40, (1,)), (3, (20, 18, 19, 60)))):
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for group, (prompt, responses) in enumerate(lengths):
+        head = torch.randint(0, 50, (prompt,), generator=generator).tolist()
+        for n in responses:
+            tail = torch.randint(0, 50, (n,), generator=generator).tolist()
+            samples.append(Sample(tokens=head + tail, response_length=n, group_index=group, index=len(samples)))
+    batch = collate(samples)
+    return batch, pack(batch)
+
+
+def dense(batch, packing, query, key, value, scaling):
+    """The same, one sample at a time, over its rows."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
+    out = torch.zeros(query.shape[2], query.shape[1], value.shape[3], dtype=query.dtype)
+    for start, length in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True):
+        rows = packing.row_of[start : start + length]
+        rows = rows[rows >= 0]
+        q, k, v = (x[0][:, rows] for x in (query, key, value))
+        scores = (q @ k.transpose(1, 2) * scaling).masked_fill(
+            ~torch.ones(len(rows), len(rows)).tril().bool(), -torch.inf
+        )
+        out = out.index_copy(0, rows, (scores.softmax(-1) @ v).transpose(0, 1))
+    return out[None]
+
+
+@pytest.mark.parametrize("short", [0, 64, 10_000])
+@pytest.mark.parametrize(("heads", "kv", "dim", "width"), [(4, 2, 8, 8), (4, 4, 12, 8), (2, 1, 6, 10)])
+def test_equal_to_dense_attention(monkeypatch, heads, kv, dim, width, short):
+    monkeypatch.setattr(attention, "_SHORT", short)
+    batch, packing = layout()
+    call = PackedCall(Context("train", (0,), packing.rows), packing)
+    generator = torch.Generator().manual_seed(1)
+    rows = len(packing.rows)
+    inputs = [
+        torch.randn(1, rows, h, d, generator=generator, dtype=torch.float64).transpose(1, 2).requires_grad_()
+        for h, d in ((heads, dim), (kv, dim), (kv, width))
+    ]
+    ours, theirs = call.attend(nn.Identity(), *inputs, 0.3), dense(batch, packing, *inputs, 0.3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    weight = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
+    for a, b in zip(
+        torch.autograd.grad((ours * weight).sum(), inputs),
+        torch.autograd.grad((theirs * weight).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_padding_is_bounded():
+    _, packing = layout([(100, tuple(range(10, 400, 7))), (3, tuple(range(1, 50)))])
+    call = PackedCall(Context("train", (0,), packing.rows), packing)
+    assert len(call.pads) < 0.35 * len(packing.rows)
+
+
+def test_bfloat16_softmax_is_taken_in_float32():
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 1, 60, 16, generator=generator).bfloat16() for _ in range(3))
+    found = attention.ShortAttention.apply(q, k, v, None, 0.25)
+    expected = nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, scale=0.25)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - expected).norm() < 0.01 * expected.norm()
