@@ -43,6 +43,8 @@ CODES, SCALES = "weight", "weight_scale_inv"
 class Fp8(Format):
     """Block-wise FP8; see the module's paragraph.
 
+    Activations are quantised by the same rule in blocks of 1 x 128 along K.
+
     Stored as ``X.weight`` float8_e4m3fn [N, K] and ``X.weight_scale_inv`` FP32 [ceil(N/128), ceil(K/128)], with
     w = code * scale_inv, as in DeepSeek-V3's checkpoints.
 
@@ -83,6 +85,16 @@ class Fp8(Format):
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         codes, scale = parts[CODES], parts[SCALES]
         return flat(in_tiles(codes.float()) * scale[:, None, :, None], codes.shape)
+
+    def fake_quantize_activation(self, x: Tensor) -> Tensor:
+        """As the base class says, in blocks of 1 x 128; the last block of a row may be shorter."""
+        columns = x.shape[-1]
+        padded = torch.nn.functional.pad(x.float(), (0, -columns % TILE))
+        blocks = padded.reshape(*x.shape[:-1], -1, TILE)
+        amax = blocks.abs().amax(-1, keepdim=True)
+        scale = self.scale(amax).masked_fill_(~amax.isfinite(), torch.nan)
+        codes = torch.div(blocks, scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        return (codes.float() * scale).reshape(padded.shape)[..., :columns].to(x.dtype)
 
     def scale(self, amax: Tensor) -> Tensor:
         """amax of each tile, FP32 -> its scale, FP32."""
