@@ -1,6 +1,6 @@
 """FP8 weights in blocks of 128 x 128 (DeepSeek-V3 style) for miles-core."""
 
-from miles_core.plugin.manifest import Pair, Plugin, Rule
+from miles_core.plugin.manifest import Pair, Plugin, Rule, Set
 from miles_fp8.config import Fp8Config
 
 __version__ = "0.1.0"
@@ -22,6 +22,7 @@ _DRIFT = (
         because="with FP8 rollout and BF16 training sampled and trained probabilities differ",
     ),
 )
+_RECIPE = Set("fp8", when="fp8.recipe == blockwise", because="--fp8-recipe blockwise is block-wise FP8 on both sides")
 
 plugin = Plugin(
     name="fp8",
@@ -30,6 +31,8 @@ plugin = Plugin(
     core="~=0.1",
     config=Fp8Config,
     formats={"fp8": "miles_fp8.format:Fp8"},
+    provides={"fp8_recipe": {"blockwise": "miles_fp8.format:Fp8"}},
+    sets={"rollout.precision": _RECIPE, "train.precision": _RECIPE},
     claims={"precision": "a run has one low-precision format"},
     pairs=(
         Pair("fp8", "bf16", rules=(_TENSOR_CORES,), recommends=_DRIFT),

@@ -1,6 +1,7 @@
-"""The options of fp8."""
+"""The options of fp8. Those that mxfp8 has too are declared alike in both plugins."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from miles_core.config import option
 
@@ -9,6 +10,17 @@ from miles_core.config import option
 class Fp8Config:
     """FP8 weights in 128x128 blocks."""
 
+    recipe: str | None = option(
+        None,
+        flag="--fp8-recipe",
+        help="quantise engine and trainer alike: blockwise is --rollout-fp8 --train-fp8, mxfp8 is --rollout-mxfp8 "
+        "--train-mxfp8",
+        choices=("*",),
+        part="fp8_recipe",
+    )
+    format: Literal["e4m3"] = option(
+        "e4m3", flag="--fp8-format", help="element type; e4m3 in the forward pass, the backward pass stays in full"
+    )
     skip_layers: tuple[str, ...] = option(
         (),
         flag="--fp8-skip-layers",

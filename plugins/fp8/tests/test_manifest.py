@@ -41,3 +41,11 @@ def test_replay_and_corrections_are_recommended_where_the_sides_differ(plan):
     assert any("r3" in line for line in mixed) and any("tis" in line for line in mixed)
     unified = plan(facts=["model.moe=true"], rollout_fp8=True, train_fp8=True, emulate_precision=True).advice
     assert not any("r3" in line for line in unified)
+
+
+def test_the_recipe_selects_fp8_on_both_sides(plan):
+    accepted = plan(fp8_recipe="blockwise", fp8_format="e4m3", emulate_precision=True)
+    assert accepted.order == ("fp8",)
+    assert {(s.path, s.value) for s in accepted.sets} == {("rollout.precision", "fp8"), ("train.precision", "fp8")}
+    with pytest.raises(PlanError, match="--fp8-recipe blockwise is block-wise FP8 on both sides"):
+        plan(fp8_recipe="blockwise", train_precision="bf16", emulate_precision=True)
