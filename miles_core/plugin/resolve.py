@@ -214,6 +214,8 @@ def _orphans(checked: Checked, facts: Facts) -> None:
     shared = {fact.flag for fact in checked.facts.values() if fact.flag and fact.name.partition(".")[0] in active}
     for fact in facts.values():
         owner = fact.name.partition(".")[0]
+        if fact.value is None or fact.value is False:  # a switch turned off asks for nothing
+            continue
         if fact.chosen and owner in checked.manifests and owner not in active and fact.flag not in shared:
             because = f"{fact.name} belongs to {owner}, which is not active: add it with --plugins {owner}"
             checked.problems.append(Problem(fact.origin, f"plugin.{owner}", because, (described(fact),)))

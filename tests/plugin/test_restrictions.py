@@ -171,6 +171,10 @@ def test_an_option_of_a_plugin_that_is_not_active_is_refused_with_the_command():
     assert "    add tis to --plugins" in str(error)
 
 
+def test_a_switch_turned_off_needs_no_plugin():
+    assert resolve([], ALL, facts(chosen("sglang.enable_return_routed_experts", False))).order == ()
+
+
 def test_a_flag_with_several_owners_belongs_to_the_active_one():
     recipe = {"flag": "--fp8-recipe", "chosen": True}
     shared = [Fact(f"{owner}.recipe", "mxfp8", "--fp8-recipe mxfp8", **recipe) for owner in ("fp8", "mxfp8")]
