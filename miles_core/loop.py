@@ -9,34 +9,39 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
+from miles_core.observe.hints import for_error
 from miles_core.plugin.load import compose
 from miles_core.policy import Policy
 from miles_core.rollout.collect import Group, Interrupted
-from miles_core.rollout.evaluate import evaluate
+from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.summary import rollout_metrics
 from miles_core.run import Run
 from miles_core.train.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
+Rollout = Callable[[int], Awaitable[list[Group]]]
+
 
 async def train(run: Run) -> None:
     """Run until ``--num-rollout`` steps are complete or the user asks to stop."""
     error: BaseException | None = None
-    run.hooks.on("on_start", run=run)
     try:
+        run.hooks.on("on_start", run=run)
         await run.build()
         if not await run.resume():
             await warm_start(run)
         for policy in run.policies:
             await sync(run, policy)
-        if run.step == 0:
-            await evaluate_if_due(run, {})
-        run.clock.metrics()  # building the parts is no step's time
         rollout = compose(run.collector().rollout, run.hooks.chain("wrap_rollout", run=run))
+        evaluator = run.evaluator()
+        if run.step == 0:
+            if found := await evaluate(run, evaluator):
+                run.record(0, found)
+        run.clock.metrics()  # building the parts is no step's time
         while run.step < run.config.rollout.num_rollout and not run.stop_requested:
             try:
-                await step(run, rollout)
+                await step(run, rollout, evaluator)
             except Interrupted:
                 run.roll_back()
         await run.finish()
@@ -44,13 +49,15 @@ async def train(run: Run) -> None:
         log.info("stopped before the first step: nothing was trained that could be kept")
     except BaseException as caught:
         error = caught
+        if hint := for_error(caught):
+            log.error("%s", hint)
         raise
     finally:
         run.hooks.on("on_stop", run=run, error=error)
         await run.close()
 
 
-async def step(run: Run, rollout: Callable[[int], Awaitable[list[Group]]]) -> None:
+async def step(run: Run, rollout: Rollout, evaluator: Evaluator | None) -> None:
     """One step, complete or not at all: an interrupted rollout leaves nothing behind."""
     metrics: dict[str, float] = {}
     with run.profiler.step(run.step), run.clock.phase("other"):
@@ -68,7 +75,7 @@ async def step(run: Run, rollout: Callable[[int], Awaitable[list[Group]]]) -> No
             metrics |= run.named(policy, await sync(run, policy))
     metrics |= run.clock.metrics()
     metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
-    await evaluate_if_due(run, metrics)
+    metrics |= await evaluate(run, evaluator)
     run.hooks.on("on_step", run=run, metrics=metrics)
     await run.complete_step(groups, metrics)
 
@@ -82,16 +89,12 @@ async def sync(run: Run, policy: Policy) -> dict[str, float]:
     return {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
 
 
-async def evaluate_if_due(run: Run, metrics: dict[str, float]) -> None:
+async def evaluate(run: Run, evaluator: Evaluator | None) -> dict[str, float]:
     """Score the held-out prompts every ``--eval-interval`` steps, before the first and after the last."""
-    options = run.config.evaluation
-    if not options.prompt_data or not options.interval:
-        return
-    last = run.step >= run.config.rollout.num_rollout
-    if run.stop_requested or (run.step % options.interval and not last):
-        return
+    interval = run.config.evaluation.interval
+    if evaluator is None or not interval or run.stop_requested:
+        return {}
+    if run.step % interval and run.step < run.config.rollout.num_rollout:
+        return {}
     with run.clock.phase("evaluation"):
-        found = await evaluate(run)
-    metrics |= found
-    if run.step == 0:
-        run.record(0, found)
+        return await evaluator()

@@ -22,6 +22,7 @@ from miles_core.plugin.load import Hooks, compose
 from miles_core.policy import Policy
 from miles_core.reward.reward import RewardFunction, make_reward, score
 from miles_core.rollout.collect import Collector, Group, Score
+from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.generate import Generate, Generator, load_generate
 from miles_core.rollout.prompt import PromptQueue
 from miles_core.rollout.settings import evaluation_sampling, training_sampling
@@ -107,9 +108,11 @@ class Run:
         generate, score = self._generation(training_sampling(self.config))
         return Collector(self, generate, score, keep)
 
-    def evaluation(self) -> tuple[Generate, Score]:
-        """Generation and reward for held-out prompts."""
-        return self._generation(evaluation_sampling(self.config))
+    def evaluator(self) -> Evaluator | None:
+        """Scores the held-out prompts; None when there are none."""
+        if not self.config.evaluation.prompt_data:
+            return None
+        return Evaluator(self, *self._generation(evaluation_sampling(self.config)))
 
     def prompt_source(self, paths: Any, flag: str) -> Prompts:
         """The rows of ``paths``, checked against the context length."""

@@ -20,7 +20,6 @@ from miles_core.data.field import CORE_FIELDS, Field
 from miles_core.data.sample import Sample
 
 
-
 @dataclass
 class Ragged:
     """One list of integers a token: row t is ``values[offsets[t]:offsets[t + 1]]``."""

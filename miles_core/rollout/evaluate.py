@@ -9,41 +9,70 @@ import asyncio
 import statistics
 from typing import TYPE_CHECKING
 
+from miles_core.data.sample import Sample
 from miles_core.rollout.prompt import Prompt
 
 if TYPE_CHECKING:
-    from miles_core.rollout.collect import Group
+    from miles_core.data.prompts import Prompts
+    from miles_core.rollout.collect import Group, Score
+    from miles_core.rollout.generate import Generate
     from miles_core.run import Run
 
 #: Evaluation samples are numbered from here, so that they share no random number with training samples.
 FIRST_INDEX = 1 << 40
 
 
-async def evaluate(run: Run) -> dict[str, float]:
-    """``eval/reward`` (mean over samples), ``eval/accuracy`` (fraction with reward >= 1) and lengths, over all files."""
-    generate, score = run.evaluation()
-    count = run.config.evaluation.n_samples
-    key = run.config.reward.reward_key
-    groups: list[Group] = []
-    source = run.prompt_source(run.config.evaluation.prompt_data, "--eval-prompt-data")
-    for number, row in enumerate(source):
-        prompt = Prompt(row.prompt, tuple(run.render(row.prompt)), row.label, dict(row.metadata), number)
-        samples = prompt.samples(count)
-        for i, sample in enumerate(samples):
-            sample.index = FIRST_INDEX + number * count + i
-        groups.append(samples)
+class Evaluator:
+    """The data sets of ``--eval-prompt-data``, opened and checked once.
 
-    async def one(group: Group) -> Group:
-        made = [s for siblings in await asyncio.gather(*(generate(s) for s in group)) for s in siblings]
-        await score(made)
+    Args:
+        run: for configuration, rendering and progress.
+        generate, score: as in training, with evaluation's sampling parameters.
+    """
+
+    def __init__(self, run: Run, generate: Generate, score: Score) -> None:
+        self.run, self.generate, self.score = run, generate, score
+        self.sets: dict[str, Prompts] = {}
+        for entry in run.config.evaluation.prompt_data:
+            name, _, path = entry.rpartition("=")
+            self.sets[name] = run.prompt_source(path, "--eval-prompt-data")
+
+    async def __call__(self) -> dict[str, float]:
+        """``eval/reward`` (mean over samples), ``eval/accuracy`` (fraction with reward >= 1) and ``eval/length_mean`` over
+        all samples, and ``eval/NAME/...`` for each named data set."""
+        count = self.run.config.evaluation.n_samples
+        self.run.progress.phase("evaluation", total=sum(map(len, self.sets.values())) * count)
+        metrics: dict[str, float] = {}
+        samples: list[Sample] = []
+        for name, source in self.sets.items():
+            found = await self._samples(source, first=FIRST_INDEX + len(samples))
+            samples += found
+            if name:
+                metrics |= self._metrics(found, f"eval/{name}")
+        return self._metrics(samples, "eval") | metrics
+
+    async def _samples(self, source: Prompts, first: int) -> list[Sample]:
+        groups: list[Group] = []
+        count = self.run.config.evaluation.n_samples
+        for number, row in enumerate(source):
+            prompt = Prompt(row.prompt, tuple(self.run.render(row.prompt)), row.label, dict(row.metadata), number)
+            samples = prompt.samples(count)
+            for i, sample in enumerate(samples):
+                sample.index = first + number * count + i
+            groups.append(samples)
+        done = await asyncio.gather(*(self._one(group) for group in groups))
+        return [sample for group in done for sample in group]
+
+    async def _one(self, group: Group) -> Group:
+        made = [s for siblings in await asyncio.gather(*(self.generate(s) for s in group)) for s in siblings]
+        await self.score(made)
+        self.run.progress.advance(len(group))
         return made
 
-    run.progress.phase("evaluation", total=len(groups) * count)
-    done = await asyncio.gather(*(one(g) for g in groups))
-    samples = [s for group in done for s in group]
-    rewards = [s.reward_value(key) for s in samples]
-    return {
-        "eval/reward": statistics.fmean(rewards),
-        "eval/accuracy": sum(r >= 1.0 for r in rewards) / len(rewards),
-        "eval/length_mean": statistics.fmean(s.response_length for s in samples),
-    }
+    def _metrics(self, samples: list[Sample], prefix: str) -> dict[str, float]:
+        rewards = [s.reward_value(self.run.config.reward.reward_key) for s in samples]
+        return {
+            f"{prefix}/reward": statistics.fmean(rewards),
+            f"{prefix}/accuracy": sum(r >= 1.0 for r in rewards) / len(rewards),
+            f"{prefix}/length_mean": statistics.fmean(s.response_length for s in samples),
+        }
