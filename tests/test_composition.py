@@ -1,0 +1,71 @@
+"""Every installed plugin alone and every pair of them: refused with the reason expected, or a toy run passes.
+
+Plugins are discovered, so a new one is covered when it is installed; a refusal of it that is not in ``REFUSED`` fails.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from miles_core.errors import PlanError
+from miles_core.plugin.discovery import discover
+
+#: Who refuses whom: plugins (all of them in the run), model family or "", words of the reason.
+REFUSED: tuple[tuple[frozenset[str], str, str], ...] = (
+    (frozenset({"r3"}), "llama", "there is no router to replay in a dense model"),
+    (frozenset({"fp8", "mxfp8"}), "", "a run has one low-precision format"),
+)
+
+#: Options a plugin needs on so small a model.
+OPTIONS: dict[str, dict[str, object]] = {}
+
+SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}  # whole blocks of 32 weights
+MANIFESTS = dict(discover())
+TOGETHER = [(name,) for name in MANIFESTS] + list(combinations(MANIFESTS, 2))
+
+
+def cells(names):
+    """The precisions to run these plugins with: every pair a format's plugin supports, BF16 without one."""
+    found = [(pair.rollout, pair.train) for name in names for pair in MANIFESTS[name].pairs]
+    return found or [("bf16", "bf16")]
+
+
+CASES = [(names, cell, family) for names in TOGETHER for cell in cells(names) for family in ("qwen3_moe", "llama")]
+
+
+def expected(names, family):
+    return [why for some, model, why in REFUSED if some <= set(names) and model in ("", family)]
+
+
+@pytest.mark.parametrize(
+    ("names", "cell", "family"), CASES, ids=["+".join(n) + f"-{c[0]}x{c[1]}-{f}" for n, c, f in CASES]
+)
+def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, names, cell, family):
+    rollout, train = cell
+    reasons = expected(names, family)
+    options = {"rollout_precision": rollout, "train_precision": train, "emulate_precision": cell != ("bf16", "bf16")}
+    for name in names:
+        options |= OPTIONS.get(name, {})
+    if reasons:
+        with pytest.raises(PlanError) as refused:
+            toy_run(names, family=family, steps=1, sizes=SIZES, **options)
+        assert all(why in str(refused.value) for why in reasons), refused.value
+        assert len(refused.value.problems) == len(reasons), refused.value
+        return
+    run = toy_run(names, family=family, steps=2, sizes=SIZES, **options)
+    assert run.run.plan.order and set(names) <= set(run.run.plan.order)
+    for record in run.metrics:
+        assert record["train/grad_norm"] > 0 and record["rollout/samples"] == 8
+        # one format on both sides, or none: what the engine sampled is what the trainer computes
+        if rollout == train:
+            assert record["mismatch/abs_log_prob"] < 1e-3, (names, cell)
+
+
+def test_the_table_of_refusals_names_plugins_that_exist():
+    assert all(names <= set(MANIFESTS) for names, _, _ in REFUSED)
+
+
+def test_there_is_something_to_combine():
+    assert {"r3", "tis", "fp8"} <= set(MANIFESTS)
