@@ -8,20 +8,14 @@ from typing import Any
 from torch import nn
 
 from miles_core.embedded.engine import EmbeddedEngine, Settings
-from miles_core.embedded.model import load_model
-from miles_core.embedded.trainer import resolve_device
+from miles_core.embedded.model import build_model
 from miles_core.precision.select import make_codec
 
 
 def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
     """The provider of ``--engine embedded``. The decoder is the first that an active plugin provides, else core's."""
     config = run.config
-    device, dtype = resolve_device(config.model.device), config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    start = config.model.ref_load or policy.hf_checkpoint or config.model.hf_checkpoint
-    model = load_model(start, dtype, device, config.model.trust_remote_code)
-    run.hooks.on("on_model", run=run, policy=policy, model=model, role="rollout")
+    model = build_model(run, policy, "rollout")
     settings = Settings(
         detokenize=detokenizer(run.tokenizer),
         eos=end_tokens(model, run.tokenizer),

@@ -48,6 +48,31 @@ def checkpoint_config(path: str | Path, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(f"--hf-checkpoint {path}: config.json cannot be used ({first})") from error
 
 
+def build_model(run: Any, policy: Any, role: str) -> nn.Module:
+    """A model for engine or trainer: from the first active plugin that provides one, else core's; plugins then see it."""
+    name = run.hooks.provided("model")[0]
+    model: nn.Module = run.hooks.make("model", name, run=run, policy=policy, role=role)
+    run.hooks.on("on_model", run=run, policy=policy, model=model, role=role)
+    return model
+
+
+def make_model(run: Any, policy: Any) -> nn.Module:
+    """The provider of the model named ``transformers``: the policy's checkpoint, in the run's dtype, on its device."""
+    options = run.config.model
+    device, dtype = resolve_device(options.device), options.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    start = options.ref_load or policy.hf_checkpoint or options.hf_checkpoint
+    return load_model(start, dtype, device, options.trust_remote_code)
+
+
+def resolve_device(name: str) -> str:
+    """``auto`` becomes ``cuda`` where there is one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
 def load_model(
     path: str | Path, dtype: str = "auto", device: str | torch.device = "cpu", trust_remote_code: bool = False
 ) -> nn.Module:

@@ -21,7 +21,7 @@ from miles_core.embedded.attention import PackedCall
 from miles_core.embedded.balance import Balance
 from miles_core.embedded.export import export_checkpoint
 from miles_core.embedded.logprobs import scatter, token_log_probs
-from miles_core.embedded.model import backbone, decoder_layers, load_model
+from miles_core.embedded.model import backbone, build_model, decoder_layers
 from miles_core.embedded.optimizer import Optimizer, OptimizerConfig
 from miles_core.embedded.packing import Packing, pack
 from miles_core.embedded.split import split
@@ -249,26 +249,13 @@ def _no_loss(output: Output, micro_batch: Batch, ctx: Context) -> Any:
 
 def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     """The provider of ``--trainer embedded``."""
-    config = run.config
-    device, dtype = resolve_device(config.model.device), config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    start = config.model.ref_load or policy.hf_checkpoint or config.model.hf_checkpoint
 
     def build(role: str) -> nn.Module:
-        model = load_model(start, dtype, device, config.model.trust_remote_code)
-        run.hooks.on("on_model", run=run, policy=policy, model=model, role=role)
+        model = build_model(run, policy, role)
         fake_quantize(run, model)
         return model
 
-    return EmbeddedTrainer(build("train"), trainer_config(config), lambda: build("ref"))
-
-
-def resolve_device(name: str) -> str:
-    """``auto`` becomes ``cuda`` where there is one."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
+    return EmbeddedTrainer(build("train"), trainer_config(run.config), lambda: build("ref"))
 
 
 def trainer_config(config: Any) -> TrainerConfig:

@@ -18,6 +18,7 @@ CORE = Plugin(
     fields=CORE_FIELDS,
     provides={
         "runtime": {"inline": "miles_core.runtime:make_runtime"},
+        "model": {"transformers": "miles_core.embedded.model:make_model"},
         "engine": {"embedded": "miles_core.embedded.build:make_engine"},
         "trainer": {"embedded": "miles_core.embedded.trainer:make_trainer"},
         "decoder": {"plain": "miles_core.embedded.decoder:make_decoder"},

@@ -148,7 +148,11 @@ def test_a_failed_tool_drops_its_sample(run):
     [
         ("return None", DataError, "returned NoneType for sample"),
         ("return []", DataError, "returned list for sample"),
-        ("sample.tokens = sample.tokens + [5]; sample.response_length = 1; return sample", DataError, "never re-tokenise"),
+        (
+            "sample.tokens = sample.tokens + [5]; sample.response_length = 1; return sample",
+            DataError,
+            "never re-tokenise",
+        ),
         (
             "a = await args.generate(sample.tokens); sample.tokens = sample.tokens + a.tokens[:-1] + [9, 9]; "
             "sample.response_length = len(a.tokens) + 1; return sample",
