@@ -19,6 +19,7 @@ COMMANDS = {
     "demo": "train a small model on this machine in minutes and write a report",
     "plan": "what a run would consist of, or why it cannot start",
     "plugins": "what is installed; check, explain, new",
+    "convert": "a checkpoint to a number format, or back to bf16",
     "report": "an HTML report of a run",
     "doctor": "environment, versions, hardware, and what each plugin can do here",
 }

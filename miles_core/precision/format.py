@@ -118,9 +118,38 @@ class Format(ABC):
         """JSON files a checkpoint has beside config.json, name -> content. ``unquantized``: as for ``config``."""
         return {}
 
+    @classmethod
+    def recognises(cls, block: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint's ``quantization_config`` block says that its weights are stored in this format, with
+        options that ``from_checkpoint`` can take over. A format whose ``quant_method`` is not its name overrides this."""
+        return block.get("quant_method") == cls.name
+
+    @classmethod
+    def from_checkpoint(cls, block: Mapping[str, Any]) -> Format:
+        """The format as the checkpoint with this ``quantization_config`` block, which it recognises, was stored."""
+        return cls()
+
     def nbytes(self, shape: tuple[int, int]) -> int:
         """Bytes of a stored weight [N, K]."""
         return sum(stored.nbytes for stored in self.storage(shape))
+
+    def suffixes(self) -> tuple[str, ...]:
+        """Suffixes of the tensors a weight becomes."""
+        return tuple(stored.suffix for stored in self.storage((4096, 4096)))
+
+    def shape_of(self, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, int] | None:
+        """Suffix -> shape of what a weight was stored as -> the weight's [N, K]; None when no weight is stored so.
+
+        Codes may be packed: K is tried for codes of 1 to 32 bits."""
+        first = self.storage((4096, 4096))[0]
+        if len(stored.get(first.suffix, ())) != 2:
+            return None
+        rows, columns = stored[first.suffix]
+        bits = 8 * first.dtype.itemsize
+        for shape in ((rows, columns * bits // b) for b in range(1, bits + 1) if columns * bits % b == 0):
+            if all(tuple(stored.get(s.suffix, ())) == s.shape for s in self.storage(shape)):
+                return shape
+        return None
 
 
 def part_name(name: str, suffix: str) -> str:

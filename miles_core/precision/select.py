@@ -10,6 +10,8 @@ from miles_core.precision.train import FakeQuantizer, install
 from miles_core.sync.encode import Codec
 
 if TYPE_CHECKING:
+    from miles_core.config.config import Config
+    from miles_core.precision.format import Format
     from miles_core.run import Run
 
 #: The model copy as it is: no number format.
@@ -31,4 +33,9 @@ def fake_quantize(run: Run, model: nn.Module) -> FakeQuantizer | None:
 def _codec(run: Run, precision: str) -> Codec:
     if precision == PLAIN:
         return Codec()
-    return Codec(run.hooks.format(precision).from_config(run.config))
+    return codec_for(run.hooks.format(precision), run.config)
+
+
+def codec_for(format: type[Format], config: Config) -> Codec:
+    """The codec of a number format with the options of ``config``: one rule for runs and for ``miles convert``."""
+    return Codec(format.from_config(config))

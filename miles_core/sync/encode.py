@@ -51,12 +51,16 @@ class Codec:
             yield from self.encode_unit(unit)
         self.check(seen)
 
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Hold the selectors against all tensors of the checkpoint, once; see ``Selector.check``."""
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+        """Hold the selectors against all tensors of the checkpoint, once; see ``Selector.check``. Returns its notes,
+        which are logged too."""
+        notes = []
         if self.format is not None and not self._checked:
-            for note in self.selector.check(shapes):
+            notes = self.selector.check(shapes)
+            for note in notes:
                 log.info("%s", note)
         self._checked = True
+        return notes
 
     @torch.no_grad()
     def encode_unit(self, unit: Unit) -> list[Encoded]:
@@ -114,7 +118,7 @@ def _shared_stats(format: Format, chosen: dict[str, Tensor], present: list[str])
     """Each weight's statistics, reduced over the weights it is coupled with."""
     stats: dict[str, Tensor | None] = {name: format.stats(tensor) for name, tensor in chosen.items()}
     for name in chosen:
-        members = _members(format, name)
+        members = coupled(format, name)
         absent = [m for m in members if m not in chosen]
         if absent:
             how = "is left alone by a selector" if absent[0] in present else "did not come with it"
@@ -128,7 +132,7 @@ def _shared_stats(format: Format, chosen: dict[str, Tensor], present: list[str])
     return stats
 
 
-def _members(format: Format, name: str) -> list[str]:
+def coupled(format: Format, name: str) -> list[str]:
     """Names of the weights that are encoded with ``name``, itself included; empty when it stands alone."""
     stem, _, leaf = name.rpartition(".")
     parent, _, last = stem.rpartition(".")

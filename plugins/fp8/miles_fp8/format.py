@@ -69,6 +69,19 @@ class Fp8(Format):
         options = config.plugin("fp8")
         return cls(options.power_of_two_scales, options.skip_layers)
 
+    @classmethod
+    def recognises(cls, block: Mapping[str, Any]) -> bool:
+        return (
+            block.get("quant_method") == "fp8"
+            and list(block.get("weight_block_size") or ()) == [TILE, TILE]
+            and block.get("fmt", "e4m3") == "e4m3"
+            and block.get("activation_scheme", "dynamic") == "dynamic"
+        )
+
+    @classmethod
+    def from_checkpoint(cls, block: Mapping[str, Any]) -> Fp8:
+        return cls(block.get("scale_fmt") == "ue8m0")
+
     def storage(self, shape: tuple[int, int]) -> tuple[Stored, ...]:
         rows, columns = shape
         return (

@@ -1,0 +1,200 @@
+"""The weight files of a Hugging Face checkpoint, read tensor by tensor.
+
+A safetensors file is eight bytes with the length of its header, the header (JSON: name -> dtype, shape, byte range) and
+the tensors' bytes. Opening a checkpoint reads headers only and holds them against the index and the files' sizes, so a
+missing or truncated file is named before any work is done. A tensor, or some of its rows, is then read into memory of
+its own: nothing is mapped, so memory is what the caller holds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles_core.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+_HEADER_LIMIT = 100 << 20  # what the safetensors format allows
+
+#: safetensors' names of dtypes.
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a weight file. ``offset``: its first byte in the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+class CheckpointFiles:
+    """A checkpoint directory.
+
+    Attributes:
+        directory: where it is.
+        config: its ``config.json``.
+        entries: name -> tensor, in the order of the files.
+        files: the weight files.
+
+    Raises:
+        CheckpointError: no such directory, no ``config.json``, no safetensors weights, an index that does not fit the
+            files, a file that is missing, truncated or damaged, or a dtype that torch does not have.
+    """
+
+    def __init__(self, directory: Path | str, flag: str = "--model-dir") -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{flag} {directory}: no such directory; give a local Hugging Face checkpoint")
+        self.config = read_json(self.directory / CONFIG)
+        listed = _listed(self.directory)
+        self.files = sorted({self.directory / file for file in listed.values()} if listed else _found(self.directory))
+        self.entries: dict[str, Entry] = {}
+        for file in self.files:
+            for entry in read_header(file):
+                self._add(entry, listed)
+        lost = [name for name in listed if name not in self.entries]
+        if lost:
+            raise CheckpointError(
+                f"{self.directory / INDEX} lists {lost[0]} in {listed[lost[0]]}, which does not hold it "
+                f"({len(lost)} such tensors); copy the checkpoint again"
+            )
+
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """A tensor, or one index of its first dimension, in memory of its own."""
+        entry = self.entries[name]
+        if row is None:
+            return self.read_bytes(name).view(entry.dtype).reshape(entry.shape)
+        size = entry.nbytes // entry.shape[0]
+        return self.read_bytes(name, row * size, (row + 1) * size).view(entry.dtype).reshape(entry.shape[1:])
+
+    def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Bytes ``start`` to ``stop`` of a tensor, uint8."""
+        entry = self.entries[name]
+        buffer = torch.empty((entry.nbytes if stop is None else stop) - start, dtype=torch.uint8)
+        view = memoryview(buffer.numpy())
+        with entry.file.open("rb", buffering=0) as file:
+            file.seek(entry.offset + start)
+            done = 0
+            while done < len(view):
+                count = file.readinto(view[done:])
+                if not count:
+                    raise CheckpointError(f"{entry.file} ended inside {name}; copy it again")
+                done += count
+        return buffer
+
+    def _add(self, entry: Entry, listed: dict[str, str]) -> None:
+        home = listed.get(entry.name)
+        if listed and home is None:
+            raise CheckpointError(
+                f"{entry.file} holds {entry.name}, which {INDEX} does not list: index and files are of different "
+                "checkpoints; copy both again"
+            )
+        if home is not None and home != entry.file.name:
+            return  # a second copy in another file; the index says which one counts
+        if entry.name in self.entries:
+            raise CheckpointError(
+                f"{entry.name} is in both {self.entries[entry.name].file.name} and {entry.file.name} of "
+                f"{self.directory}, and there is no {INDEX} to say which one counts"
+            )
+        self.entries[entry.name] = entry
+
+
+def read_header(file: Path) -> list[Entry]:
+    """The tensors of a safetensors file, in the order of their bytes.
+
+    Raises:
+        CheckpointError: the file is truncated, damaged, or holds a dtype that torch does not have.
+    """
+    with file.open("rb") as source:
+        start = source.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 0 < length <= _HEADER_LIMIT:
+            raise CheckpointError(f"{file} is not a safetensors file, or it is truncated; copy it again")
+        try:
+            header = json.loads(source.read(length))
+            header.pop("__metadata__", None)
+            entries = [_entry(file, name, said, 8 + length) for name, said in header.items()]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{file}: its header is damaged or truncated ({type(error).__name__}: {error}); copy it again"
+            ) from error
+    needed = max((e.offset + e.nbytes for e in entries), default=8 + length)
+    if file.stat().st_size < needed:
+        raise CheckpointError(f"{file} is truncated: {file.stat().st_size:,} of {needed:,} bytes; copy it again")
+    return sorted(entries, key=lambda e: e.offset)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; CheckpointError when the file is missing or holds none."""
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} holds no {path.name}, so it is not a Hugging Face checkpoint")
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
+
+
+def _entry(file: Path, name: str, said: dict[str, Any], base: int) -> Entry:
+    code, shape, (first, last) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
+    if code not in DTYPES:
+        raise CheckpointError(f"{file}: {name} has the dtype {code}, which torch does not have")
+    dtype = DTYPES[code]
+    if math.prod(shape) * dtype.itemsize != last - first:
+        raise ValueError(f"{name} {list(shape)} {code} cannot be {last - first} bytes")
+    return Entry(name, dtype, shape, file, base + first, last - first)
+
+
+def _listed(directory: Path) -> dict[str, str]:
+    """Tensor -> file, as the index says; empty without one."""
+    path = directory / INDEX
+    if not path.is_file():
+        return {}
+    listed = read_json(path).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f"{path} has no weight_map; copy it again")
+    strange = next((f for f in listed.values() if not isinstance(f, str) or Path(f).name != f), None)
+    if strange is not None:
+        raise CheckpointError(f"{path} lists {strange!r}, which is not the name of a file beside it")
+    missing = [f for f in sorted(set(listed.values())) if not (directory / f).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{directory}: {missing[0]} is missing ({len(missing)} of the {len(set(listed.values()))} weight files "
+            f"that {INDEX} lists); copy it again"
+        )
+    return listed
+
+
+def _found(directory: Path) -> list[Path]:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory} holds no *.safetensors weights; other formats are not read")
+    return files

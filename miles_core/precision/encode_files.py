@@ -1,0 +1,189 @@
+"""Planning the conversion of a BF16 checkpoint to a number format.
+
+The tensors are those of the checkpoint, except that experts which it joins in one tensor are taken apart when any of
+them is quantised. What the format encodes together is read together, whichever files it is in. What is quantised is the
+BF16 model copy: a weight stored in FP32 or FP16 is rounded to BF16 first, everything else keeps its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miles_core.errors import CheckpointError, ConfigError
+from miles_core.precision.checkpoint_files import CheckpointFiles, Entry
+from miles_core.precision.convert import Conversion, Item, Job, Step, copy_steps
+from miles_core.precision.format import part_name
+from miles_core.precision.fused_experts import Expert, is_joined, take_apart
+from miles_core.precision.quantized_config import (
+    other_files,
+    quantization_block,
+    quantized_files,
+    unquantized_modules,
+)
+from miles_core.precision.shard_writer import Target, Write
+from miles_core.sync.encode import Codec, coupled
+from miles_core.sync.unit import Unit
+
+_WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """One matrix (or whatever else) as it will be named in the output; ``expert`` when it is a part of ``entry``."""
+
+    name: str
+    shape: tuple[int, ...]
+    entry: Entry
+    expert: Expert | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.entry.dtype.itemsize
+
+    @property
+    def slab(self) -> tuple[str, int]:
+        """Weights with the same value are read at once."""
+        return (self.entry.name, -1 if self.expert is None else self.expert.index)
+
+
+def plan(files: CheckpointFiles, codec: Codec) -> Conversion:
+    """What is to be done to store the checkpoint in the codec's format.
+
+    Raises:
+        CheckpointError: already quantised, experts joined in an unknown way, or half of a couple is missing.
+        ConfigError: a weight the format cannot store, or a selector that matches nothing.
+    """
+    format = codec.format
+    if format is None:
+        raise ValueError("a number format is needed")
+    _refuse_quantised(files)
+    weights = {w.name: w for w in _weights(files, codec)}
+    shapes = {w.name: w.shape for w in weights.values()}
+    notes = codec.check(shapes)
+    reasons = {name: codec.selector.reason(name, shape) for name, shape in shapes.items()}
+    chosen = [name for name, reason in reasons.items() if reason is None]
+    _refuse_unstorable(codec, chosen, shapes)
+    units = _units(codec, weights, chosen)
+    jobs = [_job(files, codec, unit, set(chosen)) for unit in units]
+    items = [Item(n, w.shape, reasons[n] or "", w.nbytes, _after(codec, w, reasons[n])) for n, w in weights.items()]
+    rounded = sum(weights[name].entry.dtype != torch.bfloat16 for name in chosen)
+    if rounded:
+        notes.append(f"{rounded} weights are not stored in BF16 and are rounded to it first: BF16 is what is quantised")
+    modules = unquantized_modules(shapes, chosen)
+    texts = quantized_files(files.config, format, modules)
+    return Conversion(format.name, files, jobs, items, texts, other_files(files.directory, texts), notes)
+
+
+def _refuse_quantised(files: CheckpointFiles) -> None:
+    block = quantization_block(files.directory, files.config)
+    coded = next((e for e in files.entries.values() if e.name.endswith(".weight") and e.dtype not in _WIDE), None)
+    if block is None and coded is None:
+        return
+    how = f"quant_method {block.get('quant_method', 'unnamed')!r} in its configuration" if block else ""
+    how = how or (f"{coded.name} is {str(coded.dtype).removeprefix('torch.')}" if coded else "")
+    raise CheckpointError(
+        f"--model-dir {files.directory} is already quantised ({how}), and quantising twice would add errors: convert it "
+        "with --to bf16 first, or start from its BF16 weights"
+    )
+
+
+def _weights(files: CheckpointFiles, codec: Codec) -> list[_Weight]:
+    joined = [e for e in files.entries.values() if is_joined(e.name, e.shape)]
+    family = str(files.config.get("model_type", ""))
+    apart: dict[str, list[Expert]] = {}
+    for entry in joined:
+        try:
+            apart[entry.name] = take_apart(entry.name, entry.shape, family)
+        except CheckpointError:
+            if not _left_alone(codec, entry):
+                raise
+    if not any(codec.selector(x.name, x.shape) for experts in apart.values() for x in experts):
+        apart = {}  # joined tensors stay as they are when nothing in any of them is quantised
+    found = []
+    for entry in files.entries.values():
+        if entry.name in apart:
+            found += [_Weight(x.name, x.shape, entry, x) for x in apart[entry.name]]
+        else:
+            found.append(_Weight(entry.name, entry.shape, entry))
+    return found
+
+
+def _left_alone(codec: Codec, entry: Entry) -> bool:
+    """Whether a tensor that cannot be taken apart need not be."""
+    try:
+        return not codec.selector(entry.name, entry.shape)
+    except ConfigError:
+        return False
+
+
+def _refuse_unstorable(codec: Codec, chosen: list[str], shapes: dict[str, tuple[int, ...]]) -> None:
+    assert codec.format is not None
+    bad = [(n, why) for n in chosen if (why := codec.format.refuse((shapes[n][0], shapes[n][1]))) is not None]
+    if bad:
+        more = f" ({len(bad)} weights like this)" if len(bad) > 1 else ""
+        name, why = bad[0]
+        raise ConfigError(f"{name} {list(shapes[name])} cannot be stored as {codec.format.name}: {why}{more}")
+
+
+def _units(codec: Codec, weights: dict[str, _Weight], chosen: list[str]) -> list[list[_Weight]]:
+    """Weights that are read and encoded together, in the order of the checkpoint."""
+    assert codec.format is not None
+    wanted = set(chosen)
+    units: dict[str, list[_Weight]] = {}
+    by_slab: dict[tuple[str, int], list[_Weight]] = {}
+    for weight in weights.values():
+        by_slab.setdefault(weight.slab, []).append(weight)
+    for weight in weights.values():
+        if weight.name in units:
+            continue
+        members = coupled(codec.format, weight.name) if weight.name in wanted else []
+        absent = next((m for m in members if m not in wanted), None)
+        if absent is not None:
+            how = "is left alone by a selector" if absent in weights else "is not in the checkpoint"
+            raise CheckpointError(
+                f"{weight.name}: {codec.format.name} encodes it together with {absent}, which {how}; quantise both or "
+                "neither"
+            )
+        together = [weights[m] for m in members] or by_slab[weight.slab]
+        for member in together:
+            units[member.name] = together
+    return list({id(unit): unit for unit in units.values()}.values())
+
+
+def _job(files: CheckpointFiles, codec: Codec, unit: list[_Weight], chosen: set[str]) -> Job:
+    before = sum(w.nbytes for w in unit)
+    if len(unit) == 1 and unit[0].expert is None and unit[0].name not in chosen:
+        entry = unit[0].entry
+        return Job([Target(entry.name, entry.dtype, entry.shape)], copy_steps(files, entry.name), before)
+    targets = [t for w in unit for t in _targets(codec, w, w.name in chosen)]
+    return Job(targets, [_encode(files, codec, unit, chosen)], before)
+
+
+def _encode(files: CheckpointFiles, codec: Codec, unit: list[_Weight], chosen: set[str]) -> Step:
+    def step() -> list[Write]:
+        slabs: dict[tuple[str, int], Tensor] = {}
+        tensors = {}
+        for weight in unit:
+            if weight.slab not in slabs:
+                slabs[weight.slab] = files.read(weight.entry.name, weight.expert and weight.expert.index)
+            tensor = slabs[weight.slab]
+            tensor = tensor if weight.expert is None else weight.expert.of(tensor)
+            tensors[weight.name] = tensor.to(torch.bfloat16) if weight.name in chosen else tensor
+        encoded = codec.encode_unit(Unit(tensors))
+        return [Write(name, tensor) for e in encoded for name, tensor in e.parts.items()]
+
+    return step
+
+
+def _targets(codec: Codec, weight: _Weight, chosen: bool) -> list[Target]:
+    if not chosen or codec.format is None:
+        return [Target(weight.name, weight.entry.dtype, weight.shape)]
+    stored = codec.format.storage((weight.shape[0], weight.shape[1]))
+    return [Target(part_name(weight.name, s.suffix), s.dtype, s.shape) for s in stored]
+
+
+def _after(codec: Codec, weight: _Weight, reason: str | None) -> int:
+    return sum(t.nbytes for t in _targets(codec, weight, reason is None))

@@ -1,0 +1,149 @@
+"""What a conversion refuses from headers alone, and how joined experts are taken apart."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from miles_core.errors import CheckpointError, ConfigError
+from miles_core.precision import convert, decode_files, encode_files
+from miles_core.precision.checkpoint_files import CheckpointFiles
+from miles_core.precision.selector import Selector
+from miles_core.sync.encode import Codec
+from miles_core.testing.doubles.pair_format import PairFormat
+
+GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+EXPERTS = "model.layers.0.feed_forward.experts"
+
+
+def plan(directory, selector=None):
+    return encode_files.plan(CheckpointFiles(directory), Codec(PairFormat(), selector))
+
+
+def test_a_lone_half_is_refused(checkpoint, tensors):
+    del tensors[UP]
+    with pytest.raises(CheckpointError, match=rf"{GATE}: pair8 encodes it together with {UP}, which is not in the"):
+        plan(checkpoint({"model.safetensors": tensors}))
+
+
+def test_a_half_left_alone_by_a_selector_is_refused(checkpoint, tensors):
+    with pytest.raises(CheckpointError, match=r"which is left alone by a selector; quantise both or neither"):
+        plan(checkpoint({"model.safetensors": tensors}), Selector(("up_proj",)))
+
+
+def test_a_size_the_format_cannot_store_is_named_with_those_that_fit(checkpoint, tensors, weight):
+    tensors["a.q_proj.weight"] = weight(4, 7)
+    tensors["b.q_proj.weight"] = weight(4, 9)
+    with pytest.raises(ConfigError, match=r"a.q_proj.weight \[4, 7\] cannot be stored as pair8: .*6 or 8.*2 weights"):
+        plan(checkpoint({"model.safetensors": tensors}))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": {"quant_method": "awq"}},
+        {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+        {"compression_config": {"quant_method": "awq"}},
+    ],
+)
+def test_an_already_quantised_checkpoint_is_refused(checkpoint, tensors, config):
+    with pytest.raises(CheckpointError, match=r"already quantised \(quant_method 'awq'.*--to bf16 first"):
+        plan(checkpoint({"model.safetensors": tensors}, **config))
+
+
+def test_quantised_weights_are_seen_without_a_word_in_the_configuration(checkpoint, tensors):
+    tensors[GATE] = tensors[GATE].to(torch.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match=r"already quantised .*float8_e4m3fn"):
+        plan(checkpoint({"model.safetensors": tensors}))
+    side = checkpoint({"model.safetensors": {"a.q_proj.weight": tensors[UP]}}, name="side")
+    content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (side / "hf_quant_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"already quantised .*modelopt"):
+        plan(side)
+
+
+@pytest.mark.usefixtures("pair8")
+def test_a_part_that_is_missing_or_does_not_fit_is_named(checkpoint, weight):
+    block = {"quantization_config": {"quant_method": "pair8"}}
+    codes = torch.zeros(4, 4, dtype=torch.int16)
+    half = checkpoint({"model.safetensors": {"a.weight_codes": codes}}, name="half", **block)
+    with pytest.raises(CheckpointError, match=r"a.weight_codes is in .*, but a.weight_range is nowhere"):
+        decode_files.open_quantized(half)
+    odd = {"a.weight_codes": codes, "a.weight_range": torch.ones(3)}
+    with pytest.raises(CheckpointError, match=r"a: no weight in pair8 is stored as .*weight_range \[3\]"):
+        decode_files.open_quantized(checkpoint({"model.safetensors": odd}, name="odd", **block))
+    plain = checkpoint({"model.safetensors": {"a.weight": weight(2, 2)}}, name="plain", **block)
+    with pytest.raises(CheckpointError, match=r"its configuration says pair8, but no tensor is stored so"):
+        decode_files.open_quantized(plain)
+
+
+@pytest.mark.usefixtures("pair8")
+def test_a_checkpoint_that_no_installed_format_recognises_is_refused(checkpoint, tensors):
+    unknown = checkpoint({"model.safetensors": tensors}, quantization_config={"quant_method": "pair9"})
+    with pytest.raises(
+        CheckpointError, match=r"no installed number format recognises \(installed: pair8\); pip install"
+    ):
+        decode_files.open_quantized(unknown)
+    assert decode_files.open_quantized(checkpoint({"model.safetensors": tensors}, name="plain")) is None
+
+
+def joined(weight, transposed):
+    """Two experts, H = 4 inputs, I = 6: as the family joins them, and apart."""
+    apart = {}
+    for expert in range(2):
+        for part, shape in (("gate_proj", (6, 4)), ("up_proj", (6, 4)), ("down_proj", (4, 6))):
+            apart[f"{EXPERTS}.{expert}.{part}.weight"] = weight(*shape)
+
+    def slabs(*parts):
+        found = [torch.cat([apart[f"{EXPERTS}.{e}.{p}.weight"] for p in parts]) for e in range(2)]
+        return torch.stack([slab.T if transposed else slab for slab in found]).contiguous()
+
+    whole = {f"{EXPERTS}.gate_up_proj": slabs("gate_proj", "up_proj"), f"{EXPERTS}.down_proj": slabs("down_proj")}
+    return whole, apart
+
+
+@pytest.mark.usefixtures("pair8")
+@pytest.mark.parametrize(("family", "transposed"), [("llama4", True), ("qwen3_5_moe", False)])
+def test_joined_experts_are_quantised_apart_along_k_and_joined_again(checkpoint, weight, tmp_path, family, transposed):
+    whole, apart = joined(weight, transposed)
+    rest = {"model.norm.weight": weight(4)}
+    source = checkpoint({"model.safetensors": whole | rest}, model_type=family)
+    convert.run(plan(source), tmp_path / "out", workers=1)
+    same = checkpoint({"model.safetensors": apart | rest}, name="apart")
+    convert.run(plan(same), tmp_path / "same", workers=1)
+    found, expected = (load_file(tmp_path / d / "model.safetensors") for d in ("out", "same"))
+    assert set(found) == set(expected) and all(torch.equal(found[n], expected[n]) for n in expected)
+
+    opened = decode_files.open_quantized(tmp_path / "out")
+    assert opened is not None
+    convert.run(decode_files.plan(opened), tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert {n: t.shape for n, t in back.items()} == {n: t.shape for n, t in (whole | rest).items()}
+    for name, tensor in opened.tensors(torch.bfloat16):
+        assert torch.equal(tensor, back[name])
+    error = (back[f"{EXPERTS}.gate_up_proj"].float() - whole[f"{EXPERTS}.gate_up_proj"].float()).abs().max()
+    assert 0 < error < 0.05
+
+
+def test_joined_experts_of_an_unknown_family_are_refused_unless_left_alone(checkpoint, weight):
+    whole, _ = joined(weight, True)
+    source = checkpoint({"model.safetensors": whole | {"a.q_proj.weight": weight(4, 4)}}, model_type="gpt_oss")
+    with pytest.raises(CheckpointError, match=r"down_proj \[2, 6, 4\] holds all experts .*'gpt_oss'.*llama4"):
+        plan(source)
+    conversion = plan(source, Selector(("experts",)))
+    assert [i.name for i in conversion.changed] == ["a.q_proj.weight"]
+    assert f"{EXPERTS}.gate_up_proj" in {t.name for job in conversion.jobs for t in job.targets}
+
+
+@pytest.mark.usefixtures("pair8")
+def test_a_missing_expert_is_named(checkpoint, weight, tmp_path):
+    whole, _ = joined(weight, True)
+    convert.run(plan(checkpoint({"model.safetensors": whole}, model_type="llama4")), tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    lost = {n: t for n, t in stored.items() if f"{EXPERTS}.0.up_proj" not in n}
+    block = {"quant_method": "pair8"}
+    with pytest.raises(CheckpointError, match=rf"{EXPERTS}.0.up_proj.weight is missing: .* has 2 experts"):
+        decode_files.open_quantized(
+            checkpoint({"model.safetensors": lost}, name="lost", model_type="llama4", quantization_config=block)
+        )
