@@ -35,9 +35,8 @@ async def train(run: Run) -> None:
             await sync(run, policy)
         rollout = compose(run.collector().rollout, run.hooks.chain("wrap_rollout", run=run))
         evaluator = run.evaluator()
-        if run.step == 0:
-            if found := await evaluate(run, evaluator):
-                run.record(0, found)
+        if run.step == 0 and (found := await evaluate(run, evaluator)):
+            run.record(0, found)
         run.clock.metrics()  # building the parts is no step's time
         while run.step < run.config.rollout.num_rollout and not run.stop_requested:
             try:
