@@ -36,10 +36,10 @@ def work_with_miles(checkpoint: str, prompts: str, steps: int, plugins: str, rep
 
     with tempfile.TemporaryDirectory() as directory:
 
-        async def held(run: Any, rollout: Any) -> None:
+        async def held(run: Any, *parts: Any) -> None:
             await asyncio.to_thread(reporter.wait)
             started = time.perf_counter()
-            await original(run, rollout)
+            await original(run, *parts)
             seconds = time.perf_counter() - started
             record = read(run.directory / "metrics.jsonl")[-1]
             phases = {
