@@ -49,8 +49,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
     directory = run_directory(config, resume_from)
     modules = [h.target.split(".")[0].split(":")[0] for h in plan.hooks]
     console = logs.configure(config.run.log_level, directory, console, modules)
-    fields = (SAMPLING_SUPPORT, *(f for p in plan.plugins for f in manifests[p.name].fields))
-    run = Run(config, plan, load_hooks(plan, manifests, config), fields, directory, resume_from)
+    run = make_run(config, plan, manifests, directory, resume_from)
     (directory / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     (directory / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     write_environment(directory)
@@ -66,6 +65,14 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
     with interruptible(run), run.progress:
         asyncio.run(train(run))
     return run
+
+
+def make_run(
+    config: Config, plan: Plan, manifests: Mapping[str, Plugin], directory: Path, resume_from: Path | None = None
+) -> Run:
+    """The run that a plan describes, with nothing built yet and nothing written."""
+    fields = (SAMPLING_SUPPORT, *(f for p in plan.plugins for f in manifests[p.name].fields))
+    return Run(config, plan, load_hooks(plan, manifests, config), fields, directory, resume_from)
 
 
 def run_directory(config: Config, resume_from: Path | None) -> Path:

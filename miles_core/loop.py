@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from miles_core.observe.hints import for_error
+from miles_core.observe.verify import verify
 from miles_core.plugin.load import compose
 from miles_core.policy import Policy
 from miles_core.rollout.collect import Group, Interrupted
@@ -85,7 +86,8 @@ async def sync(run: Run, policy: Policy) -> dict[str, float]:
         report = await policy.learner.push(run.step)
     policy.version = report.version
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
-    return {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
+    metrics = {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
+    return metrics | await verify(run, policy)
 
 
 async def evaluate(run: Run, evaluator: Evaluator | None) -> dict[str, float]:

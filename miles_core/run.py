@@ -92,14 +92,25 @@ class Run:
 
     async def build(self) -> None:
         """Make the parts: tokenizer, prompts, and each policy's learner and engine through the runtime."""
-        self.tokenizer = load_tokenizer(self.config.model)
-        self.render = PromptTemplate(self.tokenizer, self.config.data.apply_chat_template)
+        self._open()
         self.reward = self._reward()
         self.prompts = PromptQueue(self.prompt_source(self.config.data.prompt_data, "--prompt-data"), self.render)
+        await self._build_policies()
+        self._commit()
+
+    async def build_policies(self) -> None:
+        """The tokenizer and the policies' parts alone, for tools that neither need prompts nor a reward."""
+        self._open()
+        await self._build_policies()
+
+    def _open(self) -> None:
+        self.tokenizer = load_tokenizer(self.config.model)
+        self.render = PromptTemplate(self.tokenizer, self.config.data.apply_chat_template)
+
+    async def _build_policies(self) -> None:
         self.runtime = self.hooks.make("runtime", self.config.run.runtime, run=self)
         for policy in self.policies:
             await self.runtime.build(policy)
-        self._commit()
 
     def collector(self) -> Collector:
         """The innermost rollout: collects the groups of a step."""

@@ -21,11 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from miles_core.data.sample import Sample
 from miles_core.plugin.detect import gpu_facts, model_facts
 from miles_core.precision.select import make_codec
 from miles_core.rollout.engine import Engine
 from miles_core.sync.transport import SyncReport, Transport
+from miles_core.train.emulation import AS_TRAINED, Emulation
 from miles_core.train.learner import Learner, optimiser_steps
 
 if TYPE_CHECKING:
@@ -49,6 +52,12 @@ class LearnerHandle(ABC):
     @abstractmethod
     async def reset_optimizer(self) -> None:
         """Forget moments and schedule after a warm start."""
+
+    @abstractmethod
+    async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
+        """The policy's log-probabilities of each sample's response tokens, [response_length] float32, 0 where its loss
+        mask is 0; computed like those of a training step (pass ``verify``), or as ``emulation`` says. Fields that the
+        samples carry take part, as in training; ones that they do not carry are not missed."""
 
     @abstractmethod
     async def push(self, version: int) -> SyncReport:
@@ -123,6 +132,10 @@ class InlineLearner(LearnerHandle):
 
     async def reset_optimizer(self) -> None:
         self.learner.trainer.reset_optimizer()
+
+    async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
+        with self.learner.trainer.emulating(emulation, self.codec):
+            return self.learner.log_probs(samples)
 
     async def push(self, version: int) -> SyncReport:
         return await self.transport.send(self.codec.encode(self.learner.units(self.transport.everywhere)), version)

@@ -34,6 +34,12 @@ class Run:
     load: Path | None = option(None, help="run directory or checkpoint to resume from")
     save_interval: int | None = option(None, help="write a checkpoint every N rollouts (and always at the end)", ge=1)
     export_hf: Path | None = option(None, help="write the trained model here in Hugging Face layout at the end")
+    verify_logprobs: bool = option(
+        False, help="after every weight sync engine and trainer score the same tokens; stop when they disagree"
+    )
+    verify_logprobs_tolerance: float = option(
+        0.1, help="mean |difference of log-probs| a token, in nats, at which --verify-logprobs stops the run", gt=0
+    )
     log_level: LogLevel = option("info", help="how much to log")
     profile: bool = option(False, help="record a torch profiler trace of the second rollout step")
     profile_dir: Path | None = option(None, help="where traces go (default: the run directory)")
@@ -109,6 +115,9 @@ class Rollout:
         False, help="log-probs over the whole vocabulary on both sides even with top-p or top-k (biased)"
     )
     max_running_requests: int = option(256, help="sequences the embedded engine decodes at once", ge=1)
+    kv_cache_dtype: Literal["auto", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = option(
+        "auto", flag="--kv-cache-dtype", help="type the embedded engine rounds cached keys and values to"
+    )
     precision: str = option(
         "bf16",
         flag="--rollout-precision",

@@ -23,6 +23,7 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
         max_running_requests=config.rollout.max_running_requests,
         max_context=config.rollout.max_context_len or 0,
         decode=make_codec(run).decode,
+        kv_cache_dtype="" if config.rollout.kv_cache_dtype == "auto" else config.rollout.kv_cache_dtype,
     )
     engine = EmbeddedEngine(model, settings)
     name = run.hooks.provided("decoder")[0]

@@ -52,6 +52,7 @@ class Settings:
         eos: ids that end a response.
         detokenize: token ids to text.
         decode: reads encoded weights, see ``weights.load_units``.
+        kv_cache_dtype: keys and values hold what this type can (``call.KV_DTYPES``); "" is the model's own.
         decoder: one scheduler step; core's emits one token a row.
     """
 
@@ -61,6 +62,7 @@ class Settings:
     max_running_requests: int = 512
     max_context: int = 0
     decode: Decode | None = None
+    kv_cache_dtype: str = ""
     decoder: Decoder = field(default_factory=PlainDecoder)
 
 
@@ -74,7 +76,8 @@ class EmbeddedEngine(Engine):
         self.decoder = settings.decoder
         config = model.config.get_text_config()
         self.max_context = settings.max_context or config.max_position_embeddings
-        self.runner = Runner(model)
+        self.kv_cache_dtype = settings.kv_cache_dtype
+        self.runner = Runner(model, settings.kv_cache_dtype)
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
         self.rows: list[Row] = []
         self._joining: list[Row] = []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from miles_core.embedded.attend import DecodeCall, Layout, PromptCall
 from miles_core.embedded.cache import Cache, Store, to_device
-from miles_core.embedded.call import Call
+from miles_core.embedded.call import KV_DTYPE, Call, check_kv_dtype
 from miles_core.embedded.model import backbone, decoder_layers
 from miles_core.train.trainer import Context
 
@@ -39,9 +39,10 @@ class Fed:
 
 
 class Runner:
-    """A model and the cache of its rows."""
+    """A model and the cache of its rows. ``kv_dtype``: round keys and values as a cache of that type would."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kv_dtype: str = "") -> None:
+        self.kv_dtype = check_kv_dtype(kv_dtype)
         self.model, self.backbone = model, backbone(model)
         self.head = model.get_output_embeddings()
         self.layers = tuple(range(len(decoder_layers(model))))
@@ -116,7 +117,10 @@ class Runner:
         return [np.concatenate([prompts[w], o]) for w, o in zip(which, own, strict=True)]
 
     def _context(self, tokens: int) -> Context:
-        return Context("rollout", self.layers, torch.arange(tokens, device=self.device))
+        ctx = Context("rollout", self.layers, torch.arange(tokens, device=self.device))
+        if self.kv_dtype:
+            ctx.state[KV_DTYPE] = self.kv_dtype
+        return ctx
 
     def _run(self, tokens: list[int], positions: np.ndarray, call: Call) -> Tensor:
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.device).unsqueeze(0)

@@ -8,6 +8,7 @@ never its result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from miles_core.data.batch import Batch, Ragged
 from miles_core.embedded import layout, state
 from miles_core.embedded.attention import PackedCall
 from miles_core.embedded.balance import Balance
+from miles_core.embedded.emulate import emulating
 from miles_core.embedded.export import export_checkpoint
 from miles_core.embedded.logprobs import scatter, token_log_probs
 from miles_core.embedded.model import backbone, build_model, decoder_layers
@@ -27,8 +29,10 @@ from miles_core.embedded.packing import Packing, pack
 from miles_core.embedded.split import split
 from miles_core.precision.select import fake_quantize
 from miles_core.rollout.fields import SAMPLING_SUPPORT
+from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Unit
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
+from miles_core.train.emulation import Emulation
 from miles_core.train.trainer import Context, LossFunction, Output, Parts, Pass, Trainer
 
 
@@ -78,6 +82,8 @@ class EmbeddedTrainer(Trainer):
         self._reference: nn.Module | None = None
         if config.recompute:
             _recompute_layers(model)
+        #: further entries of ``Context.state``, for every pass
+        self.state: dict[str, Any] = {}
         self.parts = Parts(self.forward, _no_loss, self.optimizer_step)
 
     @property
@@ -165,6 +171,10 @@ class EmbeddedTrainer(Trainer):
             self._note(totals, share.metrics | ctx.metrics)
         return self._metrics(totals)
 
+    def emulating(self, emulation: Emulation, codec: Codec) -> AbstractContextManager[None]:
+        """See ``Trainer.emulating``."""
+        return emulating(self, emulation, codec)
+
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""
         self.optimizer.reset()
@@ -221,7 +231,7 @@ class EmbeddedTrainer(Trainer):
             **{n: getattr(packing, n).to(self.device) for n in ("rows", "positions", "row_of", "sources", "targets")},
         )
         ctx = Context(kind, self.layers, packing.rows, recompute=self.config.recompute and kind == "train")
-        ctx.state.update(packing=packing, entropy=entropy)
+        ctx.state.update(self.state, packing=packing, entropy=entropy)
         return micro_batch, ctx
 
 

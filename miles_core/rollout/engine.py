@@ -88,6 +88,8 @@ class Engine(ABC):
     capabilities: frozenset[str] = frozenset()
     #: names of the transports whose messages ``receive`` takes
     transports: frozenset[str] = frozenset({"copy"})
+    #: type its cache keeps keys and values in, "" for the model's own
+    kv_cache_dtype: str = ""
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
         """How weights stored in ``format`` ("" for BF16) can change while the engine runs."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,6 +84,15 @@ class Learner:
         batch = collate(samples)
         batch.columns["loss_weight"] = loss_weights(batch.mask, batch.lengths, batch.rollout, "token_mean")
         return self.trainer.step(batch, loss=supervised_loss, lr=lr)
+
+    def log_probs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Of each sample's response tokens, [response_length] float32; see ``LearnerHandle.log_probs``."""
+        batch = collate(samples, self.run.fields)
+        self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
+        flat = self.trainer.log_probs(batch, "verify")["log_probs"].float().cpu().numpy()
+        starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
+        prompts = batch.prompt_lengths.tolist()
+        return [flat[s + p : s + n] for s, p, n in zip(starts, prompts, lengths, strict=True)]
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """The export stream, as plugins shaped it; ``everywhere`` as for ``Trainer.units``."""

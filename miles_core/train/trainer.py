@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor
 
 from miles_core.data.batch import Batch
+from miles_core.errors import MilesError
 from miles_core.sync.unit import Unit
+from miles_core.train.emulation import AS_TRAINED, Emulation
 
 Pass = Literal["old", "ref", "train", "verify", "rollout"]
 
@@ -165,6 +168,13 @@ class Trainer(ABC):
     @abstractmethod
     def export(self, directory: Path, tokenizer: Any) -> None:
         """Write a Hugging Face checkpoint with the tokenizer."""
+
+    def emulating(self, emulation: Emulation, codec: Any) -> AbstractContextManager[None]:
+        """While this is open, ``log_probs`` of the policy computes as ``emulation`` says; ``codec`` is the rollout's
+        (``miles_core.sync.encode.Codec``). MilesError names a switch that this backend does not have."""
+        if emulation == AS_TRAINED:
+            return nullcontext()
+        raise MilesError(f"{type(self).__name__} cannot compute as the engine does")
 
     def sum(self, value: Tensor) -> Tensor:
         """Add over data-parallel ranks, one rank of each replica; identity with one replica."""

@@ -91,7 +91,9 @@ def test_a_bfloat16_copy_follows_float32_masters(checkpoint):
         assert master.dtype == torch.float32
         torch.testing.assert_close(rounded.optimizer.copies[name].data, master.data.bfloat16(), rtol=0, atol=0)
     moved = [
-        float((m - exact.optimizer.masters[n]).detach().norm()) for n, m in rounded.optimizer.masters.items() if m.dim() > 1
+        float((m - exact.optimizer.masters[n]).detach().norm())
+        for n, m in rounded.optimizer.masters.items()
+        if m.dim() > 1
     ]
     assert max(moved) < 1.0
     assert any(not torch.equal(start[n], t) for n, t in weights(rounded).items())

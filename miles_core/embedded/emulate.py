@@ -1,0 +1,105 @@
+"""The embedded trainer's forward with some of the engine's properties (``miles_core.train.emulation``).
+
+Weights are written into the trainer's model in place and put back bit for bit, so every hook on it stays in force; the
+copy that is kept meanwhile lies in host memory. The optimiser's masters are never touched where they are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.embedded.call import KV_DTYPE, check_kv_dtype
+from miles_core.embedded.layout import export, sources, views
+from miles_core.embedded.weights import load_units
+from miles_core.errors import MilesError
+from miles_core.sync.encode import Codec
+from miles_core.train.emulation import Emulation
+
+if TYPE_CHECKING:
+    from miles_core.embedded.trainer import EmbeddedTrainer
+
+
+@contextmanager
+def emulating(trainer: EmbeddedTrainer, emulation: Emulation, codec: Codec) -> Iterator[None]:
+    """While this is open, ``trainer.log_probs`` of the policy's model has the properties asked for.
+
+    Args:
+        trainer: its model is as before when this closes.
+        emulation: see there.
+        codec: the rollout's.
+
+    Raises:
+        MilesError: ``held`` or ``through`` is no embedded engine of this process, or the format does not say how it
+            rounds activations.
+    """
+    with ExitStack() as stack:
+        if emulation.held is not None:
+            stack.enter_context(_weights(trainer.model, Codec(), _model_of(emulation.held)))
+        elif emulation.encoded:
+            stack.enter_context(_weights(trainer.model, codec, trainer.model))
+        if emulation.activations:
+            stack.enter_context(rounded_inputs(trainer.model, codec))
+        if emulation.kv_dtype:
+            stack.enter_context(_swapped(trainer.state, KV_DTYPE, check_kv_dtype(emulation.kv_dtype)))
+        if emulation.through is not None:
+            stack.enter_context(_swapped(trainer.__dict__, "model", _model_of(emulation.through)))
+        yield
+
+
+def _model_of(engine: Any) -> nn.Module:
+    model = getattr(engine, "model", None)
+    if not isinstance(model, nn.Module):
+        raise MilesError(f"{type(engine).__name__} does not run its model in the trainer's process")
+    return model
+
+
+@contextmanager
+def _weights(model: nn.Module, codec: Codec, source: nn.Module) -> Iterator[None]:
+    """``model`` holds ``source``'s weights after a round trip through ``codec``."""
+    held: dict[str, Tensor] = {n: t.detach() for n, t in sources(model).items()}
+    kept = {n: t.to("cpu", copy=True) for n, t in held.items()}
+    try:
+        load_units(model, codec.encode(export(source)), codec.decode)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in held.items():
+                tensor.copy_(kept[name])
+
+
+@contextmanager
+def rounded_inputs(model: nn.Module, codec: Codec) -> Iterator[None]:
+    """Linear layers with quantised weights read their input as the format's matrix products do."""
+    if codec.format is None:
+        raise MilesError("the engine's weights have no number format, so none rounds activations")
+    fake = codec.format.fake_quantize_activation
+    chosen = {v.source.rpartition(".")[0] for v in views(model) if codec.selector(v.name, v.size)}
+    modules = [m for n, m in model.named_modules() if n in chosen]
+    others = sorted({type(m).__name__ for m in modules if not isinstance(m, nn.Linear)})
+    if others:
+        raise MilesError(f"the inputs inside {', '.join(others)} cannot be rounded from outside")
+    handles = [m.register_forward_pre_hook(lambda m, args: (fake(args[0]), *args[1:])) for m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _swapped(where: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    missing = object()
+    old = where.get(name, missing)
+    where[name] = value
+    try:
+        yield
+    finally:
+        if old is missing:
+            del where[name]
+        else:
+            where[name] = old

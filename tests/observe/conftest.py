@@ -1,0 +1,32 @@
+"""Engine and trainer of a toy run, built and synced, without the loop."""
+
+import asyncio
+
+import pytest
+
+
+@pytest.fixture
+def with_parts(tmp_path):
+    """``with_parts(body, plugins, **flags)``: run ``await body(run, policy)`` on parts synced as version 0."""
+    from miles_core.config.load import load
+    from miles_core.launch import make_run
+    from miles_core.plugin.prepare import applied, prepare
+    from miles_core.testing.toy import toy_arguments
+
+    def call(body, plugins=(), **options):
+        options = {"emulate_precision": True, "rollout_max_response_len": 16, **options}
+        config = load(toy_arguments(plugins, tmp_path, **options))
+        plan, catalogue = prepare(config)
+        run = make_run(applied(config, plan), plan, catalogue, tmp_path)
+
+        async def main():
+            await run.build_policies()
+            try:
+                run.policy.version = (await run.policy.learner.push(0)).version
+                return await body(run, run.policy)
+            finally:
+                await run.close()
+
+        return asyncio.run(main())
+
+    return call

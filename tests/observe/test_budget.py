@@ -1,0 +1,201 @@
+"""Each planted fault is found under its own name."""
+
+import numpy as np
+import pytest
+import torch
+
+from miles_core.embedded.emulate import rounded_inputs
+from miles_core.embedded.engine import EmbeddedEngine
+from miles_core.observe import budget as b
+from miles_core.observe.probe import probe, probe_prompts
+
+NOISE = """
+import torch
+from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.manifest import Plugin
+
+plugin = Plugin("noise", "noise on the engine's activations", "0", "~=0.1", hooks={"": "Hooks"})
+
+
+def noisy(module, args):
+    generator = torch.Generator().manual_seed(0)
+    return (args[0] * (1 + 0.05 * torch.randn(args[0].shape[-1], generator=generator)), *args[1:])
+
+
+class Hooks:
+    @hookimpl
+    def on_model(self, model, role):
+        if role == "rollout":
+            for name, module in model.named_modules():
+                if name.endswith("o_proj"):
+                    module.register_forward_pre_hook(noisy)
+"""
+
+ROUTES = """
+import torch
+from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.manifest import Plugin
+
+plugin = Plugin("detour", "sends every third token to the next expert", "0", "~=0.1", hooks={"": "Hooks"}, before=("r3",))
+
+
+class Hooks:
+    @hookimpl
+    def on_model(self, model, role):
+        if role != "rollout":
+            return
+        for block in (m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")):
+            seen = {}
+
+            def keep(gate, args, out, seen=seen):
+                seen["logits"] = out[0] if isinstance(out, tuple) else out
+
+            def detour(experts, args, seen=seen):
+                hidden, index, weights = args
+                logits = seen["logits"].reshape(len(index), -1)
+                away = (hidden.sum(-1, keepdim=True) * 100).long() % 3 == 0
+                index = torch.where(away, (index + 1) % logits.shape[-1], index)
+                weights = logits.softmax(-1, dtype=torch.float32).gather(-1, index)
+                return hidden, index, (weights / weights.sum(-1, keepdim=True)).to(args[2].dtype)
+
+            block.gate.register_forward_hook(keep)
+            block.experts.register_forward_pre_hook(detour)
+"""
+
+
+async def measured(run, policy):
+    samples = await probe(run, policy, probe_prompts(run), support=True)
+    return await b.budget(run, policy, samples)
+
+
+def shares(found):
+    assert sum(c.share for c in found.causes) == pytest.approx(1 if found.total.mean_abs else 0)
+    assert sum(c.kl for c in found.causes) == pytest.approx(found.total.kl_k3)
+    return {c.name: c.share for c in found.causes if not c.why}
+
+
+def perturb(learner):
+    """Move the trainer's weights on, as an optimiser step would."""
+    with torch.no_grad():
+        for parameter in learner.learner.trainer.model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+
+
+def test_without_a_fault_only_rounding_is_left(with_parts):
+    found = with_parts(measured, family="qwen3")
+    assert found.total.mean_abs < 1e-5
+    assert set(shares(found)) == {b.STALE, b.ACTIVATIONS, b.KERNELS}
+
+
+def test_weights_in_a_number_format(with_parts):
+    found = with_parts(measured, ["fp8"], family="qwen3", rollout_precision="fp8")
+    assert found.ordered()[0].name == b.WEIGHTS
+    assert shares(found)[b.WEIGHTS] == pytest.approx(1, abs=1e-3)
+    assert found.total.mean_abs > 0.01
+
+
+def test_one_format_on_both_sides_costs_nothing(with_parts):
+    found = with_parts(measured, ["fp8"], family="qwen3", rollout_precision="fp8", train_precision="fp8")
+    assert found.total.mean_abs < 1e-5
+
+
+def test_routes_that_differ(with_parts, tmp_path):
+    (tmp_path / "detour.py").write_text(ROUTES)
+    found = with_parts(measured, [str(tmp_path / "detour.py"), "r3"])
+    first = found.ordered()[0]
+    assert (first.name, first.corrected) == (b.ROUTING, True)
+    assert first.share == pytest.approx(1, abs=1e-3)
+    assert found.remaining.mean_abs < 1e-5 < 0.01 < found.total.mean_abs
+
+
+def test_stale_weights(with_parts):
+    async def stale(run, policy):
+        perturb(policy.learner)
+        return await measured(run, policy)
+
+    found = with_parts(stale)
+    assert shares(found)[b.STALE] == pytest.approx(1, abs=1e-3)
+    assert [c.name for c in found.missing()] == [b.ROUTING]
+
+
+def test_stale_weights_in_a_number_format_are_two_causes(with_parts):
+    async def stale(run, policy):
+        perturb(policy.learner)
+        return await measured(run, policy)
+
+    found = with_parts(stale, ["fp8"], family="qwen3", rollout_precision="fp8")
+    assert min(c.abs_delta for c in found.causes if c.name in (b.STALE, b.WEIGHTS)) > 0.01
+    assert shares(found)[b.STALE] + shares(found)[b.WEIGHTS] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_a_rounded_cache(with_parts, dtype):
+    found = with_parts(measured, family="deepseek_v3", kv_cache_dtype=dtype)
+    assert shares(found)[b.CACHE] == pytest.approx(1, abs=0.02)
+    assert found.total.mean_abs > 1e-4
+
+
+def test_a_truncated_sampler_without_its_support(with_parts):
+    found = with_parts(measured, rollout_top_k=3, full_vocab_logprobs=True)
+    first = found.ordered()[0]
+    assert (first.name, first.corrected) == (b.SAMPLER, False)
+    assert first.share == pytest.approx(1, abs=1e-3)
+    assert found.remaining.mean_abs == pytest.approx(found.total.mean_abs)
+
+
+def test_a_truncated_sampler_with_its_support_is_corrected(with_parts):
+    found = with_parts(measured, rollout_top_k=3)
+    assert found.ordered()[0].corrected
+    assert found.remaining.mean_abs < 1e-5 < found.total.mean_abs
+
+
+def test_noise_on_activations(with_parts, tmp_path):
+    (tmp_path / "noise.py").write_text(NOISE)
+    found = with_parts(measured, [str(tmp_path / "noise.py")], family="qwen3")
+    assert shares(found)[b.ACTIVATIONS] == pytest.approx(1, abs=1e-3)
+
+
+def test_measuring_leaves_the_trainer_as_it_was(with_parts):
+    async def before_and_after(run, policy):
+        model = policy.learner.learner.trainer.model
+        before = {n: t.clone() for n, t in model.state_dict().items()}
+        await measured(run, policy)
+        return all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+    assert with_parts(before_and_after, ["fp8"], rollout_precision="fp8", kv_cache_dtype="bfloat16")
+
+
+class Elsewhere:
+    """An engine as it looks from another process: no model to look into."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.generate = engine.generate
+        self.capabilities, self.kv_cache_dtype = engine.capabilities, engine.kv_cache_dtype
+
+
+def test_an_engine_elsewhere_is_emulated(with_parts):
+    async def elsewhere(run, policy):
+        engine, policy.engine = policy.engine, Elsewhere(policy.engine)
+        with rounded_inputs(engine.model, policy.learner.codec):  # as an engine with FP8 matrix products does
+            return await measured(run, policy)
+
+    found = with_parts(elsewhere, ["fp8"], family="qwen3", rollout_precision="fp8", kv_cache_dtype="float8_e5m2")
+    part = shares(found)
+    assert min(c.abs_delta for c in found.causes if c.name in (b.WEIGHTS, b.ACTIVATIONS, b.CACHE)) > 0.02
+    assert part[b.UNEXPLAINED] == pytest.approx(0, abs=0.02)
+    assert b.KERNELS not in part
+    assert "trainer's process" in next(c.why for c in found.missing() if c.name == b.STALE)
+
+
+def test_an_engine_elsewhere_that_is_stale(with_parts):
+    async def stale(run, policy):
+        samples = await probe(run, policy, probe_prompts(run), support=True)
+        plain = [np.asarray(x) for x in await policy.learner.log_probs([b.bare(s) for s in samples])]
+        perturb(policy.learner)
+        policy.engine = Elsewhere(policy.engine)
+        unknown = await b.budget(run, policy, samples)
+        return unknown, await b.budget(run, policy, samples, earlier=plain)
+
+    unknown, known = with_parts(stale)
+    assert shares(unknown)[b.UNEXPLAINED] == pytest.approx(1, abs=1e-6)
+    assert shares(known)[b.STALE] == pytest.approx(1, abs=1e-3)
