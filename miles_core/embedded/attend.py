@@ -58,9 +58,12 @@ class PromptCall:
                 slab = self.cache.prefixes.slab((kind, module.layer_idx), t.shape[1], t.shape[3:], t)
                 first = int(self.slots[0])
                 slab[first : first + self.count, :, : self.longest] = t
+        dim = v.shape[3]
+        if dim < q.shape[3]:  # kernels that never form the [longest, longest] matrix want one size for all
+            v = nn.functional.pad(v, (0, q.shape[3] - dim))
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        )[..., :dim]
         flat = out.transpose(1, 2).reshape(self.count * self.longest, *out.shape[1:2], out.shape[3])
         if not self.even:
             flat = flat.index_select(0, self._unpad)
@@ -115,11 +118,15 @@ class Layout:
     @cached_property
     def mask(self) -> Tensor:
         """[rows, queries, prefix_width + width] float32 to add to scores: 0 where a query sees a token."""
-        hidden = np.empty((self.rows, self.queries, self.prefix_width + self.width), bool)
-        hidden[:, :, : self.prefix_width] = np.arange(self.prefix_width) >= self.prefix_lengths[:, None, None]
-        last = self.before[:, None] + np.arange(self.queries)
-        hidden[:, :, self.prefix_width :] = np.arange(self.width) > last[:, :, None]
-        return to_device(np.where(hidden, np.float32(_NEVER), np.float32(0)), self.device)
+        queries = torch.arange(self.queries, device=self.device)
+        last = to_device(self.before, self.device)[:, None] + queries
+        ends = to_device(self.prefix_lengths - 1, self.device)[:, None].expand(-1, self.queries)
+        hidden = torch.cat([self._beyond(self.prefix_width, ends), self._beyond(self.width, last)], -1)
+        return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, _NEVER)
+
+    def _beyond(self, width: int, last: Tensor) -> Tensor:
+        """[rows, queries, width] True for columns after ``last`` [rows, queries]."""
+        return torch.arange(width, device=self.device) > last[:, :, None]
 
     @cached_property
     def own_slots(self) -> Tensor | None:

@@ -149,6 +149,14 @@ def _extend(values: np.ndarray, length: int) -> np.ndarray:
     return np.concatenate([values, np.zeros(max(length - len(values), 0), values.dtype)])
 
 
+def follow(items: list, where: np.ndarray, whence: np.ndarray, size: int) -> None:
+    """Move ``items``, one a slot and each knowing its ``slot``, as their slots moved."""
+    for to, source in zip(where.tolist(), whence.tolist(), strict=True):
+        items[to] = items[source]
+        items[to].slot = to
+    del items[size:]
+
+
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A host index array where the model is."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)

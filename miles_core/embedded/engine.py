@@ -17,28 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.embedded import sampling as draw
+from miles_core.embedded.cache import follow
 from miles_core.embedded.decoder import Decoder, PlainDecoder, one_each
+from miles_core.embedded.prompts import Key, Prompt, Prompts, chunks
 from miles_core.embedded.runner import Fed, Runner
 from miles_core.embedded.scheduler import Row, Scheduler
 from miles_core.embedded.weights import Decode, load_units
 from miles_core.errors import MilesError
 from miles_core.plugin.core import CORE
 from miles_core.rollout.engine import Engine, PauseMode, Request, Response
-from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.sync.unit import Encoded
-
-#: Prompt tokens, padding included, computed in one call.
-_PROMPT_TOKENS = 16384
-
-
-@dataclass(eq=False)
-class Prompt:
-    """A prompt in the cache: its slot, its last token's hidden state [hidden], and the fields recorded for it."""
-
-    key: tuple[int, ...]
-    slot: int
-    hidden: Tensor
-    fields: set[str]
 
 
 @dataclass
@@ -81,8 +69,7 @@ class EmbeddedEngine(Engine):
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
         self.rows: list[Row] = []
         self._joining: list[Row] = []
-        self._prompts: list[Prompt] = []
-        self._known: dict[tuple[int, ...], Prompt] = {}
+        self._prompts = Prompts(self.runner)
         self._version = -1
         self._usable = True
         self._paused = False
@@ -120,7 +107,7 @@ class EmbeddedEngine(Engine):
                     f"sequence {i} to score has {len(sequence)} tokens; 1 to {self.max_context} are possible"
                 )
         results: dict[int, np.ndarray] = {}
-        for chunk in _chunks([len(s) for s in sequences]):
+        for chunk in chunks([len(s) for s in sequences]):
             scored = self.runner.score([sequences[i] for i in chunk], temperature)
             results.update(zip(chunk, scored, strict=True))
             await asyncio.sleep(0)
@@ -132,7 +119,7 @@ class EmbeddedEngine(Engine):
         self._usable = False
         load_units(self.model, units, self.settings.decode)
         self._version, self._usable = version, True
-        self._known.clear()  # no new request may share keys and values of the old weights
+        self._prompts.retire()
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._paused = True
@@ -155,7 +142,6 @@ class EmbeddedEngine(Engine):
             raise RuntimeError(f"sleep with {len(self.rows)} requests in the cache: abort or retract them first")
         self.runner.clear()
         self._prompts.clear()
-        self._known.clear()
 
     # -- what a decoder calls ---------------------------------------------------------------------------------------
 
@@ -230,58 +216,34 @@ class EmbeddedEngine(Engine):
             self._joining = []
 
     def _join(self, joining: list[Row]) -> None:
-        prompts = self._compute_prompts(joining)
+        wanted: dict[Key, set[str]] = {}
+        for row in joining:
+            wanted.setdefault(row.start, set()).update(row.fields)
+        found = self._prompts.compute(wanted)
+        for row in joining:
+            if lacking := row.fields - found[row.start].fields:
+                row.future.set_exception(_not_recorded(lacking))
         joining = [row for row in joining if not row.future.done()]
         if not joining:
             return
-        own = [prompts[tuple(row.request.tokens)] for row in joining]
-        slots = self.runner.cache.add_rows([p.slot for p in own])
+        prompts = [found[row.start] for row in joining]
+        slots = self.runner.cache.add_rows([p.slot for p in prompts])
         for row, slot in zip(joining, slots.tolist(), strict=True):
             row.slot = slot
         self.rows += joining
         self._changed()
-        self._first_tokens([r for r in joining if len(r.tokens) == r.prompt_length], prompts)
-        self._recompute([r for r in joining if r.slot >= 0 and len(r.tokens) > r.prompt_length + 1])
+        self._first_tokens([(r, p) for r, p in zip(joining, prompts, strict=True) if not r.log_probs])
 
-    def _compute_prompts(self, rows: list[Row]) -> dict[tuple[int, ...], Prompt]:
-        found: dict[tuple[int, ...], Prompt] = {}
-        wanted: dict[tuple[int, ...], set[str]] = {}
-        for row in rows:
-            key = tuple(row.request.tokens)
-            wanted.setdefault(key, set()).update(row.request.extras - {SAMPLING_SUPPORT.name})
-        for key, names in wanted.items():
-            known = self._known.get(key)
-            if known is not None and names <= known.fields:
-                found[key] = known
-        fresh = [k for k in wanted if k not in found]
-        names = set().union(*wanted.values())
-        for chunk in _chunks([len(k) for k in fresh]):
-            keys = [fresh[i] for i in chunk]
-            slots, hidden, recorded = self.runner.prompts(keys, names)
-            for i, key in enumerate(keys):
-                found[key] = self._known[key] = Prompt(key, int(slots[i]), hidden[i], recorded)
-                self._prompts.append(found[key])
-        for row in rows:
-            lacking = row.request.extras - {SAMPLING_SUPPORT.name} - found[tuple(row.request.tokens)].fields
-            if lacking:
-                row.future.set_exception(_not_recorded(lacking))
-        return found
-
-    def _first_tokens(self, rows: list[Row], prompts: dict[tuple[int, ...], Prompt]) -> None:
-        if not rows:
+    def _first_tokens(self, fresh: list[tuple[Row, Prompt]]) -> None:
+        """Sample what follows the prompts, whose logits are computed once for all rows that share one."""
+        if not fresh:
             return
-        own = [prompts[tuple(row.request.tokens)] for row in rows]
-        order = {id(p): i for i, p in enumerate(dict.fromkeys(own))}
-        logits = self.runner.head(torch.stack(list({id(p): p.hidden for p in own}.values())))
-        index = torch.tensor([order[id(p)] for p in own], device=logits.device)
+        order = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt for _, prompt in fresh))}
+        logits = self.runner.head(torch.stack([prompt.hidden for prompt in order]))
+        index = torch.tensor([order[prompt] for _, prompt in fresh], device=logits.device)
+        rows = [row for row, _ in fresh]
         sampled = self.sample(logits.index_select(0, index), rows)
         self._finish(self.scheduler.accept(rows, one_each(sampled), self._version))
-
-    def _recompute(self, rows: list[Row]) -> None:
-        """Bring retracted rows' own tokens back into the cache, all but the last one."""
-        for chunk in _chunks([len(r.tokens) - r.prompt_length - 1 for r in rows]):
-            some = [rows[i] for i in chunk]
-            self.forward(some, [r.tokens[r.prompt_length : -1] for r in some])
 
     def _finish(self, rows: list[Row], finish: str = "") -> None:
         if not rows:
@@ -314,13 +276,8 @@ class EmbeddedEngine(Engine):
         where, whence, prompts = self.runner.cache.remove_rows(np.sort(self._slots(rows)))
         for row in rows:
             row.slot = -1
-        _move(self.rows, where, whence, self.runner.cache.rows)
-        gone, where, whence = prompts
-        for slot in gone.tolist():
-            prompt = self._prompts[slot]
-            if self._known.get(prompt.key) is prompt:
-                del self._known[prompt.key]
-        _move(self._prompts, where, whence, self.runner.cache.prefixes.size)
+        follow(self.rows, where, whence, self.runner.cache.rows)
+        self._prompts.moved(*prompts)
         self._changed()
 
     def _retract(self) -> None:
@@ -337,7 +294,6 @@ class EmbeddedEngine(Engine):
         self._joining = []
         self.scheduler.waiting.clear()
         self._prompts.clear()
-        self._known.clear()
         self.runner.clear()
         self._changed()
         for row in rows:
@@ -355,7 +311,7 @@ class EmbeddedEngine(Engine):
 
     def _fields(self) -> set[str]:
         if self._names is None:
-            self._names = set().union(*(row.request.extras for row in self.rows)) - {SAMPLING_SUPPORT.name}
+            self._names = set().union(*(row.fields for row in self.rows))
         return self._names
 
     def _changed(self) -> None:
@@ -386,22 +342,3 @@ def _not_recorded(names: set[str]) -> MilesError:
         f"a request asks for {', '.join(sorted(names))}, but nothing in the engine's model recorded it; "
         "the plugin that declares the field must hook the rollout model (on_model with role rollout or shared)"
     )
-
-
-def _move(items: list, where: np.ndarray, whence: np.ndarray, size: int) -> None:
-    """Follow the cache's moves; items know their slot."""
-    for to, source in zip(where.tolist(), whence.tolist(), strict=True):
-        items[to] = items[source]
-        items[to].slot = to
-    del items[size:]
-
-
-def _chunks(lengths: Sequence[int]) -> list[list[int]]:
-    """Indexes in runs of similar length, each at most _PROMPT_TOKENS with its padding (or one sequence)."""
-    chunks: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if chunks and (len(chunks[-1]) + 1) * lengths[i] <= _PROMPT_TOKENS:
-            chunks[-1].append(i)
-        else:
-            chunks.append([i])
-    return chunks

@@ -30,6 +30,8 @@ class Row:
         log_probs, versions, supports, capped: the response's, see ``Response`` and ``Emitted``.
         kept: recorded fields of tokens whose cache was dropped; they stay in force (contracts.md section 5).
         slot: where the cache holds it, -1 outside.
+        fields: recorded fields it asked for, without the sampling support.
+        records_support: it wants its sampling support, and has one.
         finish: why it ended, "" while it runs.
     """
 
@@ -49,7 +51,13 @@ class Row:
     text: StopText | None = None
 
     def __post_init__(self) -> None:
+        self.fields = self.request.extras - {SAMPLING_SUPPORT.name}
         self.records_support = self.request.sampling.truncated and SAMPLING_SUPPORT.name in self.request.extras
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """What is computed as one prompt when the row joins: the prompt, and after a retract all but the last token."""
+        return tuple(self.tokens[:-1] if self.log_probs else self.tokens)
 
     @property
     def response(self) -> list[int]:
@@ -158,6 +166,12 @@ class Scheduler:
         """Hand the result to whoever waits for it."""
         if row.future.done():
             return
+        try:
+            row.future.set_result(self._response(row, finish, extras))
+        except Exception as error:  # a tokenizer that fails must not leave this request, or others, without an answer
+            row.future.set_exception(error)
+
+    def _response(self, row: Row, finish: str, extras: dict[str, Any]) -> Response:
         tokens = row.response
         text = row.text.text if row.text is not None and finish == "stop" and row.tokens[-1] not in row.stops else None
         metrics: dict[str, float] = {}
@@ -165,14 +179,12 @@ class Scheduler:
             # No row recorded anything: nothing was truncated, and an empty support means the whole vocabulary.
             extras[SAMPLING_SUPPORT.name] = row.supports or [np.zeros(0, np.int32)] * len(tokens)
             metrics["sampling_support_capped"] = float(row.capped)
-        row.future.set_result(
-            Response(
-                tokens,
-                row.log_probs,
-                finish,  # type: ignore[arg-type]
-                self.decode(tokens) if text is None else text,
-                row.versions,
-                extras,
-                metrics,
-            )
+        return Response(
+            tokens,
+            row.log_probs,
+            finish,  # type: ignore[arg-type]
+            self.decode(tokens) if text is None else text,
+            row.versions,
+            extras,
+            metrics,
         )

@@ -14,6 +14,8 @@ from miles_core.embedded.model import load_model
 from miles_core.embedded.scheduler import StopText
 from miles_core.errors import MilesError
 from miles_core.rollout.engine import Request, Sampling
+from miles_core.sync.unit import Encoded
+from miles_core.testing.engine_contract import stored_units
 from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15]]
@@ -25,7 +27,7 @@ def letters(tokens):
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def checkpoint(request, tmp_path_factory):
-    return tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    return tiny_checkpoint(request.param, tmp_path_factory.mktemp("family") / request.param)
 
 
 def generate(engine, requests):
@@ -215,3 +217,44 @@ def test_stop_text_over_incomplete_characters():
     text = StopText(decode, ["</x>", "zzz"])
     assert [text.add(t) for t in (0, 1, 2, 3, 4, 5)] == [False] * 5 + [True]
     assert text.text == "abéc"
+
+
+def test_a_tokenizer_that_fails_fails_only_its_requests(small):
+    def decode(tokens):
+        if len(tokens) == 3:
+            raise UnicodeError("cannot decode")
+        return letters(tokens)
+
+    engine = EmbeddedEngine(load_model(small), Settings(decode, eos=[1]))
+
+    async def main():
+        budgets = (3, 4, 3, 5)
+        tasks = [engine.generate(Request([5], Sampling(n, ignore_eos=True), key=n)) for n in budgets]
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+
+    got = asyncio.run(main())
+    assert [isinstance(r, UnicodeError) for r in got] == [True, False, True, False]
+
+
+def test_an_update_equals_a_fresh_load(checkpoint, tmp_path):
+    """Every family's layout: fused experts, tied embeddings, latent attention; encoded tensors go through ``decode``."""
+    other = tiny_checkpoint(checkpoint.name, tmp_path, seed=5)
+    halved = [Encoded(u.name, {f"{u.name}_half": u.parts[u.name] / 2}, "halved") for u in stored_units(other)]
+
+    def decode(encoded):
+        return encoded.parts[f"{encoded.name}_half"] * 2
+
+    engine = EmbeddedEngine(load_model(checkpoint), Settings(letters, eos=[1], decode=decode))
+    fresh = EmbeddedEngine(load_model(other), Settings(letters, eos=[1]))
+    asyncio.run(engine.update_weights(halved, 3))
+    assert engine.version == 3
+    requests = [Request(p, Sampling(8), key=i) for i, p in enumerate(PROMPTS)]
+    for a, b in zip(generate(engine, requests), generate(fresh, requests), strict=True):
+        assert a.tokens == b.tokens and a.weight_versions == [(0, 3)] and b.weight_versions == [(0, -1)]
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
+
+
+def test_an_encoded_update_without_a_decoder_is_refused(small):
+    engine = EmbeddedEngine(load_model(small), Settings(letters))
+    with pytest.raises(MilesError, match="encoded as fancy"):
+        asyncio.run(engine.update_weights([Encoded("model.norm.weight", {}, "fancy")], 1))
