@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.embedded.call import attention, no_mask, watch_layers
+from miles_core.embedded.dequantize import dequantized
 from miles_core.embedded.experts import grouped_experts
 from miles_core.errors import CheckpointError
 
@@ -79,7 +80,7 @@ def load_model(
     """Load the causal language model in ``path``.
 
     Args:
-        path: a Hugging Face checkpoint directory with safetensors weights.
+        path: a Hugging Face checkpoint directory with safetensors weights; quantised ones are dequantised.
         dtype: ``auto`` (as stored), ``float32`` or ``bfloat16``.
         device: where the parameters live.
         trust_remote_code: run model code that comes with the checkpoint.
@@ -88,17 +89,23 @@ def load_model(
         The model in evaluation mode, attending through a ``Call``.
     """
     config = checkpoint_config(path, trust_remote_code)
+    state = dequantized(path, config, _DTYPES.get(dtype))
+    ours: dict[str, Any] = {"attn_implementation": NAME, "experts_implementation": NAME, "output_loading_info": True}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=_DTYPES.get(dtype, "auto"),
-            attn_implementation=NAME,
-            experts_implementation=NAME,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        if state is None:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=_DTYPES.get(dtype, "auto"),
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                **ours,
+            )
+        else:
+            with torch.device("meta"):
+                shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            dtypes = _DTYPES.get(dtype, torch.bfloat16)
+            model, info = type(shell).from_pretrained(None, config=shell.config, state_dict=state, dtype=dtypes, **ours)
     except (OSError, ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(f"--hf-checkpoint {path}: the weights cannot be loaded ({first})") from error
@@ -106,6 +113,8 @@ def load_model(
         if type(error).__module__.startswith("safetensors"):
             raise CheckpointError(f"--hf-checkpoint {path}: a weight file is damaged or truncated ({error})") from error
         raise
+    if state is not None and (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(

@@ -11,6 +11,7 @@ Golden values are the format's own business: add tests of its codes beside this 
 
 from __future__ import annotations
 
+import json
 import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -55,6 +56,17 @@ class FormatContract:
         assert {k: (t.dtype, tuple(t.shape)) for k, t in parts.items()} == declared
         nbytes = sum(t.numel() * t.element_size() for t in parts.values())
         assert format.nbytes((self.rows, self.columns)) == nbytes < 4 * self.rows * self.columns
+
+    def test_a_checkpoint_in_this_format_is_recognised(self) -> None:
+        format, shape = self.make(), (self.rows, self.columns)
+        block = json.loads(json.dumps(format.config(["lm_head"])))
+        assert type(format).recognises(block) and not type(format).recognises({"quant_method": "another"})
+        again = type(format).from_checkpoint(block)
+        assert again.config(["lm_head"]) == block
+        parts = format.quantize(normal(self.rows, self.columns))
+        assert again.shape_of({suffix: tuple(t.shape) for suffix, t in parts.items()}) == shape
+        assert again.shape_of({suffix: (3, *t.shape) for suffix, t in parts.items()}) is None
+        assert torch.equal(again.dequantize(parts), format.dequantize(parts))
 
     def test_the_round_trip_stays_within_the_declared_error(self) -> None:
         format, weight = self.make(), normal(self.rows, self.columns)

@@ -69,6 +69,16 @@ class Int4(Format):
         options = config.plugin("int4")
         return cls(options.group_size, options.scope == "experts", options.skip_layers)
 
+    @classmethod
+    def recognises(cls, block: Mapping[str, Any]) -> bool:
+        return block.get("quant_method") == "compressed-tensors" and _group_size(block) is not None
+
+    @classmethod
+    def from_checkpoint(cls, block: Mapping[str, Any]) -> Int4:
+        size = _group_size(block)
+        assert size is not None
+        return cls(size)
+
     def refuse(self, shape: tuple[int, int]) -> str | None:
         columns = shape[1]
         if columns % PER_WORD:
@@ -116,6 +126,22 @@ class Int4(Format):
             "quantization_status": "compressed",
             "ignore": list(unquantized),
         }
+
+
+def _group_size(block: Mapping[str, Any]) -> int | None:
+    """The group size of a compressed-tensors block; None when it describes anything but these weights."""
+    sizes = set()
+    for group in (block.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        ours = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+        packed = (group.get("format") or block.get("format")) == "pack-quantized"
+        if not packed or any(weights.get(k) != v for k, v in ours.items()) or weights.get("actorder"):
+            return None
+        if group.get("input_activations"):
+            return None
+        sizes.add(weights.get("group_size"))
+    size = sizes.pop() if len(sizes) == 1 else None
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def pack(codes: Tensor) -> Tensor:
