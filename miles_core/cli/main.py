@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "what a run would consist of, or why it cannot start",
     "plugins": "what is installed; check, explain, new",
     "convert": "a checkpoint to a number format, or back to bf16",
+    "verify": "do engine and trainer agree about the same tokens, and if not, why",
     "report": "an HTML report of a run",
     "doctor": "environment, versions, hardware, and what each plugin can do here",
 }

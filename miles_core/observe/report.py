@@ -21,8 +21,10 @@ from typing import Any
 from miles_core import __version__
 from miles_core.errors import MilesError
 from miles_core.observe import environment as env
+from miles_core.observe.budget_table import BUDGET_COLUMNS, BUDGET_FILE, budget_rows
 from miles_core.observe.hints import review
 from miles_core.observe.metrics import names, read, series
+from miles_core.observe.mismatch_plots import draw_budget
 from miles_core.observe.plots import Panel, draw, panels
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ def report(run_dir: Path | str) -> Path:
         environment=_environment(run_dir),
         hints=review(records),
         sections=_sections(chosen, images),
+        budget=_budget(run_dir),
         rows=[_row(name, records) for name in names(records)],
         samples=_samples(run_dir / "samples.jsonl"),
         changed=_changed(config),
@@ -110,6 +113,17 @@ def _sections(chosen: Sequence[Panel], images: Mapping[str, str]) -> list[dict[s
     plugins = [{"title": f"Plugin {name}", "plots": plots, "open": True} for name, plots in sections.items() if name]
     result = [{"title": "", "plots": sections[""], "open": True}] if "" in sections else []
     return result + plugins + ([{"title": "More metrics", "plots": more, "open": False}] if more else [])
+
+
+def _budget(run_dir: Path) -> dict[str, Any]:
+    """What the mismatch between engine and trainer consisted of at the first sync, with ``--verify-logprobs``."""
+    found = _json(run_dir / BUDGET_FILE)
+    if not found:
+        return {}
+    png = draw_budget(found)
+    (run_dir / IMAGES / "budget.png").write_bytes(png)
+    image = "data:image/png;base64," + base64.b64encode(png).decode()
+    return {"image": image, "columns": BUDGET_COLUMNS, "rows": budget_rows(found), "version": found.get("version")}
 
 
 def _status(run_dir: Path, records: Sequence[Mapping[str, Any]], total: int | None) -> str:

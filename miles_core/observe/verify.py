@@ -22,6 +22,7 @@ import numpy as np
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.observe.budget import budget
+from miles_core.observe.budget_table import BUDGET_FILE
 from miles_core.observe.gap import Gap, LogProbs, measure
 from miles_core.observe.probe import bare, probe, probe_prompts
 from miles_core.stash import StashKey
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: In a run directory: the budget at the first sync of the run.
-BUDGET_FILE = "budget.json"
 #: An engine that moved by less than this part of the trainer's movement (medians) did not move.
 _STILL = 0.1
 #: ... and where the two agreed ten times better than they moved, it must have moved so far along.

@@ -33,9 +33,8 @@ def fail_with(error: BaseException):
 def test_help_lists_every_command_and_nothing_else(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name in ("train", "demo", "plan", "plugins", "convert", "report", "doctor"):
-        assert f"\n  {name} " in text
-    assert "verify" not in text
+    names = ["train", "demo", "plan", "plugins", "convert", "verify", "report", "doctor"]
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("  ")] == names
 
 
 def test_no_command_is_help_and_version_is_one_line(capsys):

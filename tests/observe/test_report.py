@@ -209,3 +209,18 @@ def test_images_are_png_and_first_colour_is_used():
     close = abs(image[..., :3] - blue).max(axis=-1) < 0.02
     assert close.sum() > 500
     assert (image[0, 0, :3] == 1).all()
+
+
+def test_the_mismatch_budget_of_a_verified_run(toy_run):
+    run = toy_run(
+        ["fp8", "r3"],
+        rollout_precision="fp8",
+        emulate_precision=True,
+        verify_logprobs=True,
+        steps=1,
+        verify_logprobs_tolerance=5,
+    )
+    page = report(run.directory).read_text()
+    assert "Mismatch budget at weight version 0" in page
+    assert "weight quantisation" in page and "replayed: training is free of it" in page
+    assert (run.directory / "report" / "budget.png").is_file()
