@@ -138,6 +138,25 @@ class FormatContract:
         block = self.make().config(["lm_head", "model.layers.0.mlp.gate"])
         assert block["quant_method"] and "model.layers.0.mlp.gate" in str(block)
 
+    def test_an_activation_does_not_depend_on_other_tokens(self) -> None:
+        format, x = self.make(), normal(2, 3, self.columns)
+        found = format.fake_quantize_activation(x)
+        assert found.dtype == x.dtype and found.shape == x.shape
+        alone = [[format.fake_quantize_activation(token[None])[0] for token in row] for row in x]
+        assert torch.equal(found, torch.stack([torch.stack(row) for row in alone]))
+        assert format.fake_quantize_activation(x.bfloat16()).dtype == torch.bfloat16
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.parametrize("magnitude", [1.0, 1e-4, 1e-33, 1e-39, 1e30])
+    def test_a_gpu_gives_the_same_bytes(self, magnitude: float) -> None:
+        format, weight = self.make(), normal(self.rows, self.columns) * magnitude
+        here, there = format.quantize(weight), format.quantize(weight.cuda())
+        assert_same({k: t.cpu() for k, t in there.items()}, here)
+        assert torch.equal(format.dequantize(there).cpu(), format.dequantize(here))
+        found = format.fake_quantize_activation(weight.cuda()).cpu()
+        assert torch.equal(found, format.fake_quantize_activation(weight))
+
     # -- the same bytes on every side -------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
