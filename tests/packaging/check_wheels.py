@@ -1,0 +1,147 @@
+"""Builds every wheel and tries them where a user would: an empty environment, outside of the checkout.
+
+    python tests/packaging/check_wheels.py --python python3.12 --torch torch==2.13.0
+
+Core alone comes first, then core with one plugin. Every check is one line; the last line counts them, and the exit status is 1
+when one failed. Called by ``make wheels``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = "tis"
+
+ALONE = """
+import miles_core, sys
+from miles_core.testing import toy_run
+assert "site-packages" in miles_core.__file__, miles_core.__file__
+run = toy_run()
+assert len(run.metrics) == 2 and run.metrics[-1]["train/grad_norm"] > 0
+"""
+WITH_PLUGIN = """
+import miles_tis
+from miles_core.testing import toy_run
+assert "site-packages" in miles_tis.__file__, miles_tis.__file__
+run = toy_run(plugins=["tis"])
+assert run.run.plan.order == ("tis",) and run.metrics[-1]["tis/weight_mean"] > 0
+"""
+
+
+class Checks:
+    """Runs commands and counts.
+
+    Args:
+        folder: where commands run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.passed = self.failed = 0
+        # nothing of the checkout and nothing of the caller's packages is importable
+        hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "MILES_DEBUG")
+        self.environment = {k: v for k, v in os.environ.items() if k not in hidden}
+
+    def run(
+        self, what: str, command: Sequence[str | Path], expect: Callable[[str], bool] = bool, silent: bool = False
+    ) -> str:
+        """Run ``command``; it passes with exit status 0 and output that ``expect`` accepts (or none, if ``silent``)."""
+        start = time.monotonic()
+        done = subprocess.run(
+            [str(c) for c in command], cwd=self.folder, env=self.environment, capture_output=True, text=True
+        )
+        good = done.returncode == 0 and (silent or expect(done.stdout))
+        self.passed, self.failed = self.passed + good, self.failed + (not good)
+        print(f"{'ok' if good else 'FAILED':6} {what}  ({time.monotonic() - start:.1f} s)", flush=True)
+        if not good:
+            print(f"$ {' '.join(map(str, command))}\n{done.stdout[-3000:]}{done.stderr[-3000:]}", flush=True)
+        return done.stdout
+
+    def check(self, what: str, good: bool, why: str = "") -> None:
+        """Count something already known."""
+        self.passed, self.failed = self.passed + good, self.failed + (not good)
+        print(f"{'ok' if good else 'FAILED':6} {what}{'' if good else f': {why}'}", flush=True)
+
+
+def build(checks: Checks, builder: Path, wheels: Path) -> dict[str, Path]:
+    """Build a wheel of core and of each plugin; name of the distribution's folder -> wheel."""
+    made = {}
+    for project in [ROOT, *sorted(p.parent for p in ROOT.glob("plugins/*/pyproject.toml"))]:
+        before = set(wheels.glob("*.whl"))
+        name = "core" if project == ROOT else project.name
+        command = [builder, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", wheels, project]
+        checks.run(f"wheel of {name}", command, silent=True)
+        new = set(wheels.glob("*.whl")) - before
+        checks.check(f"one file for {name}", len(new) == 1, f"{[p.name for p in new]}")
+        made[name] = next(iter(new), wheels / "missing")
+    return made
+
+
+def contents(checks: Checks, wheels: dict[str, Path]) -> None:
+    """A wheel has its licence or metadata, its package and nothing of the tests; core has its data files."""
+    for name, wheel in wheels.items():
+        if not wheel.exists():
+            continue
+        files = zipfile.ZipFile(wheel).namelist()
+        package = "miles_core/" if name == "core" else f"miles_{name}/"
+        strangers = [f for f in files if not f.startswith(package) and ".dist-info/" not in f]
+        checks.check(f"{wheel.name} holds {package} and metadata only", not strangers, f"{strangers[:3]}")
+    core = zipfile.ZipFile(wheels["core"]).namelist()
+    for data in sorted((ROOT / "miles_core").rglob("*")):
+        if data.is_file() and data.suffix not in (".py", ".pyc"):
+            wanted = data.relative_to(ROOT).as_posix()
+            checks.check(f"core's wheel holds {wanted}", wanted in core, "it is not there")
+
+
+def environment(checks: Checks, python: str, folder: Path, torch: str) -> Path:
+    """An empty virtual environment with torch; returns its Python."""
+    checks.run("empty environment", [python, "-m", "venv", folder], silent=True)
+    inside = folder / "bin" / "python"
+    checks.run(f"pip install {torch}", [inside, "-m", "pip", "install", "--quiet", torch], silent=True)
+    return inside
+
+
+def main() -> int:
+    """Run all checks; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", default=sys.executable, help="the Python to make environments with")
+    parser.add_argument("--torch", default="torch", help="requirement to install first, e.g. torch==2.13.0")
+    options = parser.parse_args()
+    # pip unpacks and builds there, so that the checkout is never a build folder
+    with tempfile.TemporaryDirectory(prefix="miles-wheels-") as name:
+        folder = Path(name)
+        checks = Checks(folder)
+        wheels = folder / "wheels"
+        wheels.mkdir()
+        inside = environment(checks, options.python, folder / "venv", options.torch)
+        pip = [inside, "-m", "pip", "install", "--quiet"]
+        checks.run("pip install flit_core", [*pip, "flit_core>=3.11,<4"], silent=True)
+        built = build(checks, inside, wheels)
+        contents(checks, built)
+        miles = folder / "venv" / "bin" / "miles"
+        checks.run("pip install core", [*pip, built["core"]], silent=True)
+        checks.run("miles --help", [miles, "--help"], lambda out: "usage: miles COMMAND" in out)
+        checks.run("miles plugins, none", [miles, "plugins"], lambda out: "no plugin is installed" in out)
+        checks.run("miles train --help", [miles, "train", "--help"], lambda out: "--rollout-batch-size" in out)
+        checks.run("miles plan", [miles, "plan"], lambda out: "plugins: none" in out)
+        checks.run("toy run of core alone", [inside, "-c", ALONE], silent=True)
+        checks.run(f"pip install {PLUGIN}", [*pip, built[PLUGIN]], silent=True)
+        checks.run("miles plugins, one", [miles, "plugins"], lambda out: out.startswith(f"{PLUGIN} "))
+        checks.run("miles plan with it", [miles, "plan", "--plugins", PLUGIN], lambda out: PLUGIN in out)
+        checks.run("toy run with it", [inside, "-c", WITH_PLUGIN], silent=True)
+        checks.run("pip check", [inside, "-m", "pip", "check"])
+    print(f"{checks.passed} passed, {checks.failed} failed")
+    return 1 if checks.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
