@@ -14,10 +14,11 @@ from miles_core.plugin.discovery import discover
 
 FORMATS = ("fp8", "mxfp8", "nvfp4", "int4")
 
-#: Who refuses whom: plugins (all of them in the run), model family or "", words of the reason.
-REFUSED: tuple[tuple[frozenset[str], str, str], ...] = (
-    (frozenset({"r3"}), "llama", "there is no router to replay in a dense model"),
-    *((frozenset(two), "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
+#: Who refuses whom: plugins (all of them in the run), model family and rollout precision ("" is any), words of the reason.
+REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
+    (frozenset({"r3"}), "llama", "", "there is no router to replay in a dense model"),
+    (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 is for the matrices of experts, and a dense model has none"),
+    *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
 #: Options a plugin needs on so small a model.
@@ -37,8 +38,12 @@ def cells(names):
 CASES = [(names, cell, family) for names in TOGETHER for cell in cells(names) for family in ("qwen3_moe", "llama")]
 
 
-def expected(names, family):
-    return [why for some, model, why in REFUSED if some <= set(names) and model in ("", family)]
+def expected(names, family, rollout):
+    return [
+        why
+        for some, model, precision, why in REFUSED
+        if some <= set(names) and model in ("", family) and precision in ("", rollout)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +51,7 @@ def expected(names, family):
 )
 def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, names, cell, family):
     rollout, train = cell
-    reasons = expected(names, family)
+    reasons = expected(names, family, rollout)
     options = {"rollout_precision": rollout, "train_precision": train, "emulate_precision": cell != ("bf16", "bf16")}
     for name in names:
         options |= OPTIONS.get(name, {})
@@ -67,7 +72,7 @@ def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, names, cell,
 
 def test_refusals_are_the_table_s():
     """No row without an installed plugin, so that the table is no longer than it needs to be."""
-    assert all(names & set(MANIFESTS) for names, _, _ in REFUSED)
+    assert all(names & set(MANIFESTS) for names, *_ in REFUSED)
 
 
 def test_there_is_something_to_combine():
