@@ -33,3 +33,7 @@ class DataError(MilesError):
 
 class CheckpointError(MilesError):
     """A checkpoint that is missing, malformed, incomplete or from another plan."""
+
+
+class NonFiniteError(MilesError):
+    """NaN or infinity where a number should be; names the first tensor that holds it."""

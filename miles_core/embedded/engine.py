@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.embedded import sampling as draw
+from miles_core.embedded.blame import first_in
 from miles_core.embedded.cache import follow
 from miles_core.embedded.decoder import Decoder, PlainDecoder, one_each
 from miles_core.embedded.prompts import Key, Prompt, Prompts, chunks
 from miles_core.embedded.runner import Fed, Runner
 from miles_core.embedded.scheduler import Row, Scheduler
 from miles_core.embedded.weights import Decode, load_units
-from miles_core.errors import MilesError
+from miles_core.errors import MilesError, NonFiniteError
 from miles_core.plugin.core import CORE
 from miles_core.rollout.engine import Engine, PauseMode, Request, Response
 from miles_core.sync.unit import Encoded
@@ -200,10 +201,19 @@ class EmbeddedEngine(Engine):
         if not self._usable:
             raise MilesError("the last weight update failed part-way; the engine cannot generate until one succeeds")
         self._leave([row for row in self.rows if row.future.done()])
-        self._admit()
-        if self.rows:
-            emitted = self.decoder.step(self, self.rows)
-            self._finish(self.scheduler.accept(self.rows, emitted, self._version))
+        try:
+            self._admit()
+            if self.rows:
+                emitted = self.decoder.step(self, self.rows)
+                self._finish(self.scheduler.accept(self.rows, emitted, self._version))
+        except NonFiniteError as error:
+            raise NonFiniteError(self._blame(error)) from error
+
+    def _blame(self, error: NonFiniteError) -> str:
+        """Run the rows through the model once more, to name the first module that computed what is not finite."""
+        tokens = [row.tokens for row in (*self.rows, *self._joining)]
+        found = first_in(self.model, lambda: self.runner.score(tokens, 1.0))
+        return f"engine, weight version {self._version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
 
     def _admit(self) -> None:
         waiting = self.scheduler.waiting

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from miles_core.errors import MilesError
+from miles_core.errors import NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class Optimizer:
             master.grad = None
 
     def step(self) -> dict[str, float]:
-        """Clip, step, refresh the model copy. Returns ``grad_norm`` (before clipping) and ``lr``; raises MilesError when
-        the norm is not finite, and then nothing has changed."""
+        """Clip, step, refresh the model copy. Returns ``grad_norm`` (before clipping) and ``lr``; raises NonFiniteError
+        when the norm is not finite, and then nothing has changed."""
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         norm_value = float(norm)
         if not math.isfinite(norm_value):
-            raise MilesError(self._blame(norm_value))
+            raise NonFiniteError(self._blame(norm_value))
         if self.config.clip_grad > 0 and norm_value > self.config.clip_grad:
             torch._foreach_mul_(grads, self.config.clip_grad / norm_value)
         rate = learning_rate(self.config, self.step_number) if self.fixed_lr is None else self.fixed_lr

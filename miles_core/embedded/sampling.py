@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.errors import MilesError
+from miles_core.errors import NonFiniteError
 from miles_core.rollout.engine import Sampling
 
 #: A truncated distribution never keeps more than this many tokens: the recorded support is then always the true one.
@@ -230,7 +230,7 @@ def sample(logits: Tensor, params: Params, u: Tensor, recording: Tensor | None =
 
 
 def record(dist: Distribution, tokens: Tensor, recording: Tensor | None = None) -> Sampled:
-    """Log-probabilities and supports of ``tokens`` [n], however they were chosen. MilesError when logits are not finite."""
+    """Log-probabilities and supports of ``tokens`` [n], however they were chosen. NonFiniteError when logits are not."""
     last = dist.full.shape[-1] - 1
     index = tokens.clamp(max=last).unsqueeze(1)
     log_probs = dist.full.gather(-1, index)
@@ -242,7 +242,7 @@ def record(dist: Distribution, tokens: Tensor, recording: Tensor | None = None) 
         capped = dist.capped.tolist() if dist.capped is not None else None
         out = Sampled(tokens.tolist(), log_probs.squeeze(1).tolist(), _ids(dist.support & wanted), capped)
     if max(out.tokens) > last or any(math.isnan(p) for p in out.log_probs):
-        raise MilesError("the model's logits are not finite; its weights or the last update hold NaN or infinity")
+        raise NonFiniteError("the model's logits are not finite; its weights or the last update hold NaN or infinity")
     return out
 
 

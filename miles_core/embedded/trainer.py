@@ -7,6 +7,7 @@ never its result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from miles_core.data.batch import Batch, Ragged
 from miles_core.embedded import layout, state
 from miles_core.embedded.attention import PackedCall
 from miles_core.embedded.balance import Balance
+from miles_core.embedded.blame import first_in_step
 from miles_core.embedded.emulate import emulating
 from miles_core.embedded.export import export_checkpoint
 from miles_core.embedded.logprobs import scatter, token_log_probs
@@ -27,6 +29,7 @@ from miles_core.embedded.model import backbone, build_model, decoder_layers
 from miles_core.embedded.optimizer import Optimizer, OptimizerConfig
 from miles_core.embedded.packing import Packing, pack
 from miles_core.embedded.split import split
+from miles_core.errors import NonFiniteError
 from miles_core.precision.select import fake_quantize
 from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.sync.encode import Codec
@@ -162,6 +165,7 @@ class EmbeddedTrainer(Trainer):
         totals: dict[str, list[Tensor]] = {}
         self.optimizer.zero_grad()
         self.optimizer.fixed_lr = lr
+        values: list[Tensor] = []
         for samples in self._split(batch):
             micro_batch, ctx = self._prepare(batch, samples, "train", self.config.entropy)
             output = self.parts.forward(self.model, micro_batch, ctx)
@@ -169,7 +173,14 @@ class EmbeddedTrainer(Trainer):
             if share.value.requires_grad:
                 share.value.backward()
             self._note(totals, share.metrics | ctx.metrics)
-        return self._metrics(totals)
+            values.append(share.value.detach())
+        try:
+            if values and not math.isfinite(sum(torch.stack(values).tolist())):
+                raise NonFiniteError("the loss is not finite; nothing was changed by this step: try a lower --lr")
+            return self._metrics(totals)
+        except NonFiniteError as error:
+            found = first_in_step(self, batch, loss, tokens)
+            raise NonFiniteError(f"{found} found by computing the step again, because {error}") from error
 
     def emulating(self, emulation: Emulation, codec: Codec) -> AbstractContextManager[None]:
         """See ``Trainer.emulating``."""

@@ -22,6 +22,7 @@ from miles_core.algorithm.overlong import overlong_penalty
 from miles_core.algorithm.reduction import loss_weights
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
+from miles_core.errors import NonFiniteError
 from miles_core.plugin.load import compose
 from miles_core.store import Store
 from miles_core.sync.unit import Unit
@@ -180,7 +181,10 @@ class Learner:
             )
             batch.columns["correction"] = correction.factor
             add(metrics, numbers(correction.metrics))
-        add(metrics, self.trainer.step(batch))
+        try:
+            add(metrics, self.trainer.step(batch))
+        except NonFiniteError as error:
+            raise NonFiniteError(f"training step {self.run.step + 1}: {error}") from error
         return metrics
 
 
