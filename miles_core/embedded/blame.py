@@ -1,9 +1,9 @@
 """Finding the first tensor that is not finite.
 
-Checking every tensor of every step would cost what it could save. So a step only checks its loss and its gradient's norm,
-and when one of them is NaN or infinite the same micro-batches are computed again with eyes on every module: the first
-output that is not finite in the forward pass, else the first gradient in the backward pass, is where it began. Nothing was
-changed by the failed step, so the second computation meets the same numbers.
+Checking every tensor of every step would cost what it could save. So a step only checks its gradient's norm, which no NaN
+or infinity escapes, and then the same micro-batches are computed again with eyes on every module: the first output that
+is not finite in the forward pass, else the first gradient in the backward pass, is where it began. Nothing was changed by
+the failed step, so the second computation meets the same numbers.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ never its result.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -165,7 +164,6 @@ class EmbeddedTrainer(Trainer):
         totals: dict[str, list[Tensor]] = {}
         self.optimizer.zero_grad()
         self.optimizer.fixed_lr = lr
-        values: list[Tensor] = []
         for samples in self._split(batch):
             micro_batch, ctx = self._prepare(batch, samples, "train", self.config.entropy)
             output = self.parts.forward(self.model, micro_batch, ctx)
@@ -173,10 +171,7 @@ class EmbeddedTrainer(Trainer):
             if share.value.requires_grad:
                 share.value.backward()
             self._note(totals, share.metrics | ctx.metrics)
-            values.append(share.value.detach())
         try:
-            if values and not math.isfinite(sum(torch.stack(values).tolist())):
-                raise NonFiniteError("the loss is not finite; nothing was changed by this step: try a lower --lr")
             return self._metrics(totals)
         except NonFiniteError as error:
             found = first_in_step(self, batch, loss, tokens)
