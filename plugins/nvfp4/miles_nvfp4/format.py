@@ -79,6 +79,11 @@ class Nvfp4(Format):
     def from_config(cls, config: Config) -> Nvfp4:
         return cls(config.plugin("nvfp4").four_over_six)
 
+    @classmethod
+    def recognises(cls, block: Mapping[str, Any]) -> bool:
+        size = block.get("group_size", BLOCK)
+        return block.get("quant_method") == "modelopt" and block.get("quant_algo") == "NVFP4" and size == BLOCK
+
     def refuse(self, shape: tuple[int, int]) -> str | None:
         columns = shape[1]
         if columns % BLOCK == 0:
