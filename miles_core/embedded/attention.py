@@ -8,6 +8,7 @@ of its trunk, which are gathered once a trunk, and its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from miles_core.embedded.flash import FlashPlan, flash, takes
 from miles_core.embedded.packing import Ints, Packing, Segments
 from miles_core.train.trainer import Context
 
@@ -51,14 +53,20 @@ class Bucket:
         return len(self.segments), self.length
 
 
-class PackedCall:
-    """One forward of the model over a packed micro-batch; see ``miles_core.embedded.call.Call``."""
+class Buckets:
+    """A packing's segments in buckets.
 
-    def __init__(self, ctx: Context, packing: Packing) -> None:
-        self.ctx = ctx
+    Attributes:
+        trunks: trunk buckets.
+        branches: branch buckets.
+        slots: [slots] the row in each slot (any row where it is padding).
+        inverse: [rows] the slot of each row.
+        pads: [n] slots that are padding.
+    """
+
+    def __init__(self, packing: Packing) -> None:
         self.trunks, self.branches, slots, pads = _buckets(packing)
         device = packing.rows.device
-        #: [slots] the row in each slot (any row where ``pads``), and [rows] the slot of each row.
         self.slots = torch.from_numpy(slots).to(device)
         inverse = np.zeros(len(packing.rows), np.int64)
         inverse[slots[~pads]] = (~pads).nonzero()[0]
@@ -66,23 +74,43 @@ class PackedCall:
         self.pads = torch.from_numpy(pads.nonzero()[0]).to(device)
         _masks(self, packing, device)
 
+
+class PackedCall:
+    """One forward of the model over a packed micro-batch; see ``miles_core.embedded.call.Call``."""
+
+    def __init__(self, ctx: Context, packing: Packing) -> None:
+        self.ctx = ctx
+        self.packing = packing
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """Made when the first layer asks."""
+        return Buckets(self.packing)
+
+    @cached_property
+    def _flash(self) -> FlashPlan:
+        return FlashPlan(self.packing)
+
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See ``Call.attend``."""
-        width = value.shape[-1]
-        q, k, v = (Spread.apply(x[0].transpose(0, 1), self.slots, self.inverse, self.pads) for x in (query, key, value))
+        if takes(query):
+            return flash(*(x[0].transpose(0, 1) for x in (query, key, value)), self._flash, scaling).unsqueeze(0)
+        width, layout = value.shape[-1], self.buckets
+        index = (layout.slots, layout.inverse, layout.pads)
+        q, k, v = (Spread.apply(x[0].transpose(0, 1), *index) for x in (query, key, value))
         gqa = query.shape[1] != key.shape[1]
         keys, values, outputs = [], [], []
-        for bucket in self.trunks:
+        for bucket in layout.trunks:
             k_b, v_b = _take(k, bucket), _take(v, bucket)
             keys.append(k_b)
             values.append(v_b)
             outputs.append(_attend(_take(q, bucket), k_b, v_b, None, scaling, gqa))
-        for bucket in self.branches:
+        for bucket in layout.branches:
             k_b = torch.cat([keys[bucket.trunk_bucket].index_select(0, bucket.trunk), _take(k, bucket)], 2)
             v_b = torch.cat([values[bucket.trunk_bucket].index_select(0, bucket.trunk), _take(v, bucket)], 2)
             outputs.append(_attend(_take(q, bucket), k_b, v_b, bucket.mask, scaling, gqa))
         flat = torch.cat([o.transpose(1, 2).reshape(-1, query.shape[1], width) for o in outputs])
-        return Collect.apply(flat, self.slots, self.inverse, self.pads).unsqueeze(0)
+        return Collect.apply(flat, *index).unsqueeze(0)
 
 
 def _take(x: Tensor, bucket: Bucket) -> Tensor:
@@ -99,6 +127,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
     width = v.shape[-1]
     if width < k.shape[-1]:
         v = pad(v, (0, k.shape[-1] - width))
+    if gqa and q.is_cuda:
+        # The memory-efficient kernel, the one that takes masks and float32, does not know shared heads.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        gqa = False
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
     return out[..., :width]
 
@@ -226,7 +258,7 @@ def _similar(lengths: Ints) -> list[Ints]:
     return found
 
 
-def _masks(call: PackedCall, packing: Packing, device: torch.device) -> None:
+def _masks(call: Buckets, packing: Packing, device: torch.device) -> None:
     for bucket in call.branches:
         home = call.trunks[bucket.trunk_bucket]
         lengths = packing.trunks.length[packing.branches.trunk[bucket.segments]]

@@ -1,5 +1,7 @@
 """Packed attention equals dense attention over each sample by itself, for every kernel it may choose."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -65,7 +67,7 @@ def test_equal_to_dense_attention(monkeypatch, heads, kv, dim, width, short):
 
 def test_padding_is_bounded():
     _, packing = layout([(100, tuple(range(10, 400, 7))), (3, tuple(range(1, 50)))])
-    call = PackedCall(Context("train", (0,), packing.rows), packing)
+    call = PackedCall(Context("train", (0,), packing.rows), packing).buckets
     assert len(call.pads) < 0.35 * len(packing.rows)
 
 
@@ -76,3 +78,30 @@ def test_bfloat16_softmax_is_taken_in_float32():
     expected = nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, scale=0.25)
     assert found.dtype == torch.bfloat16
     assert (found.float() - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("heads", "kv", "dim", "width"), [(8, 2, 64, 64), (4, 4, 192, 128), (2, 1, 12, 12)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_attends_alike(dtype, heads, kv, dim, width):
+    batch, packing = layout(((5, (7, 3, 1)), (90, (2, 130)), (40, (1,)), (3, (20, 300, 19, 60))))
+    generator = torch.Generator().manual_seed(1)
+    rows = len(packing.rows)
+    exact = [
+        torch.randn(1, rows, h, d, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .double()
+        .transpose(1, 2)
+        .requires_grad_()
+        for h, d in ((heads, dim), (kv, dim), (kv, width))
+    ]
+    there = [x.detach().to("cuda", dtype).requires_grad_() for x in exact]
+    moved = replace(packing, rows=packing.rows.cuda())
+    ours = PackedCall(Context("train", (0,), moved.rows), moved).attend(nn.Identity(), *there, 0.3)
+    theirs = dense(batch, packing, *exact, 0.3)
+    weight = torch.randn(theirs.shape, generator=generator, dtype=torch.float64)
+    found = [ours, *torch.autograd.grad((ours * weight.to("cuda", dtype)).sum(), there)]
+    expected = [theirs, *torch.autograd.grad((theirs * weight).sum(), exact)]
+    for a, b in zip(found, expected, strict=True):
+        assert (a.cpu().double() - b).norm() < (1e-4 if dtype == torch.float32 else 2e-2) * b.norm()

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from miles_core.data.batch import collate
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample
-from miles_core.embedded.attention import PackedCall
+from miles_core.embedded.attention import Buckets
 from miles_core.embedded.packing import pack
 from miles_core.embedded.split import split
-from miles_core.train.trainer import Context
 
 ROUTES = Field("routes", "int32", "token-1", pad=-1, shape=(2,))
 NOTES = Field("notes", "float32", "response")
@@ -85,7 +84,7 @@ def seen_by(call, packing):
 @given(batches(), st.booleans())
 def test_every_row_sees_exactly_its_history(batch, share):
     packing = pack(batch, share)
-    call = PackedCall(Context("train", (0,), packing.rows), packing)
+    call = Buckets(packing)
     seen = seen_by(call, packing)
     assert sorted(seen) == list(range(len(packing.rows)))
     for row, flat in enumerate(packing.rows.tolist()):
