@@ -13,10 +13,12 @@ from miles_core.observe.hints import for_error
 from miles_core.observe.verify import verify
 from miles_core.plugin.load import compose
 from miles_core.policy import Policy
+from miles_core.precision.schedule import follow
 from miles_core.rollout.collect import Group, Interrupted
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.summary import rollout_metrics
 from miles_core.run import Run
+from miles_core.train.learner import optimiser_steps
 from miles_core.train.warm_start import warm_start
 
 log = logging.getLogger(__name__)
@@ -68,7 +70,9 @@ async def step(run: Run, rollout: Rollout, evaluator: Evaluator | None) -> None:
         metrics |= rollout_metrics(run, groups)
         for policy in run.policies:
             run.progress.phase("train")
-            metrics |= run.named(policy, await policy.learner.learn(policy.own(groups)))
+            samples = policy.own(groups)
+            metrics |= run.named(policy, await policy.learner.learn(samples))
+            policy.trained += optimiser_steps(samples, run.config.train)[1]
             run.progress.phase("sync")
         run.step += 1
         for policy in run.policies:
@@ -81,8 +85,9 @@ async def step(run: Run, rollout: Rollout, evaluator: Evaluator | None) -> None:
 
 
 async def sync(run: Run, policy: Policy) -> dict[str, float]:
-    """Give the engine the learner's weights as version ``run.step``."""
+    """Give the engine the learner's weights as version ``run.step``, in the precision that is due."""
     with run.clock.phase("sync"):
+        await follow(run, policy)
         report = await policy.learner.push(run.step)
     policy.version = report.version
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)

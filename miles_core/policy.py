@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from miles_core.data.sample import Sample
+    from miles_core.precision.schedule import Precisions
     from miles_core.rollout.engine import Engine
     from miles_core.runtime import LearnerHandle
 
@@ -25,6 +26,8 @@ class Policy:
         learner: the trainer side, a ``miles_core.runtime.LearnerHandle``.
         engine: where its requests go.
         version: the last weight version synced; -1 before the first.
+        trained: optimiser steps done, those of a warm start not counted.
+        precisions: what its two sides compute in now; None is what they started with.
     """
 
     name: str = "policy"
@@ -32,6 +35,8 @@ class Policy:
     learner: LearnerHandle | None = field(default=None, repr=False)
     engine: Engine | None = field(default=None, repr=False)
     version: int = -1
+    trained: int = 0
+    precisions: Precisions | None = None
 
     def own(self, groups: list[list[Sample]]) -> list[Sample]:
         """The samples this policy learns from: those whose metadata names it, or name nobody."""

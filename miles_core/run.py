@@ -204,7 +204,8 @@ class Run:
             for policy in self.policies:
                 await policy.learner.save(directory / policy.name)
             store = Store(directory / "state")
-            store.put("run", data={"step": self.step, **self._committed})
+            trained = {policy.name: policy.trained for policy in self.policies}
+            store.put("run", data={"step": self.step, "trained": trained, **self._committed})
             put_rng(store)
             self.hooks.on("on_save", run=self, policy=None, store=store)
         self._saved = self.step
@@ -219,6 +220,8 @@ class Run:
         store = Store(directory / "state")
         _, state = store.get("run")
         self.step = int(state["step"])
+        for policy in self.policies:
+            policy.trained = int(state["trained"][policy.name])
         self.prompts.load_state(state["prompts"])
         get_rng(store)
         if directory.parent.resolve() == self.checkpoints.directory.resolve():

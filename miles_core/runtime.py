@@ -33,6 +33,7 @@ from miles_core.train.learner import Learner, optimiser_steps
 
 if TYPE_CHECKING:
     from miles_core.policy import Policy
+    from miles_core.precision.schedule import Precisions
     from miles_core.run import Run
 
 Metrics = dict[str, float]
@@ -58,6 +59,10 @@ class LearnerHandle(ABC):
         """The policy's log-probabilities of each sample's response tokens, [response_length] float32, 0 where its loss
         mask is 0; computed like those of a training step (pass ``verify``), or as ``emulation`` says. Fields that the
         samples carry take part, as in training; ones that they do not carry are not missed."""
+
+    @abstractmethod
+    async def rebuild(self, precisions: Precisions) -> None:
+        """Train, and encode what is pushed, in another precision from now on."""
 
     @abstractmethod
     async def push(self, version: int) -> SyncReport:
@@ -122,7 +127,7 @@ class InlineLearner(LearnerHandle):
 
     def __init__(self, run: Run, learner: Learner, transport: Transport) -> None:
         self.run, self.learner, self.transport = run, learner, transport
-        self.codec = make_codec(run)
+        self.codec = make_codec(run, learner.policy)
 
     async def learn(self, samples: Sequence[Sample]) -> Metrics:
         return means(self.learner.learn(samples, *optimiser_steps(samples, self.run.config.train)))
@@ -136,6 +141,10 @@ class InlineLearner(LearnerHandle):
     async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
         with self.learner.trainer.emulating(emulation, self.codec):
             return self.learner.log_probs(samples)
+
+    async def rebuild(self, precisions: Precisions) -> None:
+        self.learner.trainer.rebuild({"precision": precisions.train})
+        self.codec = make_codec(self.run, self.learner.policy, precisions.rollout)
 
     async def push(self, version: int) -> SyncReport:
         return await self.transport.send(self.codec.encode(self.learner.units(self.transport.everywhere)), version)

@@ -110,7 +110,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
     from miles_core.precision.encode_files import plan
     from miles_core.precision.select import codec_for
 
-    codec = codec_for(format_class(options.to, manifests), config)
+    codec = codec_for(format_class(options.to, manifests), config, str(options.model_dir))
     return plan(CheckpointFiles(options.model_dir), codec)
 
 
@@ -144,6 +144,10 @@ def _help(words: Sequence[str]) -> str:
 
     made = _parser()
     schema = schema_for([w for w in words if w not in ("-h", "--help")])
+    shared = made.add_argument_group("any format", "weights left alone beside those a format never quantises")
+    for flag in schema.distinct_flags():
+        if SHARED.fullmatch(flag.spelling) and flag.spelling not in ("--plugins", "--config"):
+            shared.add_argument(flag.spelling, help=describe(flag).replace("%", "%%"), metavar=metavar(flag.option))
     shown: set[str] = set()
     for plugin in {p.name: p for p in providers(schema.manifests).values()}.values():
         group = made.add_argument_group(f"--to {' or '.join(plugin.formats)}", plugin.summary.replace("%", "%%"))

@@ -230,6 +230,25 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What a number format leaves alone, and from when on it applies; on both sides alike. The formats themselves are
+    chosen by ``--rollout-precision`` and ``--train-precision``."""
+
+    num_layers_at_start_in_bf16: int = option(0, help="decoder layers at the start that are not quantised", ge=0)
+    num_layers_at_end_in_bf16: int = option(0, help="decoder layers at the end that are not quantised", ge=0)
+    extra_high_precision_layers: tuple[str, ...] = option(
+        (),
+        flag="--extra-high-precision-layers-hf",
+        help="weights that are not quantised: parts of Hugging Face parameter names (_ does not count), or globs with *",
+        metavar="NAME,...",
+    )
+    warmup_steps: int = option(
+        0, help="optimiser steps with quantisation off on both sides, to the end of the rollout step they end in", ge=0
+    )
+    warmup_precision: Literal["bf16"] = option("bf16", help="precision of both sides until then")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sft:
     """Supervised warm start before the first rollout, with the same trainer."""
 
@@ -274,6 +293,7 @@ GROUPS: dict[str, type] = {
     "reward": Reward,
     "algorithm": Algorithm,
     "train": Train,
+    "precision": Precision,
     "sft": Sft,
     "evaluation": Evaluation,
 }

@@ -12,6 +12,7 @@ from miles_core.plugin.facts import Fact, Facts, show
 from miles_core.plugin.manifest import Rule
 from miles_core.plugin.rule import Truth, evaluate, names, parse
 
+_QUANTISED = "rollout.precision != bf16 or train.precision != bf16"
 _NO_DISCOUNT = "{grpo, dr_grpo, rloo, gspo, cispo}"
 
 RULES: tuple[Rule, ...] = (
@@ -56,6 +57,13 @@ RULES: tuple[Rule, ...] = (
     Rule("reward.custom_rm_path == none", "a sample has one reward function", when="reward.rm_type"),
     Rule("evaluation.prompt_data", "there is nothing to evaluate on", when="evaluation.interval"),
     Rule("evaluation.interval", "nothing says when to evaluate", when="evaluation.prompt_data"),
+    Rule(
+        _QUANTISED,
+        "without a number format nothing is quantised anyway",
+        when="precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16 "
+        "or precision.extra_high_precision_layers",
+    ),
+    Rule(_QUANTISED, "a warm-up ends with quantisation switched on", when="precision.warmup_steps"),
     Rule("profile", "traces are only recorded then", when="profile_dir"),
 )
 

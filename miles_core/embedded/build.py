@@ -22,7 +22,8 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
         seed=config.train.seed,
         max_running_requests=config.rollout.max_running_requests,
         max_context=config.rollout.max_context_len or 0,
-        decode=make_codec(run).decode,
+        codec=make_codec(run, policy),
+        codec_of=lambda precision: make_codec(run, policy, precision),
         kv_cache_dtype="" if config.rollout.kv_cache_dtype == "auto" else config.rollout.kv_cache_dtype,
     )
     engine = EmbeddedEngine(model, settings)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.embedded.call import KV_DTYPE, check_kv_dtype
-from miles_core.embedded.layout import export, sources, views
+from miles_core.embedded.layout import export, sources
 from miles_core.embedded.weights import load_units
 from miles_core.errors import MilesError
+from miles_core.precision.activation import RoundedInputs
 from miles_core.sync.encode import Codec
 from miles_core.train.emulation import Emulation
 
@@ -43,7 +44,7 @@ def emulating(trainer: EmbeddedTrainer, emulation: Emulation, codec: Codec) -> I
         elif emulation.encoded:
             stack.enter_context(_weights(trainer.model, codec, trainer.model))
         if emulation.activations:
-            stack.enter_context(rounded_inputs(trainer.model, codec))
+            stack.enter_context(_rounded_inputs(trainer.model, codec))
         if emulation.kv_dtype:
             stack.enter_context(_swapped(trainer.state, KV_DTYPE, check_kv_dtype(emulation.kv_dtype)))
         if emulation.through is not None:
@@ -73,22 +74,15 @@ def _weights(model: nn.Module, codec: Codec, source: nn.Module) -> Iterator[None
 
 
 @contextmanager
-def rounded_inputs(model: nn.Module, codec: Codec) -> Iterator[None]:
-    """Linear layers with quantised weights read their input as the format's matrix products do."""
+def _rounded_inputs(model: nn.Module, codec: Codec) -> Iterator[None]:
+    """Layers with quantised weights read their input as the format's matrix products do."""
     if codec.format is None:
         raise MilesError("the engine's weights have no number format, so none rounds activations")
-    fake = codec.format.fake_quantize_activation
-    chosen = {v.source.rpartition(".")[0] for v in views(model) if codec.selector(v.name, v.size)}
-    modules = [m for n, m in model.named_modules() if n in chosen]
-    others = sorted({type(m).__name__ for m in modules if not isinstance(m, nn.Linear)})
-    if others:
-        raise MilesError(f"the inputs inside {', '.join(others)} cannot be rounded from outside")
-    handles = [m.register_forward_pre_hook(lambda m, args: (fake(args[0]), *args[1:])) for m in modules]
+    inputs = RoundedInputs(model, codec)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        inputs.remove()
 
 
 @contextmanager

@@ -23,10 +23,12 @@ from miles_core.embedded.decoder import Decoder, PlainDecoder, one_each
 from miles_core.embedded.prompts import Key, Prompt, Prompts, chunks
 from miles_core.embedded.runner import Fed, Runner
 from miles_core.embedded.scheduler import Row, Scheduler
-from miles_core.embedded.weights import Decode, load_units
+from miles_core.embedded.weights import load_units
 from miles_core.errors import MilesError, NonFiniteError
 from miles_core.plugin.core import CORE
+from miles_core.precision.activation import RoundedInputs
 from miles_core.rollout.engine import Engine, PauseMode, Request, Response
+from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Encoded
 
 
@@ -40,8 +42,9 @@ class Settings:
         max_context: longest sequence; 0 takes the model's own limit.
         eos: ids that end a response.
         detokenize: token ids to text.
-        decode: reads encoded weights, see ``weights.load_units``.
         kv_cache_dtype: keys and values hold what this type can (``call.KV_DTYPES``); "" is the model's own.
+        codec: reads encoded weights, and rounds the inputs of layers where their format says so.
+        codec_of: precision -> codec, for ``rebuild``.
         decoder: one scheduler step; core's emits one token a row.
     """
 
@@ -50,8 +53,9 @@ class Settings:
     seed: int = 0
     max_running_requests: int = 512
     max_context: int = 0
-    decode: Decode | None = None
     kv_cache_dtype: str = ""
+    codec: Codec = field(default_factory=Codec)
+    codec_of: Callable[[str], Codec] | None = None
     decoder: Decoder = field(default_factory=PlainDecoder)
 
 
@@ -65,6 +69,8 @@ class EmbeddedEngine(Engine):
         self.decoder = settings.decoder
         config = model.config.get_text_config()
         self.max_context = settings.max_context or config.max_position_embeddings
+        self.codec = settings.codec
+        self._inputs = RoundedInputs(model, self.codec)
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype)
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
@@ -118,7 +124,7 @@ class EmbeddedEngine(Engine):
         if not self._paused and (self.rows or self.scheduler.waiting):
             raise RuntimeError(f"update_weights with {len(self.rows)} requests in flight: pause or abort them first")
         self._usable = False
-        load_units(self.model, units, self.settings.decode)
+        load_units(self.model, units, self.codec.decode)
         self._version, self._usable = version, True
         self._prompts.retire()
 
@@ -143,6 +149,18 @@ class EmbeddedEngine(Engine):
             raise RuntimeError(f"sleep with {len(self.rows)} requests in the cache: abort or retract them first")
         self.runner.clear()
         self._prompts.clear()
+
+    async def rebuild(self, layout: dict[str, Any]) -> None:
+        """Weights always lie here as plain numbers: a precision is how they are read, and how inputs are rounded."""
+        if not self._paused and (self.rows or self.scheduler.waiting):
+            raise RuntimeError(f"rebuild with {len(self.rows)} requests in flight: pause or abort them first")
+        if self.settings.codec_of is None:
+            raise RuntimeError("this engine was built without a way to make other codecs (Settings.codec_of)")
+        self._inputs.remove()
+        self.codec = self.settings.codec_of(layout["precision"])
+        self._inputs = RoundedInputs(self.model, self.codec)
+        self._usable = False
+        self._prompts.retire()
 
     # -- what a decoder calls ---------------------------------------------------------------------------------------
 
@@ -199,7 +217,10 @@ class EmbeddedEngine(Engine):
     @torch.no_grad()
     def _step(self) -> None:
         if not self._usable:
-            raise MilesError("the last weight update failed part-way; the engine cannot generate until one succeeds")
+            raise MilesError(
+                "the engine has no complete weights (an update failed part-way, or its layout changed); it cannot "
+                "generate until an update succeeds"
+            )
         self._leave([row for row in self.rows if row.future.done()])
         try:
             self._admit()

@@ -5,12 +5,14 @@ with a full-size zero gradient to add up, so the steps (gather, product, weighte
 their own, in which everything is a gather or a product as well: a row has exactly k places, so nothing is scattered.
 
 The usual expert, ``down(silu(gate) * up)``, goes through all steps before the next expert starts where the product is a loop anyway: its
-few hundred rows then stay in the cache. Anything else (biases, transposed weights, another gate) takes the steps one by one.
+few hundred rows then stay in the cache. Anything else (biases, transposed weights, another gate, rows that a number format
+rounds in front of a product) takes the steps one by one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
 _SILU = type(ACT2FN["silu"])
+
+#: Attribute of a module whose products read rounded rows (``precision.activation``); absent or None is the usual case.
+INPUT_ROUNDING = "input_rounding"
 
 
 @dataclass
@@ -56,16 +61,27 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     """
     native = _native(hidden_states, module.down_proj)
     routing = route(top_k_index, module.num_experts, synchronise=not native)
-    if not native and _is_plain(module, hidden_states):
+    rounding = getattr(module, INPUT_ROUNDING, None)
+    if rounding is not None and not rounding.enabled:
+        rounding = None
+    if rounding is None and not native and _is_plain(module, hidden_states):
         return _SwiGLUExperts.apply(hidden_states, top_k_weights, module.gate_up_proj, module.down_proj, routing)
     gated = getattr(module, "has_gate", True)
     up = "gate_up_proj" if gated else "up_proj"
-    x = dispatch(hidden_states, routing)
+    expert = partial(_expert_of, top_k_index, routing)
+    if rounding is None:
+        x = dispatch(hidden_states, routing)
+    elif rounding.all_of(up):
+        x = dispatch(rounding(up, hidden_states, expert), routing)  # once a row, not once a choice
+    else:
+        x = rounding(up, dispatch(hidden_states, routing), expert)
     x = _project(module, up, x, routing)
     if not gated:
         x = module.act_fn(x)
     else:
         x = module._apply_gate(x)
+    if rounding is not None:
+        x = rounding("down_proj", x, expert)
     x = _project(module, "down_proj", x, routing)
     if getattr(module, "has_post_expert_norm", False):
         x = module.post_expert_norm(x)
@@ -119,6 +135,11 @@ def grouped_linear(
 def combine(x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
     """[rows * k, hidden] sorted, weights [rows, k] -> [rows, hidden], each row the weighted sum of its k results."""
     return _Combine.apply(x, weights, routing.row, routing.place, routing.order)
+
+
+def _expert_of(index: Tensor, routing: Routing) -> Tensor:
+    """[rows * k] expert of each sorted place."""
+    return index.reshape(-1).index_select(0, routing.order)
 
 
 def _project(module: nn.Module, name: str, x: Tensor, routing: Routing) -> Tensor:

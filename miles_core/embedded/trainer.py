@@ -29,7 +29,7 @@ from miles_core.embedded.optimizer import Optimizer, OptimizerConfig
 from miles_core.embedded.packing import Packing, pack
 from miles_core.embedded.split import split
 from miles_core.errors import NonFiniteError
-from miles_core.precision.select import fake_quantize
+from miles_core.precision.select import TrainedPrecision
 from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Unit
@@ -68,15 +68,21 @@ class EmbeddedTrainer(Trainer):
         model: prepared by ``miles_core.embedded.model``.
         config: see ``TrainerConfig``.
         reference: makes the reference model for ``kind="ref"`` when it is first asked for.
+        precision: of the models, where it may change.
     """
 
     capabilities = frozenset({"entropy", "sampling_support"})
 
     def __init__(
-        self, model: nn.Module, config: TrainerConfig, reference: Callable[[], nn.Module] | None = None
+        self,
+        model: nn.Module,
+        config: TrainerConfig,
+        reference: Callable[[], nn.Module] | None = None,
+        precision: TrainedPrecision | None = None,
     ) -> None:
         self.model = model
         self.config = config
+        self.precision = precision
         self.layers = tuple(range(len(decoder_layers(model))))
         self.optimizer = Optimizer(model, config.optimizer)
         self.balance = Balance(model, config.aux_loss_coef) if config.aux_loss_coef > 0 else None
@@ -181,6 +187,12 @@ class EmbeddedTrainer(Trainer):
         """See ``Trainer.emulating``."""
         return emulating(self, emulation, codec)
 
+    def rebuild(self, layout: dict[str, Any]) -> None:
+        """See ``Trainer.rebuild``."""
+        if self.precision is None:
+            raise RuntimeError("this trainer was built without a precision that can change")
+        self.precision.switch(layout["precision"])
+
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""
         self.optimizer.reset()
@@ -265,13 +277,14 @@ def _no_loss(output: Output, micro_batch: Batch, ctx: Context) -> Any:
 
 def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     """The provider of ``--trainer embedded``."""
+    precision = TrainedPrecision(run, policy)
 
     def build(role: str) -> nn.Module:
         model = build_model(run, policy, role)
-        fake_quantize(run, model)
+        precision.add(model)
         return model
 
-    return EmbeddedTrainer(build("train"), trainer_config(run.config), lambda: build("ref"))
+    return EmbeddedTrainer(build("train"), trainer_config(run.config), lambda: build("ref"), precision)
 
 
 def trainer_config(config: Any) -> TrainerConfig:

@@ -110,6 +110,11 @@ class Format(ABC):
         A block (or token) with NaN or Inf comes out as NaN: there is no name to refuse it by here."""
         return x
 
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether the input of a quantised layer is quantised too: where ``fake_quantize_activation`` is written."""
+        return type(self).fake_quantize_activation is not Format.fake_quantize_activation
+
     @abstractmethod
     def config(self, unquantized: list[str]) -> dict[str, Any]:
         """The ``quantization_config`` block of config.json. ``unquantized``: names of modules left alone."""

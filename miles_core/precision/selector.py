@@ -1,7 +1,7 @@
 """Which weights a number format applies to.
 
 A number format applies to the matrices of linear layers and experts. Norms, embeddings, ``lm_head``, routers, biases,
-1-D tensors and MTP's ``eh_proj`` always keep their precision; a run adds selectors of its own. One dialect, over
+1-D tensors and MTP's ``eh_proj`` always keep their precision; a run adds selectors and layer ranges of its own. One dialect, over
 Hugging Face parameter names: a selector with a ``*`` is a glob for the whole name, any other is a substring, and
 ``_`` does not count (``layer_norm`` finds ``input_layernorm``). Engine and trainer ask the same selector, so both
 leave the same weights alone.
@@ -10,7 +10,9 @@ leave the same weights alone.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from miles_core.errors import ConfigError
@@ -22,6 +24,39 @@ NEVER = ("norm", "embed", "lm_head", "*.gate.weight", "*.router.weight", "*.shar
 
 #: Selectors people give by habit, which may match nothing (tied embeddings, another family's names).
 _HABITS = ("lmhead", "embed", "layernorm")
+
+
+#: The number of a decoder layer; towers of other modalities have layers of their own, with a longer path.
+_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Weights the user wants left alone: those that selectors find, or those of some decoder layers.
+
+    Attributes:
+        origin: the flag it came from, for messages.
+        selectors: in the dialect of this module.
+        layers: numbers of decoder layers, counted from 0.
+    """
+
+    origin: str
+    selectors: tuple[str, ...] = ()
+    layers: range = range(0)
+
+    def __post_init__(self) -> None:
+        if not all(s.strip() for s in self.selectors):
+            raise ConfigError(f"{self.origin} has an empty entry, which would match every tensor")
+
+    def finds(self, name: str) -> str | None:
+        """What in it finds the parameter ``name``; None when nothing does."""
+        if self.layers and (layer := _LAYER.match(name)) and int(layer[1]) in self.layers:
+            return f"layer {layer[1]}"
+        return next((s for s in self.selectors if matches(s, name)), None)
+
+    def __str__(self) -> str:
+        layers = [f"layers {self.layers.start} to {self.layers.stop - 1}"] if self.layers else []
+        return f"{self.origin}: {','.join([*self.selectors, *layers]) or 'empty'}"
 
 
 def matches(selector: str, name: str) -> bool:
@@ -39,6 +74,7 @@ class Selector:
         origin: the flag they came from, for messages.
         only: selectors of what the format is for; empty is every matrix.
         only_origin: what limits it to ``only``, for messages.
+        keep: more that is left alone, from other flags.
     """
 
     def __init__(
@@ -47,13 +83,13 @@ class Selector:
         origin: str = "the list of weights to leave alone",
         only: Iterable[str] = (),
         only_origin: str = "the weights the format is for",
+        keep: Iterable[Keep] = (),
     ) -> None:
         self.skip = tuple(skip)
         self.origin = origin
         self.only = tuple(only)
         self.only_origin = only_origin
-        if not all(s.strip() for s in self.skip):
-            raise ConfigError(f"{origin} has an empty entry, which would match every tensor")
+        self.keep = (Keep(origin, self.skip), *keep)
 
     def __call__(self, name: str, shape: Shape) -> bool:
         """Whether this tensor is quantised."""
@@ -69,7 +105,7 @@ class Selector:
         if left_alone is None and not self._eligible(name, shape):
             left_alone = f"{self.only_origin}: not among {', '.join(self.only)}"
         if left_alone is None:
-            left_alone = next((f"{self.origin}: {s}" for s in self.skip if matches(s, name)), None)
+            left_alone = next((f"{k.origin}: {found}" for k in self.keep if (found := k.finds(name))), None)
         if left_alone is None and len(shape) > 2:
             raise ConfigError(
                 f"{name} {list(shape)} holds all experts in one checkpoint tensor, which cannot be quantised yet "
@@ -91,15 +127,15 @@ class Selector:
             ConfigError: a selector matches no tensor; names the nearest.
         """
         notes = []
-        for selector in self.skip:
+        for origin, selector in [(k.origin, s) for k in self.keep for s in k.selectors]:
             found = [name for name in shapes if matches(selector, name)]
             if found and not any(self._eligible(name, shapes[name]) for name in found):
-                notes.append(f"{self.origin}: {selector!r} changes nothing, what it matches is not quantised anyway")
+                notes.append(f"{origin}: {selector!r} changes nothing, what it matches is not quantised anyway")
             elif not found and selector.replace("_", "") in _HABITS:
-                notes.append(f"{self.origin}: {selector!r} matches no tensor of this model")
+                notes.append(f"{origin}: {selector!r} matches no tensor of this model")
             elif not found:
                 raise ConfigError(
-                    f"{self.origin}: {selector!r} matches none of the model's {len(shapes)} tensors"
+                    f"{origin}: {selector!r} matches none of the model's {len(shapes)} tensors"
                     f"{_nearest(selector, shapes)}; a selector is part of a name, or a glob with * for all of it"
                 )
         if self.only and not any(self._eligible(name, shape) for name, shape in shapes.items()):
@@ -108,9 +144,9 @@ class Selector:
                 "there is nothing to quantise; use bf16 instead"
             )
         if not any(self(name, shape) for name, shape in shapes.items()):
+            given = "; ".join(str(k) for k in self.keep if k.selectors or k.layers) or str(self.keep[0])
             raise ConfigError(
-                f"{self.origin}: {','.join(self.skip) or 'empty'} leaves nothing to quantise among the model's "
-                f"{len(shapes)} tensors; use bf16 instead"
+                f"{given} leaves nothing to quantise among the model's {len(shapes)} tensors; use bf16 instead"
             )
         return notes
 

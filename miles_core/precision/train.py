@@ -1,4 +1,5 @@
-"""The embedded trainer's fake-quantised forward: weights in a low precision, gradients and optimiser in full.
+"""The embedded trainer's fake-quantised forward: weights (and, where the format has them, activations) in a low
+precision, gradients and optimiser in full.
 
 Where a layer would read its weight it finds ``dequantise(quantise(weight))`` in the model's dtype: the numbers an
 engine with the same format computes with, from the same codes, because both go through ``Codec`` one checkpoint
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from miles_core.embedded.layout import View, export, views
+from miles_core.precision.activation import RoundedInputs
 from miles_core.precision.selector import Selector
 from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Unit
@@ -50,6 +52,7 @@ class FakeQuantizer:
         codec.check({name: view.size for name, view in known.items()})
         self._groups = _groups([[known[n] for n in u.tensors] for u in export(model)], codec.selector)
         self._owners = {s: _owner(model, s) for s in self._groups}
+        self.inputs = RoundedInputs(model, codec)
         self._values: dict[str, Tensor] = {}
         self._seen: dict[str, Any] = {}
 
@@ -57,6 +60,15 @@ class FakeQuantizer:
     def sources(self) -> tuple[str, ...]:
         """Names of the parameters that are quantised, whole or in part."""
         return tuple(self._groups)
+
+    @property
+    def enabled(self) -> bool:
+        """Off, the model computes with its plain weights and activations."""
+        return self.inputs.enabled
+
+    @enabled.setter
+    def enabled(self, on: bool) -> None:
+        self.inputs.enabled = on
 
     def forget(self) -> None:
         """Quantise everything anew at the next forward."""
@@ -114,6 +126,8 @@ class _Shadow:
         self.quantizer, self.sources = quantizer, sources
 
     def enter(self, module: nn.Module, args: Any) -> None:
+        if not self.quantizer.enabled:
+            return
         for attribute, source in self.sources.items():
             parameter, value = module._parameters[attribute], self.quantizer.value(source)
             if torch.is_grad_enabled() and parameter is not None and parameter.requires_grad:

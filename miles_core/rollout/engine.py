@@ -150,5 +150,8 @@ class Engine(ABC):
         nothing defined until the next update."""
 
     async def rebuild(self, layout: dict[str, Any]) -> None:
-        """Change the weight layout (another number format); needs ``update_weights`` afterwards."""
-        raise NotImplementedError(f"{type(self).__name__} cannot change its weight layout while running")
+        """Change the weight layout, ``{"precision": name}`` (a number format or ``bf16``); needs ``update_weights``
+        afterwards. In-flight requests must be paused or absent."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot change its weight layout while running: leave --warmup-steps out"
+        )

@@ -138,13 +138,25 @@ class FormatContract:
         block = self.make().config(["lm_head", "model.layers.0.mlp.gate"])
         assert block["quant_method"] and "model.layers.0.mlp.gate" in str(block)
 
-    def test_an_activation_does_not_depend_on_other_tokens(self) -> None:
-        format, x = self.make(), normal(2, 3, self.columns)
+    # -- activations ------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_an_activation_keeps_its_shape_and_depends_on_its_own_token(self, dtype: torch.dtype) -> None:
+        format, x = self.make(), normal(3, 5, self.columns).to(dtype)
+        together = format.fake_quantize_activation(x)
+        assert together.shape == x.shape and together.dtype == dtype
+        assert torch.equal(together, torch.stack([format.fake_quantize_activation(row) for row in x]))
+        other = x.clone()
+        other[0] *= 1000
+        assert torch.equal(format.fake_quantize_activation(other)[1:], together[1:])
+        assert format.quantizes_activations or torch.equal(together, x)
+
+    def test_activations_of_zero_stay_and_what_is_not_finite_shows(self) -> None:
+        format, x = self.make(), normal(4, self.columns)
+        x[1] = 0
+        x[2, 3] = float("nan")
         found = format.fake_quantize_activation(x)
-        assert found.dtype == x.dtype and found.shape == x.shape
-        alone = [[format.fake_quantize_activation(token[None])[0] for token in row] for row in x]
-        assert torch.equal(found, torch.stack([torch.stack(row) for row in alone]))
-        assert format.fake_quantize_activation(x.bfloat16()).dtype == torch.bfloat16
+        assert bool((found[1] == 0).all()) and bool(found[[0, 3]].isfinite().all()) and bool(found[2, 3].isnan())
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -205,14 +217,15 @@ class FormatContract:
             assert torch.equal(quantizer.value(source), engine_side[source]), source
 
     def test_the_gradient_is_the_weights_own(self) -> None:
-        trainer = tiny_model()
-        quantizer = install(trainer, Codec(self.make()))
+        format, trainer = self.make(), tiny_model()
+        quantizer = install(trainer, Codec(format))
         source, module = a_linear(trainer, quantizer)
-        hidden = normal(4, module.in_features)
+        hidden = normal(4, module.in_features).requires_grad_()
         module(hidden).square().sum().backward()
         copy = quantizer.value(source).clone().requires_grad_()
-        nn.functional.linear(hidden, copy, module.bias).square().sum().backward()
-        assert torch.equal(module.weight.grad, copy.grad)
+        read = format.fake_quantize_activation(hidden.detach()).requires_grad_()
+        nn.functional.linear(read, copy, module.bias).square().sum().backward()
+        assert torch.equal(module.weight.grad, copy.grad) and torch.equal(hidden.grad, read.grad)
         assert not torch.equal(module.weight, quantizer.value(source)), "the parameter itself stays as it was"
 
 

@@ -176,6 +176,13 @@ class Trainer(ABC):
             return nullcontext()
         raise MilesError(f"{type(self).__name__} cannot compute as the engine does")
 
+    def rebuild(self, layout: dict[str, Any]) -> None:
+        """Compute in another precision from the next pass on: ``{"precision": name}``, as for ``Engine.rebuild``. Asked
+        for by a precision warm-up."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot change its precision while running: leave --warmup-steps out"
+        )
+
     def sum(self, value: Tensor) -> Tensor:
         """Add over data-parallel ranks, one rank of each replica; identity with one replica."""
         return value

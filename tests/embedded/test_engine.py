@@ -14,6 +14,7 @@ from miles_core.embedded.model import load_model
 from miles_core.embedded.scheduler import StopText
 from miles_core.errors import MilesError
 from miles_core.rollout.engine import Request, Sampling
+from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Encoded
 from miles_core.testing.engine_contract import stored_units
 from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
@@ -241,10 +242,11 @@ def test_an_update_equals_a_fresh_load(checkpoint, tmp_path):
     other = tiny_checkpoint(checkpoint.name, tmp_path, seed=5)
     halved = [Encoded(u.name, {f"{u.name}_half": u.parts[u.name] / 2}, "halved") for u in stored_units(other)]
 
-    def decode(encoded):
-        return encoded.parts[f"{encoded.name}_half"] * 2
+    class Halved(Codec):
+        def decode(self, encoded):
+            return encoded.parts[f"{encoded.name}_half"] * 2
 
-    engine = EmbeddedEngine(load_model(checkpoint), Settings(letters, eos=[1], decode=decode))
+    engine = EmbeddedEngine(load_model(checkpoint), Settings(letters, eos=[1], codec=Halved()))
     fresh = EmbeddedEngine(load_model(other), Settings(letters, eos=[1]))
     asyncio.run(engine.update_weights(halved, 3))
     assert engine.version == 3
@@ -256,5 +258,5 @@ def test_an_update_equals_a_fresh_load(checkpoint, tmp_path):
 
 def test_an_encoded_update_without_a_decoder_is_refused(small):
     engine = EmbeddedEngine(load_model(small), Settings(letters))
-    with pytest.raises(MilesError, match="encoded as fancy"):
+    with pytest.raises(MilesError, match=r"norm\.weight arrived as fancy, but this engine was built without"):
         asyncio.run(engine.update_weights([Encoded("model.norm.weight", {}, "fancy")], 1))

@@ -1,0 +1,107 @@
+"""The warm-up: both sides plain for N optimiser steps, then both in their formats."""
+
+import io
+import json
+import logging
+
+import pytest
+import torch
+from rich.console import Console
+
+from miles_core.config.load import load
+from miles_core.errors import ConfigError, MilesError
+from miles_core.launch import launch
+from miles_core.plugin.prepare import applied, prepare
+from miles_core.precision.schedule import Precisions, precisions
+from miles_core.testing.toy import toy_arguments
+
+UNIFIED = {"rollout_fp8": True, "train_fp8": True, "emulate_precision": True}
+MIXED = {"rollout_fp8": True, "emulate_precision": True}
+WEIGHT = "model.layers.0.mlp.experts.down_proj"
+
+
+def held(run):
+    """A quantised weight on each side: the engine's own, and what the trainer's forward finds."""
+    trainer = run.policy.learner.learner.trainer
+    plain = dict(trainer.model.named_parameters())[WEIGHT]
+    return dict(run.policy.engine.model.named_parameters())[WEIGHT], plain, trainer.precision
+
+
+def test_the_phase_follows_from_the_optimiser_steps():
+    config = load(["--rollout-precision", "fp8", "--warmup-steps", "3"])
+    assert [precisions(config, n).rollout for n in range(5)] == ["bf16", "bf16", "bf16", "fp8", "fp8"]
+    assert precisions(config, 3) == Precisions("fp8", "bf16")
+
+
+def test_both_sides_switch_together(toy_run, caplog):
+    with caplog.at_level(logging.INFO, "miles_core.precision.schedule"):
+        found = toy_run(**UNIFIED, steps=1, warmup_steps=2, log_level="info").run
+        weight, plain, precision = held(found)
+        assert torch.equal(weight, plain) and precision.current == "bf16"
+        found = toy_run(**UNIFIED, steps=2, warmup_steps=2).run
+    weight, plain, precision = held(found)
+    assert not torch.equal(weight, plain) and precision.current == "fp8"
+    assert "after 2 optimiser steps: rollout bf16 -> fp8, training bf16 -> fp8" in caplog.text
+
+
+def test_the_first_steps_are_those_of_a_plain_run(toy_run):
+    plain = toy_run(steps=3).metrics
+    warm = toy_run(**UNIFIED, steps=4, warmup_steps=3).metrics
+    # the numbers of three plain steps, bit for bit; the fourth is quantised on both sides
+    for key in ("reward/mean", "train/loss", "mismatch/abs_log_prob", "train/grad_norm"):
+        assert [m.get(key) for m in warm[:3]] == [m.get(key) for m in plain], key
+    assert any(key in plain[0] for key in ("train/grad_norm",))
+    assert warm[3]["mismatch/abs_log_prob"] > 0
+
+
+def test_several_optimiser_steps_a_rollout_are_counted(toy_run):
+    found = toy_run(**MIXED, steps=2, warmup_steps=3, num_steps_per_rollout=2).run
+    assert found.policy.trained == 4
+    weight, plain, precision = held(found)
+    assert not torch.equal(weight, plain) and precision.current == "bf16"
+
+
+def resumed(source, directory, steps):
+    config = load(
+        [
+            *toy_arguments((), directory, steps, **UNIFIED, warmup_steps=3, warmup_precision="bf16"),
+            "--load",
+            str(source),
+        ]
+    )
+    plan, catalogue = prepare(config)
+    return launch(applied(config, plan), plan, catalogue, Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_resumed_run_continues_in_its_phase_bit_for_bit(toy_run, tmp_path, stop):
+    whole = toy_run(**UNIFIED, steps=5, warmup_steps=3).run
+    first = toy_run(**UNIFIED, steps=stop, warmup_steps=3).run
+    second = resumed(first.directory, tmp_path / "second", 5)
+    assert second.policy.trained == 5
+    for a, b in zip(held(whole)[:2], held(second)[:2], strict=True):
+        assert torch.equal(a, b)
+    samples = [(r.directory / "samples.jsonl").read_text().splitlines() for r in (whole, second)]
+    assert [json.loads(line) for line in samples[0][stop:]] == [json.loads(line) for line in samples[1]]
+
+
+def test_a_warm_up_without_a_format_is_refused():
+    with pytest.raises(ConfigError, match=r"--warmup-steps.*a warm-up ends with quantisation switched on"):
+        load(["--warmup-steps", "3"])
+
+
+def test_an_engine_whose_layout_changed_waits_for_weights(toy_run):
+    import asyncio
+
+    from miles_core.rollout.engine import Request, Sampling
+
+    engine = toy_run(**MIXED, steps=1).run.policy.engine
+
+    async def main():
+        await engine.start()
+        await engine.rebuild({"precision": "bf16"})
+        with pytest.raises(MilesError, match="its layout changed"):
+            await engine.generate(Request([3, 4], Sampling(2)))
+
+    asyncio.run(main())
+    assert engine.codec.format is None
