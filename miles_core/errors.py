@@ -6,6 +6,8 @@ line prints it without a traceback and exits with status 2; everything else is a
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MilesError(Exception):
     """A user's mistake, told in one sentence (value, origin, next step)."""
@@ -37,3 +39,12 @@ class CheckpointError(MilesError):
 
 class NonFiniteError(MilesError):
     """NaN or infinity where a number should be; names the first tensor that holds it."""
+
+
+class MismatchError(MilesError):
+    """Engine and trainer disagree beyond the tolerance (``gap``: ``miles_core.observe.gap.Gap``), or the engine serves
+    older weights."""
+
+    def __init__(self, message: str, gap: Any = None) -> None:
+        super().__init__(message)
+        self.gap = gap

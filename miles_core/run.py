@@ -81,7 +81,7 @@ class Run:
         self.render: PromptTemplate
         self.reward: RewardFunction
         self.prompts: PromptQueue
-        self.hints = Hints()
+        self.hints = Hints(facts={fact.name: fact.value for fact in config.facts()})
         self._committed: dict[str, Any] = {}
         self._saved: int | None = None
 

@@ -72,7 +72,7 @@ def report(run_dir: Path | str) -> Path:
         cards=_cards(records, total),
         plan=_json(run_dir / "plan.json"),
         environment=_environment(run_dir),
-        hints=review(records),
+        hints=review(records, facts=_facts(config)),
         sections=_sections(chosen, images),
         budget=_budget(run_dir),
         rows=[_row(name, records) for name in names(records)],
@@ -258,6 +258,12 @@ def _yaml(path: Path) -> dict[str, Any]:
         return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise MilesError(f"{path} is not what a run wrote ({error}); restore or remove it") from error
+
+
+def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of the effective configuration by its path, ``rollout.precision``."""
+    tables = [config.get("defaults") or {}, {k: v for k, v in config.items() if k != "defaults"}]
+    return {f"{name}.{key}": value for part in tables for name, table in part.items() for key, value in table.items()}
 
 
 def _lookup(config: Mapping[str, Any], table: str, key: str) -> Any:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from miles_core.data.sample import Sample
-from miles_core.errors import MilesError
+from miles_core.errors import MismatchError
 from miles_core.observe.budget import budget
 from miles_core.observe.budget_table import BUDGET_FILE
 from miles_core.observe.gap import Gap, LogProbs, measure
@@ -54,14 +54,6 @@ class Earlier:
 
 _PROMPTS = StashKey[list[list[int]]]()
 _EARLIER = StashKey[dict[str, Earlier]]()
-
-
-class MismatchError(MilesError):
-    """Engine and trainer disagree beyond the tolerance, or the engine serves older weights; ``gap`` has the numbers."""
-
-    def __init__(self, message: str, gap: Gap | None = None) -> None:
-        super().__init__(message)
-        self.gap = gap
 
 
 async def verify(run: Run, policy: Policy) -> dict[str, float]:
