@@ -1,0 +1,54 @@
+"""Collecting groups: unfinished ones are aborted and their prompts come back first."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from miles_core.errors import DataError
+
+STUCK = """
+import asyncio
+
+async def generate(args, sample, sampling_params):
+    if sample.group_index in (0, 3):
+        await asyncio.sleep(300)
+    answer = await args.generate(sample.tokens)
+    sample.tokens = sample.tokens + answer.tokens
+    sample.response, sample.response_length = answer.text, len(answer.tokens)
+    return sample
+"""
+
+
+def test_stuck_groups_are_aborted_and_their_prompts_come_first_next_time(toy_run, tmp_path):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    run = toy_run(
+        steps=2,
+        rollout_batch_size=1,
+        over_sampling_batch_size=2,
+        custom_generate_function_path=tmp_path / "stuck.py",
+    )
+    prompts = [json.loads(line)["prompt"] for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    # group 0 (a) was stuck, group 1 (b) was used; then a again as group 2, and c as group 3 was stuck
+    assert prompts == ["b", "a"]
+    assert [w["text"] for w in run.run.prompts.state()["waiting"]] == ["c"]
+    assert not run.run.policy.engine.rows  # nothing is left in the engine
+
+
+def test_groups_are_trained_in_the_order_of_their_prompts_however_they_finish(toy_run, tmp_path):
+    (tmp_path / "late.py").write_text(STUCK.replace("(0, 3)", "(0,)").replace("300", "0.05"))
+    (tmp_path / "watch.py").write_text(
+        "from miles_core import hookimpl\n\n@hookimpl\ndef on_batch(run, batch):\n    run.stash['index'] = batch.index\n"
+    )
+    run = toy_run([str(tmp_path / "watch.py")], steps=1, custom_generate_function_path=tmp_path / "late.py")
+    assert run.run.stash["index"].tolist() == list(range(8))
+
+
+def test_a_group_whose_every_sample_failed_ends_the_run(toy_run, tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "from miles_core import Status\n\nasync def generate(args, sample, sampling_params):\n"
+        "    sample.status = Status.FAILED\n    return sample\n"
+    )
+    with pytest.raises(DataError, match="every sample of group [01] failed"):
+        toy_run(custom_generate_function_path=tmp_path / "broken.py")
