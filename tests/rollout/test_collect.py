@@ -50,5 +50,5 @@ def test_a_group_whose_every_sample_failed_ends_the_run(toy_run, tmp_path):
         "from miles_core import Status\n\nasync def generate(args, sample, sampling_params):\n"
         "    sample.status = Status.FAILED\n    return sample\n"
     )
-    with pytest.raises(DataError, match="every sample of group [01] failed"):
+    with pytest.raises(DataError, match=r"every sample of group [01] failed"):
         toy_run(custom_generate_function_path=tmp_path / "broken.py")
