@@ -9,7 +9,8 @@ from miles_core.embedded.optimizer import OptimizerConfig
 from miles_core.embedded.trainer import EmbeddedTrainer, TrainerConfig
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.testing.tiny import tiny_checkpoint
-from miles_core.testing.trainer_contract import Setup, TrainerContract, copied, make_batch, weighted, weights
+from miles_core.testing.trainer_contract import Setup, TrainerContract
+from miles_core.testing.yardstick import copied, make_batch, weighted, weights
 from miles_core.train.trainer import Parts
 
 

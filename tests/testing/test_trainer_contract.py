@@ -8,7 +8,8 @@ from miles_core.embedded.optimizer import OptimizerConfig
 from miles_core.embedded.trainer import EmbeddedTrainer, TrainerConfig
 from miles_core.testing.doubles.staged_trainer import StagedTrainer
 from miles_core.testing.tiny import tiny_checkpoint
-from miles_core.testing.trainer_contract import Setup, TrainerContract, make_batch, weighted, weights
+from miles_core.testing.trainer_contract import Setup, TrainerContract
+from miles_core.testing.yardstick import make_batch, weighted, weights
 from miles_core.train.trainer import Parts
 
 

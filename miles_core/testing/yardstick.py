@@ -1,0 +1,154 @@
+"""The yardstick of the trainer contract: a small batch, Transformers' own model in float64 one sample at a time, and AdamW written
+out. Slow and plain on purpose."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from miles_core.data.batch import Batch, Ragged, collate
+from miles_core.data.field import Field
+from miles_core.data.sample import Sample
+from miles_core.train.trainer import Context, Loss, Output, Trainer
+
+#: A column of inputs, different for every token: nothing may be shared under it.
+TAG = Field("tag", "int64", "token-1", pad=-1)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the factory is told. ``eps`` is large so that AdamW's first step does not amplify rounding of tiny gradients."""
+
+    temperature: float = 0.8
+    lr: float = 1e-2
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-2
+    clip_grad: float = 1.0
+    micro_batch_size: int | None = 5
+    max_tokens: int | None = None
+    recompute: bool = False
+    entropy: bool = False
+
+
+def make_batch(tagged: bool = False) -> Batch:
+    """See ``TrainerContract.batch``; ``tagged`` adds the column ``tag``."""
+    random = np.random.default_rng(0)
+    samples = []
+    for group, (prompt_length, count) in enumerate([(6, 4), (3, 3), (9, 4), (2, 1)]):
+        prompt = random.integers(3, 60, prompt_length).tolist()
+        for _ in range(count):
+            length = int(random.integers(1, 12))
+            tokens = prompt + random.integers(3, 60, length).tolist()
+            mask = (random.random(length) < 0.8).astype(int).tolist()
+            sample = Sample(
+                tokens=tokens, response_length=length, loss_mask=mask, group_index=group, index=len(samples)
+            )
+            if tagged:
+                sample.fields["tag"] = np.arange(len(tokens) - 1) + 1000 * len(samples)
+            samples.append(sample)
+    samples[5].remove_sample = True
+    batch = collate(samples, [TAG] if tagged else [])
+    batch.columns["weight"] = torch.from_numpy(random.normal(size=len(batch.tokens))).float()
+    return batch
+
+
+def weighted(output: Output, micro: Batch, ctx: Context) -> Loss:
+    """Sum of column ``weight`` times log-prob."""
+    assert output.log_probs is not None
+    value = (output.log_probs * micro.columns["weight"].to(output.log_probs.device)).sum()
+    return Loss(value, {"sum": (output.log_probs.detach().sum(), micro.mask.sum())})
+
+
+def random_support(batch: Batch) -> Ragged:
+    """The token and some others at every trained position but every fifth, nothing elsewhere."""
+    random = np.random.default_rng(1)
+    rows: list[list[int]] = []
+    for t, (token, mask) in enumerate(zip(batch.tokens.tolist(), batch.mask.tolist(), strict=True)):
+        others = [int(i) for i in random.choice(60, int(random.integers(0, 9)), replace=False) if i != token]
+        rows.append([*others, token] if mask and t % 5 else [])
+    offsets = torch.tensor([0, *np.cumsum([len(r) for r in rows])])
+    return Ragged(torch.tensor([i for r in rows for i in r], dtype=torch.int32), offsets)
+
+
+def yardstick_model(checkpoint: Path) -> nn.Module:
+    """Transformers' own eager model in float64."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def yardstick(
+    model: nn.Module, batch: Batch, temperature: float, support: Ragged | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy [T] float64 at trained positions, one sample at a time."""
+    log_probs, entropies = [], []
+    for start, length in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True):
+        tokens = batch.tokens[start : start + length]
+        logits = model(tokens[None]).logits[0, :-1] / temperature
+        if support is not None:
+            allowed = torch.zeros_like(logits, dtype=torch.bool)
+            for t in range(1, length):
+                ids = support.values[support.offsets[start + t] : support.offsets[start + t + 1]].long()
+                allowed[t - 1, ids if len(ids) else slice(None)] = True
+            logits = logits.masked_fill(~allowed, -1e30)
+        every = logits.log_softmax(-1)
+        first = every.new_zeros(1)
+        log_probs.append(torch.cat([first, every.gather(1, tokens[1:, None])[:, 0]]))
+        entropies.append(torch.cat([first, -(every.exp() * every).sum(-1)]))
+    trained = batch.mask.double()
+    return torch.cat(log_probs) * trained, torch.cat(entropies) * trained
+
+
+@torch.no_grad()
+def adamw(model: nn.Module, setup: Setup) -> float:
+    """The first step of AdamW from the gradients in ``model``; returns their norm before clipping."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in parameters))
+    for parameter in parameters:
+        grad = parameter.grad * min(1.0, setup.clip_grad / norm)
+        decay = setup.weight_decay if parameter.dim() > 1 else 0.0
+        parameter.mul_(1 - setup.lr * decay)
+        # After one step the bias-corrected moments are the gradient and its square.
+        parameter.sub_(setup.lr * grad / (grad.abs() + setup.eps))
+    return norm
+
+
+def checkpoint_weights(model: nn.Module, beside: Path) -> dict[str, Tensor]:
+    """The model's tensors under checkpoint names, through Transformers' own ``save_pretrained``."""
+    from safetensors.torch import load_file
+
+    directory = beside.parent / "yardstick"
+    model.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Checkpoint name -> tensor."""
+    return {n: t for unit in trainer.units() for n, t in unit.tensors.items()}
+
+
+def copied(trainer: Trainer) -> dict[str, Tensor]:
+    """The same, as it is now."""
+    return {n: t.clone() for n, t in weights(trainer).items()}
+
+
+def needed(batch: Batch) -> set[int]:
+    """Flat indices of the tokens a trained position sees."""
+    found: set[int] = set()
+    for start, length in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True):
+        trained = batch.mask[start : start + length].nonzero().flatten().tolist()
+        found |= set(range(start, start + (trained[-1] if trained else 0)))
+    return found
+
+
+def position(batch: Batch, row: int) -> int:
+    """Position of a flat index within its sample."""
+    return row - int(batch.starts[int(batch.owner[row])])
