@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.observe.check import check
     from miles_core.observe.check_page import tables, verdict, write_page
 
-    console = logs.configure(config.run.log_level if config.chosen("log_level") else "warning")
+    logs.configure(config.run.log_level if config.chosen("log_level") else "warning")
     directory = output_directory(config)
     resume = locate_checkpoint(config.run.load, json.loads(plan.to_json())) if config.run.load else None
     made_run = make_run(config, plan, catalogue, directory, resume)
@@ -52,8 +52,9 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"ok": all(f.ok for f in found), "page": str(page), "policies": [f.to_dict() for f in found]}))
     else:
-        console.file = None  # tables are this command's output, not its log
-        console.stderr = False
+        from rich.console import Console
+
+        console = Console()  # the log's is standard error
         for one in found:
             for table in tables(one):
                 console.print(table)

@@ -13,7 +13,7 @@ BUDGET_COLUMNS = ("cause", "mean |Δ log p|", "KL", "share", "")
 def budget_rows(budget: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """``Budget.to_dict()`` as rows: causes by size, what was not measured, the whole, and what training sees."""
     measured = sorted((c for c in budget["causes"] if not c["why"]), key=lambda c: -abs(c["share"]))
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             c["name"],
             f"{c['abs_delta']:.3g}",

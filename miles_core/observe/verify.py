@@ -52,7 +52,7 @@ class Earlier:
     engine: LogProbs | None
 
 
-_PROMPTS = StashKey[list[list[int]]]()
+_PROMPTS = StashKey[Sequence[Sequence[int]]]()
 _EARLIER = StashKey[dict[str, Earlier]]()
 
 
