@@ -18,7 +18,7 @@ from miles_core.rollout.collect import Group, Interrupted
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.summary import rollout_metrics
 from miles_core.run import Run
-from miles_core.train.learner import optimiser_steps
+from miles_core.train.steps import optimiser_steps
 from miles_core.train.warm_start import warm_start
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,8 @@ from miles_core.precision.select import make_codec
 from miles_core.rollout.engine import Engine
 from miles_core.sync.transport import SyncReport, Transport
 from miles_core.train.emulation import AS_TRAINED, Emulation
-from miles_core.train.learner import Learner, optimiser_steps
+from miles_core.train.learner import Learner
+from miles_core.train.steps import optimiser_steps
 
 if TYPE_CHECKING:
     from miles_core.policy import Policy

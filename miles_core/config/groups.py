@@ -180,7 +180,7 @@ class Algorithm:
         None, help="divisor per sample with --loss-aggregation constant (default: --rollout-max-response-len)", ge=1
     )
     gamma: float = option(1.0, help="discount of reinforce_plus_plus", ge=0, le=1)
-    normalize_advantages: bool = option(False, help="whiten advantages over the whole optimiser step")
+    normalize_advantages: bool = option(False, help="whiten advantages over all tokens of the rollout")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Unit
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.emulation import Emulation
+from miles_core.train.steps import step_count
 from miles_core.train.trainer import Context, LossFunction, Output, Parts, Pass, Trainer
 
 
@@ -289,20 +290,21 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
 
 def trainer_config(config: Any) -> TrainerConfig:
     """From the run's configuration groups ``train`` and ``rollout``."""
-    train = config.train
+    train, rollout = config.train, config.rollout
+    steps = rollout.num_rollout * step_count(rollout.batch_size * rollout.n_samples_per_prompt, train)
     return TrainerConfig(
         optimizer=OptimizerConfig(
             lr=train.lr,
             schedule=train.lr_schedule,
             warmup_steps=train.lr_warmup_iters,
-            decay_steps=train.lr_decay_iters or config.rollout.num_rollout * (train.num_steps_per_rollout or 1),
+            decay_steps=train.lr_decay_iters or steps,
             min_lr=train.min_lr,
             weight_decay=train.weight_decay,
             betas=(train.adam_beta1, train.adam_beta2),
             eps=train.adam_eps,
             clip_grad=train.clip_grad,
         ),
-        temperature=config.rollout.temperature,
+        temperature=rollout.temperature,
         micro_batch_size=None if train.use_dynamic_batch_size else train.micro_batch_size,
         max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
         recompute=train.activation_checkpointing,

@@ -9,7 +9,7 @@ import asyncio
 import statistics
 from typing import TYPE_CHECKING
 
-from miles_core.data.sample import Sample
+from miles_core.data.sample import Sample, Status
 from miles_core.rollout.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ class Evaluator:
 
     async def _one(self, group: Group) -> Group:
         made = [s for siblings in await asyncio.gather(*(self.generate(s) for s in group)) for s in siblings]
+        for sample in made:
+            if sample.status is Status.FAILED:
+                sample.reward = 0.0
         await self.score(made)
         self.run.progress.advance(len(group))
         return made

@@ -6,7 +6,6 @@ weights, the trainer's step.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ from miles_core.train.loss import column, mismatch, policy_loss, supervised_loss
 from miles_core.train.trainer import Parts, Trainer
 
 if TYPE_CHECKING:
-    from miles_core.config.groups import Train as TrainOptions
     from miles_core.policy import Policy
     from miles_core.run import Run
 
@@ -125,7 +123,8 @@ class Learner:
         """Old log-probabilities are computed when they differ from the current ones or something needs the whole step
         before its first backward; a single plain step is its own old policy and skips the pass."""
         options = self.run.config.algorithm
-        in_reward = bool(options.kl_coef) and options.advantage_estimator in KL_IN_REWARD
+        own = options.advantage_estimator in ADVANTAGES and options.advantage_estimator not in KL_IN_REWARD
+        in_reward = bool(options.kl_coef) and not own
         if steps > 1 or self.corrections or in_reward:
             old = self.trainer.log_probs(batch, "old")["log_probs"]
             batch.columns["old_log_probs"] = old
@@ -186,19 +185,6 @@ class Learner:
         except NonFiniteError as error:
             raise NonFiniteError(f"training step {self.run.step + 1}: {error}") from error
         return metrics
-
-
-def optimiser_steps(samples: Sequence[Sample], options: TrainOptions) -> tuple[list[int], int]:
-    """The optimiser step of each sample and how many there are: consecutive, rollouts kept whole, sizes as equal as that
-    allows. Asked once, where all samples of the rollout are known, before they are divided over ranks."""
-    count = options.num_steps_per_rollout or 1
-    if options.global_batch_size:
-        count = max(1, round(len(samples) / options.global_batch_size))
-    ids = [s.index if s.rollout_id is None else s.rollout_id for s in samples]
-    place = {rollout: n for n, rollout in enumerate(dict.fromkeys(ids))}
-    count = min(count, len(place))
-    edges = [round(i * len(place) / count) for i in range(1, count + 1)]
-    return [bisect_right(edges, place[i]) for i in ids], count
 
 
 def numbers(pairs: dict[str, tuple[Any, Any]]) -> Metrics:

@@ -121,7 +121,7 @@ def test_siblings_of_one_rollout_count_once(run):
 
 def test_siblings_stay_in_one_optimiser_step(run):
     done = run(SIBLINGS, steps=1, num_steps_per_rollout=3)
-    from miles_core.train.learner import optimiser_steps
+    from miles_core.train.steps import optimiser_steps
 
     samples = done.run.stash["samples"]
     step_of, count = optimiser_steps(samples, done.run.config.train)
