@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from miles_core.algorithm.correction import Correction, CorrectionInputs, compose_corrections
+    from miles_core.algorithm.correction import Correction, CorrectionInputs, Needs, compose_corrections
     from miles_core.config.option import option
     from miles_core.data.batch import Batch
     from miles_core.data.field import Field
@@ -32,7 +32,7 @@ __version__ = "0.1.0"
 
 #: module -> the names it gives to this one.
 _PUBLIC = {
-    "algorithm.correction": ("Correction", "CorrectionInputs", "compose_corrections"),
+    "algorithm.correction": ("Correction", "CorrectionInputs", "Needs", "compose_corrections"),
     "config.option": ("option",),
     "data.batch": ("Batch",),
     "data.field": ("Field",),
@@ -61,6 +61,7 @@ __all__ = [
     "Format",
     "Loss",
     "MilesError",
+    "Needs",
     "Output",
     "Pair",
     "Plugin",

@@ -2,7 +2,8 @@
 
 A correction runs once per optimiser step on all local tokens, after the old log-probabilities and advantages and before
 the first backward pass. It returns columns the core multiplies into the policy loss; the normaliser keeps the original
-mask. Plugins implement it through ``wrap_correction``; without a plugin it is ``identity``.
+mask. Plugins implement it through ``wrap_correction``; without a plugin it is ``identity``. What a correction ``Needs``
+decides which forward passes are made for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from miles_core.algorithm.advantage import local_sum
 
 @dataclass(frozen=True)
 class CorrectionInputs:
-    """All local tokens of one optimiser step in the flat layout (see ``ragged``); nothing here has a gradient.
+    """All local tokens of one optimiser step in the flat layout (see ``ragged``); nothing here has a gradient. A correction
+    that does not need the whole step may be given a micro-batch instead.
 
     Attributes:
         old_log_probs: [tokens] log-probabilities by the trainer's model that the ratio is taken to.
@@ -28,7 +30,8 @@ class CorrectionInputs:
         lengths: [samples] int64, tokens of each sample.
         group: [samples] int64.
         rollout: [samples] int64.
-        log_probs: [tokens] of the current policy where it differs from the old one, else None.
+        log_probs: [tokens] of the current policy for a correction that needs them, where it differs from the old one
+            (from a rollout's second optimiser step on, or with ``--use-rollout-logprobs``); else None.
         sum: adds a tensor over data and context ranks; a statistic of the whole step must go through it.
     """
 
@@ -77,6 +80,35 @@ class Correction:
 Correct = Callable[[CorrectionInputs], Correction]
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a correction reads, and so which passes over the batch it costs.
+
+    Attributes:
+        old: ``old_log_probs`` by the trainer's model. Refused together with ``--use-rollout-logprobs``, which has none.
+        current: ``log_probs`` of the policy as it is now; one pass per optimiser step, except where it is the old policy.
+        whole_step: the result for one sample depends on others (anything that goes through ``inputs.sum``). Where nothing does
+            and a rollout is one optimiser step, old and current policy are the same; the correction is then applied to each
+            micro-batch inside the training pass, and no pass is made for it.
+    """
+
+    old: bool = True
+    current: bool = False
+    whole_step: bool = True
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(self.old or other.old, self.current or other.current, self.whole_step or other.whole_step)
+
+
+NOTHING = Needs(old=False, current=False, whole_step=False)
+
+
+def needs_of(correct: Correct) -> Needs:
+    """What ``correct`` declared; one that declared nothing may read the old log-probabilities of the whole step."""
+    found: Needs = getattr(correct, "needs", Needs())
+    return found
+
+
 def identity(inputs: CorrectionInputs) -> Correction:
     """No correction: weight 1 and keep everywhere."""
     return Correction(
@@ -84,14 +116,19 @@ def identity(inputs: CorrectionInputs) -> Correction:
     )
 
 
-def compose_corrections(inner: Correct, own: Correct) -> Correct:
+identity.needs = NOTHING  # type: ignore[attr-defined]
+
+
+def compose_corrections(inner: Correct, own: Correct, needs: Needs | None = None) -> Correct:
     """Wrap ``inner`` with ``own``, the way a ``wrap_correction`` hook does: ``inner(inputs)`` times ``own(inputs)``.
 
     Each correction sees the same inputs, so a batch normalisation covers only the weights of the correction that asks
-    for it, and the order of plugins does not change the product.
+    for it, and the order of plugins does not change the product. ``needs`` says what ``own`` reads; by default the old
+    log-probabilities of the whole step.
     """
 
     def correct(inputs: CorrectionInputs) -> Correction:
         return inner(inputs).times(own(inputs))
 
+    correct.needs = needs_of(inner) | (needs or Needs())  # type: ignore[attr-defined]
     return correct

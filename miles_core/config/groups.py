@@ -179,6 +179,11 @@ class Algorithm:
     loss_constant_length: int | None = option(
         None, help="divisor per sample with --loss-aggregation constant (default: --rollout-max-response-len)", ge=1
     )
+    use_rollout_logprobs: bool = option(
+        False,
+        flag="--use-rollout-logprobs",
+        help="take the engine's log-probs as the old policy's (bypass mode): no old-log-prob pass",
+    )
     gamma: float = option(1.0, help="discount of reinforce_plus_plus", ge=0, le=1)
     normalize_advantages: bool = option(False, help="whiten advantages over all tokens of the rollout")
 

@@ -98,7 +98,8 @@ class HookSpecs:
     @hookspec
     def wrap_correction(self, run: Run) -> Wrapper | None:
         """Around ``correct(inputs) -> Correction``, on all local tokens of one optimiser step, after old log-probs and
-        advantages and before the first backward. Runs in: every trainer rank, once an optimiser step."""
+        advantages and before the first backward; ``compose_corrections`` does it and takes what the correction ``Needs``, which
+        decides the passes made for it. Runs in: every trainer rank, once an optimiser step (without needs: a micro-batch)."""
 
     @hookspec
     def wrap_loss(self, run: Run) -> Wrapper | None:

@@ -67,6 +67,11 @@ class Record:
                 raise DataError(
                     f"sample {sample.index}: the engine generated token {len(call.prompt)} of its prompt of {first} tokens"
                 )
+            if len(call.response.log_probs) != end - at:
+                raise DataError(
+                    f"sample {sample.index}: the engine returned {len(call.response.log_probs)} log-probabilities for "
+                    f"{end - at} tokens; they cannot be told apart, so the sample is of no use"
+                )
             mask[at:end] = 1
             logs[at:end] = call.response.log_probs
             versions += [(len(call.prompt) + i, v) for i, v in call.response.weight_versions]

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from miles_core.algorithm.advantage import ADVANTAGES, KL_IN_REWARD, AdvantageInputs, whiten
-from miles_core.algorithm.correction import CorrectionInputs, identity
+from miles_core.algorithm.correction import identity, needs_of
 from miles_core.algorithm.kl import kl_estimate
 from miles_core.algorithm.overlong import overlong_penalty
 from miles_core.algorithm.reduction import loss_weights
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
-from miles_core.errors import NonFiniteError
+from miles_core.errors import ConfigError, DataError, NonFiniteError
 from miles_core.plugin.load import compose
 from miles_core.store import Store
 from miles_core.sync.unit import Unit
-from miles_core.train.loss import column, mismatch, policy_loss, supervised_loss
+from miles_core.train.loss import column, correction_inputs, mismatch, policy_loss, rollout_log_probs, supervised_loss
 from miles_core.train.trainer import Parts, Trainer
 
 if TYPE_CHECKING:
@@ -43,13 +43,21 @@ class Learner:
         hooks, options = run.hooks, run.config.algorithm
         self.corrections = hooks.chain("wrap_correction", run=run)
         self.correct = compose(identity, self.corrections)
+        self.needs = needs_of(self.correct)
+        if options.use_rollout_logprobs and self.needs.old:
+            raise ConfigError(
+                "--use-rollout-logprobs takes the engine's log-probs as the old policy's, and a correction "
+                f"({', '.join(c.plugin for c in self.corrections)}) compares these with the trainer's; leave one of them out"
+            )
         self.advantage: Callable[[AdvantageInputs], Tensor] = ADVANTAGES.get(options.advantage_estimator) or hooks.make(
             "advantage", options.advantage_estimator, run=run
         )
         trainer.bind(
             Parts(
                 forward=compose(trainer.forward, hooks.chain("wrap_forward", run=run, policy=policy)),
-                loss=compose(policy_loss(options), hooks.chain("wrap_loss", run=run)),
+                loss=compose(
+                    policy_loss(options, self.correct if self.corrections else None), hooks.chain("wrap_loss", run=run)
+                ),
                 optimizer_step=compose(
                     trainer.optimizer_step, hooks.chain("wrap_optimizer_step", run=run, policy=policy)
                 ),
@@ -65,6 +73,8 @@ class Learner:
             step_of: the optimiser step each sample belongs to (``optimiser_steps`` of all replicas' samples).
             count: optimiser steps, the same on every rank.
         """
+        if self.corrections or self.run.config.algorithm.use_rollout_logprobs:
+            check_rollout_log_probs(samples)
         batch = collate(samples, self.run.fields)
         batch.scalars["reward"] = self._rewards(samples)
         self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
@@ -74,8 +84,8 @@ class Learner:
             self._log_probs(batch, steps=len(steps), metrics=metrics)
             batch.columns["advantages"] = self._advantages(batch)
         with self.run.clock.phase("train"):
-            for rows in steps:
-                add(metrics, self._optimise(batch.select(rows)))
+            for number, rows in enumerate(steps):
+                add(metrics, self._optimise(batch.select(rows), first=number == 0))
         return metrics
 
     def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
@@ -121,11 +131,13 @@ class Learner:
 
     def _log_probs(self, batch: Batch, steps: int, metrics: Metrics) -> None:
         """Old log-probabilities are computed when they differ from the current ones or something needs the whole step
-        before its first backward; a single plain step is its own old policy and skips the pass."""
+        before its first backward; a single step is its own old policy otherwise and skips the pass."""
         options = self.run.config.algorithm
         own = options.advantage_estimator in ADVANTAGES and options.advantage_estimator not in KL_IN_REWARD
         in_reward = bool(options.kl_coef) and not own
-        if steps > 1 or self.corrections or in_reward:
+        if options.use_rollout_logprobs:
+            batch.columns["old_log_probs"] = rollout_log_probs(batch)
+        elif steps > 1 or self.needs.whole_step or in_reward:
             old = self.trainer.log_probs(batch, "old")["log_probs"]
             batch.columns["old_log_probs"] = old
             if "rollout_log_probs" in batch.columns:
@@ -154,7 +166,13 @@ class Learner:
             advantages = whiten(advantages, batch.mask, self.trainer.sum)
         return advantages.float()
 
-    def _optimise(self, batch: Batch) -> Metrics:
+    def _current(self, batch: Batch, first: bool) -> Tensor | None:
+        """Log-probabilities of the policy as it is now, where a correction needs them and they are not the old ones."""
+        if not self.needs.current or (first and not self.run.config.algorithm.use_rollout_logprobs):
+            return None
+        return self.trainer.log_probs(batch, "old")["log_probs"]
+
+    def _optimise(self, batch: Batch, first: bool) -> Metrics:
         options = self.run.config.algorithm
         batch.columns["loss_weight"] = loss_weights(
             batch.mask,
@@ -165,18 +183,9 @@ class Learner:
             self.trainer.sum,
         )
         metrics: Metrics = {}
-        if self.corrections:
+        if self.corrections and "old_log_probs" in batch.columns:
             correction = self.correct(
-                CorrectionInputs(
-                    old_log_probs=column(batch, "old_log_probs"),
-                    rollout_log_probs=column(batch, "rollout_log_probs"),
-                    mask=batch.mask,
-                    advantages=column(batch, "advantages"),
-                    lengths=batch.lengths,
-                    group=batch.group,
-                    rollout=batch.rollout,
-                    sum=self.trainer.sum,
-                )
+                correction_inputs(batch, column(batch, "old_log_probs"), self.trainer.sum, self._current(batch, first))
             )
             batch.columns["correction"] = correction.factor
             add(metrics, numbers(correction.metrics))
@@ -185,6 +194,30 @@ class Learner:
         except NonFiniteError as error:
             raise NonFiniteError(f"training step {self.run.step + 1}: {error}") from error
         return metrics
+
+
+def check_rollout_log_probs(samples: Sequence[Sample]) -> None:
+    """DataError unless every trained token has a finite log-probability of the engine."""
+    for sample in samples:
+        if not any(sample.mask):
+            continue
+        if sample.rollout_log_probs is None:
+            raise DataError(
+                f"sample {sample.index} has no rollout_log_probs, and the run weighs tokens by them; let the engine report "
+                "them, or leave out corrections (tis) and --use-rollout-logprobs"
+            )
+        if len(sample.rollout_log_probs) != sample.response_length:
+            raise DataError(
+                f"sample {sample.index}: rollout_log_probs has {len(sample.rollout_log_probs)} entries for "
+                f"{sample.response_length} response tokens"
+            )
+        values = np.asarray(sample.rollout_log_probs, np.float64)
+        wrong = (~np.isfinite(values) & (np.asarray(sample.mask) != 0)).nonzero()[0]
+        if len(wrong):
+            raise DataError(
+                f"sample {sample.index}: rollout_log_probs[{wrong[0]}] is {values[wrong[0]]}; a sampled token has a finite "
+                "log-probability, so the engine's report is wrong"
+            )
 
 
 def numbers(pairs: dict[str, tuple[Any, Any]]) -> Metrics:

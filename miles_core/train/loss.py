@@ -2,7 +2,8 @@
 
 Everything that needs the whole optimiser step was done before the first forward and sits in columns: ``loss_weight``
 carries the normaliser, so that micro-batch losses are summed, and ``correction`` the product of all corrections. A loss
-therefore does not depend on how the step was split.
+therefore does not depend on how the step was split. A correction that looks at each sample by itself can also be applied
+here, on the micro-batch, which spares a pass when the policy is its own old policy.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from miles_core.algorithm.correction import Correct, CorrectionInputs
 from miles_core.algorithm.kl import kl_estimate
 from miles_core.algorithm.policy_loss import Clip, PolicyLossInputs, policy_loss_of, token_objective
 from miles_core.data.batch import Batch
+from miles_core.errors import PluginError
 from miles_core.train.trainer import Context, Loss, LossFunction, Output
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from miles_core.config.groups import Algorithm
 
 
-def policy_loss(options: Algorithm) -> LossFunction:
+def policy_loss(options: Algorithm, correct: Correct | None = None) -> LossFunction:
     """The core's ``loss(output, micro_batch, ctx)`` for these options.
+
+    ``correct`` is applied to micro-batches without a ``correction`` column; it must not need the whole step.
 
     Columns read: ``loss_mask``, ``advantages``, ``loss_weight``; ``old_log_probs`` (without it the policy is its own old
     policy: the only optimiser step of its rollout), ``correction``, ``ref_log_probs``, ``rollout_log_probs`` where present.
@@ -40,6 +47,10 @@ def policy_loss(options: Algorithm) -> LossFunction:
         metrics = {f"train/{name}": pair for name, pair in raw.items()}
         if "correction" in columns:
             token_loss = token_loss * column(batch, "correction")
+        elif correct is not None:
+            correction = correct(correction_inputs(batch, _tensor(old), _refuse_sum))
+            token_loss = token_loss * correction.factor
+            metrics |= correction.metrics
         kl = None
         if "ref_log_probs" in columns:
             ref = column(batch, "ref_log_probs")
@@ -52,11 +63,41 @@ def policy_loss(options: Algorithm) -> LossFunction:
         value = (objective * column(batch, "loss_weight")).sum()
         # a weighted mean over the step's tokens, the same however the step was split
         metrics["train/loss"] = (value.detach(), column(batch, "loss_weight").sum())
-        if "rollout_log_probs" in columns and "old_log_probs" not in columns:
+        if "rollout_log_probs" in columns and ("old_log_probs" not in columns or options.use_rollout_logprobs):
             metrics |= mismatch(current.detach(), column(batch, "rollout_log_probs"), mask)
         return Loss(value, metrics)
 
     return loss
+
+
+def correction_inputs(
+    batch: Batch, old: Tensor, sum: Callable[[Tensor], Tensor], log_probs: Tensor | None = None
+) -> CorrectionInputs:
+    """What corrections see of ``batch``: an optimiser step or a micro-batch of one."""
+    return CorrectionInputs(
+        old_log_probs=old,
+        rollout_log_probs=rollout_log_probs(batch),
+        mask=batch.mask,
+        advantages=column(batch, "advantages"),
+        lengths=batch.lengths,
+        group=batch.group,
+        rollout=batch.rollout,
+        log_probs=log_probs,
+        sum=sum,
+    )
+
+
+def rollout_log_probs(batch: Batch) -> Tensor:
+    """[T] of the engine; zeros in a batch that trains nothing, whose samples need not have them."""
+    if "rollout_log_probs" not in batch.columns and not bool(batch.mask.any()):
+        return torch.zeros_like(batch.mask)
+    return column(batch, "rollout_log_probs")
+
+
+def _refuse_sum(value: Tensor) -> Tensor:
+    raise PluginError(
+        "a correction declared Needs(whole_step=False) and asks for a sum over the optimiser step; declare whole_step=True"
+    )
 
 
 def supervised_loss(output: Output, batch: Batch, ctx: Context) -> Loss:

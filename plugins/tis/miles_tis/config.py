@@ -10,12 +10,15 @@ from miles_core.config import option
 class TisConfig:
     """Importance weights w = exp(log p_train - log p_rollout), bounded. TIS and MIS are modes of one correction."""
 
-    use: bool = option(False, flag="--use-tis", help="enable the plugin", enables=True)
+    use: bool = option(False, flag="--use-tis", help="enable the plugin, with importance weights", enables=True)
     threshold: float | None = option(
-        None, flag="--tis-threshold", help="bound weights to [min(T, 1/T), max(T, 1/T)]; truncate uses the upper end"
+        None,
+        flag="--tis-threshold",
+        help="bound weights to [min(T, 1/T), max(T, 1/T)]; truncate uses the upper end",
+        gt=0,
     )
-    clip: float = option(2.0, flag="--tis-clip", help="upper bound of a weight")
-    clip_low: float = option(0.0, flag="--tis-clip-low", help="lower bound of a weight")
+    clip: float = option(2.0, flag="--tis-clip", help="upper bound of a weight", ge=1)
+    clip_low: float = option(0.0, flag="--tis-clip-low", help="lower bound of a weight", ge=0, le=1)
     level: Literal["token", "sequence", "geometric"] = option(
         "token",
         flag="--tis-level",
@@ -24,10 +27,40 @@ class TisConfig:
     mode: Literal["truncate", "clip", "mask"] = option(
         "truncate", flag="--tis-mode", help="truncate: cut at the upper bound; clip: at both; mask: weight 0 outside"
     )
+    reject: Literal["none", "token", "sequence", "geometric"] = option(
+        "none",
+        flag="--tis-reject",
+        help="also give weight 0 to tokens, or to sequences by product or geometric mean, whose ratio is outside its own bounds",
+    )
+    reject_high: float | None = option(None, flag="--tis-reject-high", help="upper bound of --tis-reject", ge=1)
+    reject_low: float | None = option(None, flag="--tis-reject-low", help="lower bound of --tis-reject", ge=0, le=1)
     veto: bool = option(False, flag="--tis-veto", help="drop a sequence with any token ratio below 1e-4")
     batch_normalize: bool = option(
         False, flag="--tis-batch-normalize", help="divide weights by their mean over the whole optimiser step"
     )
-    metrics_only: bool = option(
-        False, flag="--get-mismatch-metrics", help="report the metrics and leave the loss untouched", enables=True
+    opsm: bool = option(
+        False,
+        flag="--use-opsm",
+        help="drop tokens of negative advantage in sequences the policy has left (--opsm-delta); enables the plugin, "
+        "without weights unless --use-tis is given too",
+        enables=True,
     )
+    opsm_delta: float = option(
+        1e-4, flag="--opsm-delta", help="a sequence is left when mean(log p_old - log p) is above this", ge=0
+    )
+    metrics_only: bool = option(
+        False,
+        flag="--get-mismatch-metrics",
+        help="enable the plugin and report its metrics; the loss is untouched unless --use-tis or --use-opsm is given too",
+        enables=True,
+    )
+
+    @property
+    def weighs(self) -> bool:
+        """Whether importance weights reach the loss: asked for, or the plugin was named and nothing else was."""
+        return self.use or not (self.opsm or self.metrics_only)
+
+    @property
+    def compares(self) -> bool:
+        """Whether the trainer's old log-probabilities are compared with the engine's."""
+        return self.weighs or self.metrics_only

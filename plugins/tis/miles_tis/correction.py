@@ -4,117 +4,191 @@ The engine sampled with its own kernels, number format and routing; the trainer'
 differ. With rho_t = exp(log p_train_old - log p_rollout) the policy gradient is re-weighted per token, or per sequence by
 the product (``sequence``) or geometric mean (``geometric``) of its ratios, and the weight is bounded: cut at the upper end
 (``truncate``: TIS, Yao et al. 2025), at both (``clip``), or set to 0 outside (``mask``: MIS, IcePop). Bounded and
-token-level weights are biased for sequence functions; what they buy is variance. A rejected token keeps its place in the loss's
-denominator. Log-ratios are clamped to +-20 and everything is detached.
+token-level weights are biased for sequence functions; what they buy is variance. Rejection and veto give weight 0 by bounds
+of their own. A rejected token keeps its place in the loss's denominator. Log-ratios are clamped to +-20 and everything is
+detached.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from miles_core.algorithm.correction import Correction, CorrectionInputs
-from miles_core.errors import ConfigError
+from miles_core.algorithm.correction import Correction, CorrectionInputs, Needs
+from miles_tis.bounds import bounds, rejection_bounds
 from miles_tis.config import TisConfig
 
 LOG_RATIO_CLAMP = 20.0
 VETO_RATIO = 1e-4
 
+Pairs = dict[str, tuple[Tensor, Tensor]]
 
-def bounds(options: TisConfig) -> tuple[float, float]:
-    """(lower, upper) bound of a weight; ConfigError unless lower <= 1 <= upper."""
-    low, high = options.clip_low, options.clip
-    if options.threshold is not None:
-        threshold = options.threshold
-        if threshold <= 0:
-            raise ConfigError(f"--tis-threshold {threshold:g} must be greater than 0; 2 bounds weights to [0.5, 2]")
-        low, high = min(threshold, 1 / threshold), max(threshold, 1 / threshold)
-    if not low <= 1.0 <= high:
-        raise ConfigError(
-            f"tis bounds [{low:g}, {high:g}] do not contain 1 (--tis-clip-low, --tis-clip): on-policy data would be "
-            "re-weighted; give a lower bound <= 1 <= upper bound"
-        )
-    return low, high
+
+@dataclass(frozen=True)
+class Ratios:
+    """The log-ratios of a batch of N samples, at every level; float64.
+
+    Attributes:
+        mask: [T] bool trained tokens.
+        owner: [T] which sample a token belongs to.
+        count: [N] trained tokens of each sample.
+        token: [T] log rho, clamped, 0 where nothing is trained.
+        sequence: [N] their sum.
+        geometric: [N] their mean.
+    """
+
+    mask: Tensor
+    owner: Tensor
+    count: Tensor
+    token: Tensor
+    sequence: Tensor
+    geometric: Tensor
+
+    @classmethod
+    def of(cls, inputs: CorrectionInputs) -> Ratios:
+        """From the log-probabilities of trainer and engine."""
+        return cls.between(inputs, inputs.old_log_probs, inputs.rollout_log_probs)
+
+    @classmethod
+    def between(cls, inputs: CorrectionInputs, above: Tensor, below: Tensor) -> Ratios:
+        """Of two columns of log-probabilities: ``above - below``."""
+        mask = inputs.mask.bool()
+        token = torch.where(mask, above.double() - below.double(), 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        owner = torch.repeat_interleave(torch.arange(len(inputs.lengths), device=mask.device), inputs.lengths)
+        zero = torch.zeros(len(inputs.lengths), dtype=torch.float64, device=mask.device)
+        count = zero.index_add(0, owner, mask.double())
+        sequence = zero.index_add(0, owner, token)
+        return cls(mask, owner, count, token, sequence, sequence / count.clamp(min=1))
+
+    def at(self, level: str) -> Tensor:
+        """[T] log-ratio of a token, or of the sequence it belongs to."""
+        if level == "token":
+            return self.token
+        chosen = self.sequence if level == "sequence" else self.geometric
+        return chosen.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)[self.owner]
+
+    def anywhere(self, tokens: Tensor) -> Tensor:
+        """[T] bool: whether any trained token of the same sample is in ``tokens`` [T]."""
+        zero = torch.zeros(len(self.count), dtype=torch.float64, device=tokens.device)
+        return zero.index_add(0, self.owner, (tokens & self.mask).double())[self.owner] > 0
+
+    def token_mean(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum over trained tokens, their number)."""
+        return torch.where(self.mask, values.double(), 0.0).sum(), self.mask.sum()
+
+    def sequence_mean(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum over samples with trained tokens, their number) of ``values`` [N]."""
+        used = self.count > 0
+        return torch.where(used, values, 0.0).sum(), used.sum()
+
+
+def needs(options: TisConfig) -> Needs:
+    """Weights look at each sample by itself; only their mean over the step does not."""
+    return Needs(old=options.compares, current=options.opsm, whole_step=options.batch_normalize)
+
+
+def correct(inputs: CorrectionInputs, options: TisConfig) -> Correction:
+    """All that is asked for: importance weights and OPSM."""
+    ones = torch.ones_like(inputs.old_log_probs)
+    result = Correction(ones, ones.bool())
+    if options.compares:
+        result = result.times(importance_correction(inputs, options))
+    if options.opsm:
+        result = result.times(opsm(inputs, options.opsm_delta))
+    return result
 
 
 def importance_correction(inputs: CorrectionInputs, options: TisConfig) -> Correction:
-    """The correction of one optimiser step; see ``CorrectionInputs`` for shapes."""
+    """Importance weights, rejection and veto; weight 1 where only their metrics are asked for.
+
+    See ``CorrectionInputs`` for shapes.
+    """
     low, high = bounds(options)
-    mask = inputs.mask.bool()
-    log_ratio = torch.where(mask, inputs.old_log_probs - inputs.rollout_log_probs, 0.0).double()
-    log_ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    owner = torch.repeat_interleave(torch.arange(len(inputs.lengths), device=mask.device), inputs.lengths)
-    samples = len(inputs.lengths)
-
-    def per_sample(values: Tensor) -> Tensor:
-        return torch.zeros(samples, dtype=torch.float64, device=mask.device).index_add(0, owner, values.double())
-
-    count = per_sample(mask)
-    product = per_sample(log_ratio)
-    if options.level == "token":
-        level = log_ratio
-    elif options.level == "sequence":
-        level = product.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)[owner]
-    else:
-        level = (product / count.clamp(min=1))[owner]
-    raw = level.exp()
+    ratios = Ratios.of(inputs)
+    raw = ratios.at(options.level).exp()
     above, below = raw > high, raw < low
-    vetoed = per_sample(mask & (log_ratio.exp() < VETO_RATIO))[owner] > 0
-    keep = torch.ones_like(mask)
+    keep = torch.ones_like(ratios.mask)  # of what weights belong to: tokens, or whole sequences
     if options.mode == "mask":
         keep &= ~(above | below)
         weight = raw
     else:
-        weight = raw.clamp(min=low if options.mode == "clip" else None, max=high)
+        weight = raw.clamp(min=low, max=high)
+    verb = "masked" if options.mode == "mask" else "truncated"
+    fractions = {f"{verb}_high": above} | ({f"{verb}_low": below} if low > 0 else {})
     if options.veto:
-        keep &= ~vetoed
+        fractions["vetoed"] = ratios.anywhere(ratios.token.exp() < VETO_RATIO)
+        keep &= ~fractions["vetoed"]
+    dropped = torch.zeros_like(keep)
+    if options.reject != "none":
+        dropped, found = _rejected(ratios, options)
+        fractions |= found
+    if options.level == "token" or options.reject != "token":
+        # a rejected sequence has weight 0 in the mean; single tokens do not change their sequence's weight
+        keep, dropped = keep & ~dropped, torch.zeros_like(dropped)
     if options.batch_normalize:
-        weight = weight / _mean_weight(weight * keep, mask, count, inputs, options)
-    metrics = _metrics(log_ratio, raw, weight * keep, mask, inputs, (above, below, vetoed), product[count > 0])
-    if options.metrics_only and not options.use:
+        weight = weight / _mean_weight(weight * keep, ratios, inputs, options)
+    keep = keep & ~dropped
+    metrics = _metrics(ratios, weight * keep)
+    metrics |= {f"tis/fraction_{name}": ratios.token_mean(where) for name, where in fractions.items()}
+    if not options.weighs:
         weight, keep = torch.ones_like(weight), torch.ones_like(keep)
     return Correction(weight.to(inputs.old_log_probs.dtype), keep, metrics)
 
 
-def _mean_weight(weight: Tensor, mask: Tensor, count: Tensor, inputs: CorrectionInputs, options: TisConfig) -> Tensor:
+def opsm(inputs: CorrectionInputs, delta: float) -> Correction:
+    """Off-policy sequence masking (DeepSeek-V3.2): drops tokens of negative advantage where the mean of log pi_old - log pi over
+    the sequence is above ``delta``. While the policy is the old one, nothing is dropped."""
+    current = inputs.old_log_probs if inputs.log_probs is None else inputs.log_probs
+    ratios = Ratios.between(inputs, inputs.old_log_probs, current)
+    dropped = (ratios.geometric > delta)[ratios.owner] & (inputs.advantages < 0)
+    return Correction(
+        torch.ones_like(inputs.old_log_probs), ~dropped, {"tis/fraction_opsm": ratios.token_mean(dropped)}
+    )
+
+
+def _rejected(ratios: Ratios, options: TisConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """[T] bool, and the same apart by end where that end has a bound."""
+    low, high = rejection_bounds(options)
+    value = ratios.at(options.reject).exp()
+    above, below = value > high, value < low
+    named = {"rejected_high": above} if high < math.inf else {}
+    return above | below, named | ({"rejected_low": below} if low > 0 else {})
+
+
+def _mean_weight(weight: Tensor, ratios: Ratios, inputs: CorrectionInputs, options: TisConfig) -> Tensor:
     """The mean weight of the whole step: over unmasked tokens for token weights, over sequences otherwise."""
     if options.level == "token":
-        total, number = (weight * mask).sum(), mask.sum().double()
+        total, number = ratios.token_mean(weight)
     else:
-        first = inputs.lengths.cumsum(0) - 1  # any token of a sequence carries its weight
-        used = count > 0
-        total, number = weight[first][used].sum(), used.sum().double()
-    mean = inputs.sum(total) / inputs.sum(number).clamp(min=1)
+        first = (inputs.lengths.cumsum(0) - 1).clamp(min=0)  # any token of a sequence carries its weight
+        total, number = ratios.sequence_mean(weight[first] if len(weight) else weight)
+    mean = inputs.sum(total) / inputs.sum(number.double()).clamp(min=1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))
 
 
-def _metrics(
-    log_ratio: Tensor,
-    raw: Tensor,
-    weight: Tensor,
-    mask: Tensor,
-    inputs: CorrectionInputs,
-    flags: tuple[Tensor, Tensor, Tensor],
-    sequence_log_ratio: Tensor,
-) -> dict[str, tuple[Tensor, Tensor]]:
-    number = mask.sum()
-    ratio = log_ratio.exp()
-    one = torch.ones((), dtype=torch.float64)
-    above, below, vetoed = flags
-
-    def token_mean(values: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.where(mask, values.double(), 0.0).sum(), number
-
-    first, second = inputs.sum((weight * mask).sum()), inputs.sum((weight.square() * mask).sum())
-    ess = first.square() / (second * inputs.sum(number.double())).clamp(min=1e-30)
-    squared = (2 * sequence_log_ratio).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+def _metrics(ratios: Ratios, weight: Tensor) -> Pairs:
+    """Everything that is a mean over tokens or sequences; ``derived`` adds what is computed from those."""
+    ratio = ratios.token.exp()
+    squared = (2 * ratios.sequence).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     return {
-        "tis/ratio_mean": token_mean(ratio),
-        "tis/weight_mean": token_mean(weight),
-        "tis/chi2_token": token_mean(ratio.square() - 1),
-        "tis/chi2_sequence": ((squared - 1).sum(), torch.tensor(float(len(squared)))),
-        "tis/ess": (ess, one),
-        "tis/fraction_high": token_mean(above),
-        "tis/fraction_low": token_mean(below),
-        "tis/fraction_vetoed": token_mean(vetoed),
+        "tis/ratio_mean": ratios.token_mean(ratio),
+        "tis/weight_mean": ratios.token_mean(weight),
+        "tis/weight_square_mean": ratios.token_mean(weight.square()),
+        "tis/ppl_ratio": ratios.sequence_mean((-ratios.geometric).exp()),
+        "tis/chi2_token": ratios.token_mean(ratio.square() - 1),
+        "tis/chi2_sequence": ratios.sequence_mean(squared - 1),
     }
+
+
+def derived(metrics: dict[str, float]) -> dict[str, float]:
+    """The effective sample size as a fraction of the trained tokens, (mean w)^2 / mean w^2, for each policy in ``metrics``."""
+    found = {}
+    for name, second in metrics.items():
+        prefix, key, rest = name.partition("tis/weight_square_mean")
+        if key and not rest:
+            mean = metrics[f"{prefix}tis/weight_mean"]
+            found[f"{prefix}tis/ess"] = mean * mean / second if second > 0 else 0.0
+    return found

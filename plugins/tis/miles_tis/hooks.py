@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from miles_core.algorithm.correction import Correct, compose_corrections
 from miles_core.plugin.hooks import hookimpl
-from miles_tis.correction import bounds, importance_correction
+from miles_tis.bounds import bounds, rejection_bounds
+from miles_tis.config import TisConfig
+from miles_tis.correction import correct, derived, needs
 
 log = logging.getLogger(__name__)
 
 
 class Tis:
+    """Importance weights, rejection and OPSM."""
+
+    def __init__(self, options: TisConfig) -> None:
+        self.options = options
+
     @hookimpl
-    def on_start(self, run):
-        options = run.config.plugin("tis")
+    def on_start(self, run: Any) -> None:
+        options, train = self.options, run.config.train
         low, high = bounds(options)
-        if low == high:
+        rejection_bounds(options)
+        if options.weighs and high == 1 and low in (0, 1):
             effect = {
                 "truncate": "weights above 1 are cut to 1",
-                "clip": "every weight is 1, so the correction does nothing",
-                "mask": "every token whose probabilities differ at all is dropped",
+                "clip": "no weight can be above 1" if low == 0 else "every weight is 1, so the correction does nothing",
+                "mask": "tokens above 1 are dropped"
+                if low == 0
+                else "every token whose probabilities differ is dropped",
             }[options.mode]
-            log.warning("--tis-threshold 1 with --tis-mode %s leaves no range: %s; 2 is usual", options.mode, effect)
+            log.warning("--tis-mode %s with an upper bound of 1: %s; 2 is usual", options.mode, effect)
+        one_step = (train.num_steps_per_rollout or 1) == 1 and not train.global_batch_size
+        if options.opsm and one_step and not run.config.algorithm.use_rollout_logprobs:
+            log.warning(
+                "--use-opsm does nothing with one optimiser step per rollout: the policy is still the old one; give "
+                "--num-steps-per-rollout or --global-batch-size"
+            )
 
     @hookimpl
-    def wrap_correction(self, run):
-        options = run.config.plugin("tis")
-
+    def wrap_correction(self) -> Any:
         def wrap(inner: Correct) -> Correct:
-            return compose_corrections(inner, lambda inputs: importance_correction(inputs, options))
+            return compose_corrections(inner, lambda inputs: correct(inputs, self.options), needs(self.options))
 
         return wrap
+
+    @hookimpl
+    def on_step(self, metrics: dict[str, float]) -> None:
+        metrics |= derived(metrics)
