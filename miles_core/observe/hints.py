@@ -150,7 +150,7 @@ RULES = (
     ),
     Rule(
         "weights-at-bound",
-        "*/fraction_high",
+        "*/fraction_truncated_high",
         above(0.1),
         "{metric}: {value} of the importance weights are cut at their upper bound, which biases the gradient",
         "take fewer optimiser steps per rollout (--num-steps-per-rollout), replay the rollout's routing (--plugins r3), "

@@ -70,7 +70,7 @@ def test_missing_metrics_give_no_hint():
         ("mismatch-jump", [{"mismatch/kl_k3": 1e-5}] * 21 + [{"mismatch/kl_k3": 2e-4}]),
         ("verify-jump", [{"verify/abs_log_prob": 1e-3}] * 4 + [{"verify/abs_log_prob": 0.05}]),
         ("effective-samples", [{"tis/ess": 0.2}] * 3),
-        ("weights-at-bound", [{"tis/fraction_high": 0.2}] * 3),
+        ("weights-at-bound", [{"tis/fraction_truncated_high": 0.2}] * 3),
         ("vetoed", [{"tis/fraction_vetoed": 0.1}] * 3),
         ("low-acceptance", [{"draft/accept_rate": 0.3}] * 5),
         ("slow-speculation", [{"draft/speedup": 0.8}] * 5),
