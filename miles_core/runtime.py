@@ -25,7 +25,7 @@ import numpy as np
 
 from miles_core.data.sample import Sample
 from miles_core.plugin.detect import gpu_facts, model_facts
-from miles_core.precision.select import make_codec
+from miles_core.precision.select import check_parity, make_codec
 from miles_core.rollout.engine import Engine
 from miles_core.sync.transport import SyncReport, Transport
 from miles_core.train.emulation import AS_TRAINED, Emulation
@@ -112,6 +112,7 @@ class InlineRuntime(Runtime):
         engine: Engine = run.hooks.make("engine", options.engine, run=run, policy=policy)
         self.engines.append(engine)
         await engine.start()
+        check_parity(run, policy, trainer, engine)
         policy.engine = engine
         transport = run.hooks.make("transport", options.transport, run=run, policy=policy, engine=engine)
         policy.learner = InlineLearner(run, learner, transport)

@@ -27,6 +27,8 @@ from miles_core.embedded.weights import load_units
 from miles_core.errors import MilesError, NonFiniteError
 from miles_core.plugin.core import CORE
 from miles_core.precision.activation import RoundedInputs
+from miles_core.precision.format import Format
+from miles_core.precision.parity import FormatItself
 from miles_core.rollout.engine import Engine, PauseMode, Request, Response
 from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Encoded
@@ -161,6 +163,10 @@ class EmbeddedEngine(Engine):
         self._inputs = RoundedInputs(self.model, self.codec)
         self._usable = False
         self._prompts.retire()
+
+    def quantizer(self, format: Format) -> FormatItself:
+        """There is no other code here than the format's own."""
+        return FormatItself(format)
 
     # -- what a decoder calls ---------------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ from miles_core.embedded.optimizer import Optimizer, OptimizerConfig
 from miles_core.embedded.packing import Packing, pack
 from miles_core.embedded.split import split
 from miles_core.errors import NonFiniteError
+from miles_core.precision.format import Format
+from miles_core.precision.parity import FormatItself
 from miles_core.precision.select import TrainedPrecision
 from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.sync.encode import Codec
@@ -193,6 +195,10 @@ class EmbeddedTrainer(Trainer):
         if self.precision is None:
             raise RuntimeError("this trainer was built without a precision that can change")
         self.precision.switch(layout["precision"])
+
+    def quantizer(self, format: Format) -> FormatItself:
+        """There is no other code here than the format's own."""
+        return FormatItself(format)
 
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from miles_core.errors import ConfigError
 from miles_core.plugin.detect import model_facts
 from miles_core.precision.format import Format
+from miles_core.precision.parity import check, real_layer
 from miles_core.precision.schedule import PLAIN, precisions
 from miles_core.precision.selector import Keep, Selector
 from miles_core.precision.train import FakeQuantizer, install
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from miles_core.config.config import Config
     from miles_core.config.groups import Precision
     from miles_core.policy import Policy
+    from miles_core.rollout.engine import Engine
     from miles_core.run import Run
+    from miles_core.train.trainer import Trainer
 
 
 def make_codec(run: Run, policy: Policy | None = None, precision: str | None = None) -> Codec:
@@ -105,6 +108,24 @@ def kept(options: Precision, checkpoint: str | None) -> tuple[Keep, ...]:
     if end:
         found.append(Keep("--num-layers-at-end-in-bf16", layers=range(layers - end, layers)))
     return tuple(found)
+
+
+def check_parity(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> None:
+    """Measure how both sides quantise, before anything is trained; see ``precision.parity``.
+
+    Raises:
+        MilesError: a side declares nothing, or is worse than it declares.
+    """
+    sides = (
+        (f"engine {run.config.run.engine}", run.config.rollout.precision, engine.quantizer),
+        (f"trainer {run.config.run.trainer}", run.config.train.precision, trainer.quantizer),
+    )
+    real: dict[str, Tensor] | None = None
+    for backend, precision, quantizer in sides:
+        codec = _codec(run, policy, precision)
+        if codec.format is not None:
+            real = real_layer(trainer.units(), codec) if real is None else real
+            check(backend, codec.format, quantizer(codec.format), real)
 
 
 def _codec(run: Run, policy: Policy | None, precision: str) -> Codec:

@@ -9,9 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from miles_core.precision.format import Format
+    from miles_core.precision.parity import Quantizer
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -94,6 +98,11 @@ class Engine(ABC):
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
         """How weights stored in ``format`` ("" for BF16) can change while the engine runs."""
         return "in_place"
+
+    def quantizer(self, format: Format) -> Quantizer | None:
+        """This backend's own code for a number format, with the parity it declares; None when it declares nothing,
+        which stops a run in that format (``precision.parity``)."""
+        return None
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         """Take one message of a transport in another process: plain data whose meaning the two agree on (names and

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from miles_core.data.batch import Batch
 from miles_core.errors import MilesError
 from miles_core.sync.unit import Unit
 from miles_core.train.emulation import AS_TRAINED, Emulation
+
+if TYPE_CHECKING:
+    from miles_core.precision.format import Format
+    from miles_core.precision.parity import Quantizer
 
 Pass = Literal["old", "ref", "train", "verify", "rollout"]
 
@@ -175,6 +179,11 @@ class Trainer(ABC):
         if emulation == AS_TRAINED:
             return nullcontext()
         raise MilesError(f"{type(self).__name__} cannot compute as the engine does")
+
+    def quantizer(self, format: Format) -> Quantizer | None:
+        """This backend's own code for a number format, with the parity it declares; None when it declares nothing,
+        which stops a run in that format (``precision.parity``)."""
+        return None
 
     def rebuild(self, layout: dict[str, Any]) -> None:
         """Compute in another precision from the next pass on: ``{"precision": name}``, as for ``Engine.rebuild``. Asked

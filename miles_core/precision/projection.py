@@ -1,0 +1,25 @@
+"""Projecting weights onto a format's grid, for backends that quantise inside.
+
+A backend with a quantiser of its own (TransformerEngine in a trainer, an engine that quantises again while it loads)
+never sees our codes. If what it is given already lies on the grid of the format, its quantiser finds the same codes up
+to its declared parity, and the weight it trains with, the one that is exported and the one that is served agree:
+``bf16(dequantise(quantise(w)))``. Masters are not touched: the projection is of the model copy, and makes new tensors.
+"""
+
+from __future__ import annotations
+
+from miles_core.sync.encode import Codec
+from miles_core.sync.unit import Unit
+
+
+def project(codec: Codec, unit: Unit) -> Unit:
+    """One unit of the export stream with its quantised weights on the grid, in their own dtype; the others as they are.
+
+    Raises:
+        MilesError, ConfigError: as ``Codec.encode_unit``.
+    """
+    found = {}
+    for encoded in codec.encode_unit(unit):
+        plain = unit.tensors[encoded.name]
+        found[encoded.name] = codec.decode(encoded).to(plain.dtype) if encoded.format else plain
+    return Unit(found)
