@@ -70,14 +70,20 @@ def other_files(directory: Path, without: Iterable[str] = ()) -> dict[str, Path]
 
 def unquantized_modules(shapes: Mapping[str, tuple[int, ...]], quantized: Iterable[str]) -> list[str]:
     """Linear modules that keep their precision, as an engine must know them: every matrix of the checkpoint that is not
-    quantised and no embedding, and ``lm_head`` also where it is tied and so not in the checkpoint."""
+    quantised and no embedding, and ``lm_head`` also where it is tied and so not in the checkpoint. Engines hold all
+    experts of a layer in one module, so where none of them is quantised that module is named too."""
     chosen = set(quantized)
-    left = []
+    left: dict[str, None] = {}
+    experts: dict[str, bool] = {}  # module of all experts of a layer -> whether none of them is quantised
     for name, shape in shapes.items():
         joined = len(shape) > 2 and "experts" in name
+        if ".experts." in name:
+            module = name[: name.index(".experts.")] + ".experts"
+            experts[module] = experts.get(module, True) and name not in chosen
         if name not in chosen and "embed" not in name and (joined or (len(shape) == 2 and name.endswith(".weight"))):
-            left.append(name.removesuffix(".weight"))
-    return left if any(name.endswith("lm_head") for name in left) else [*left, "lm_head"]
+            left[name.removesuffix(".weight")] = None
+    left |= dict.fromkeys(module for module, plain in experts.items() if plain)
+    return list(left) if any(name.endswith("lm_head") for name in left) else [*left, "lm_head"]
 
 
 def dump(content: Mapping[str, Any]) -> str:
