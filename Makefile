@@ -1,6 +1,7 @@
 # Everything sets itself up: only Python 3.11-3.13 and make are needed.
 #   make demo    train a small MoE on this machine and write a report
 #   make test    lint, types and all tests
+#   make oldest  the tests of the model code on the oldest Transformers supported
 #   make wheels  build every wheel, install core + one plugin into an empty environment and run them there
 # TORCH chooses the build, e.g. `make demo TORCH=torch` or an index of your own in PIP_EXTRA_INDEX_URL.
 TORCH ?= torch==2.13.0
@@ -13,7 +14,10 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 STAMP := $(VENV)/.miles-installed
 
-.PHONY: demo test lint types wheels install clean
+OLDEST ?= .venv-oldest
+JOBS ?= 2
+
+.PHONY: demo test oldest lint types wheels install clean
 
 install: $(STAMP)
 
@@ -35,10 +39,20 @@ types: install
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(TESTS)
+
+# The parts that touch Transformers' modules, on the oldest version supported (SGLang's pin).
+oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) tests/embedded tests/testing tests/precision tests/test_loop.py plugins
+
+$(OLDEST)/.installed: $(PROJECTS) Makefile
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check transformers==5.12.1 -e ".[dev]" $(foreach p,$(PLUGINS),-e ./$(p))
+	@touch $@
 
 wheels: install
 	$(BIN)/python tests/packaging/check_wheels.py --python $(PYTHON) --torch "$(TORCH)"
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(OLDEST) build dist
