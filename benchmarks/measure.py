@@ -112,8 +112,12 @@ def options(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def finish(name: str, result: Mapping[str, Any], save: bool, versions: Callable[[], dict[str, str]]) -> None:
-    """Print the result as one JSON line, and save it with where it comes from when asked to."""
+def finish(
+    name: str, result: Mapping[str, Any], save: bool, versions: Callable[[], dict[str, str]], variant: str = ""
+) -> None:
+    """Print the result as one JSON line, and save it with where it comes from when asked to.
+
+    ``variant``: told apart in the file's name, as in another device."""
     record = {
         "benchmark": name,
         "date": datetime.now(UTC).date().isoformat(),
@@ -126,7 +130,7 @@ def finish(name: str, result: Mapping[str, Any], save: bool, versions: Callable[
     }
     if save:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{name}-{record['date']}.json"
+        path = RESULTS / f"{name}-{record['date']}{variant and '-' + variant}.json"
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(f"saved {path.relative_to(ROOT)}", file=sys.stderr)
     print(json.dumps(record), flush=True)

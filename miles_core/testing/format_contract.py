@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import tempfile
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from miles_core.embedded.layout import Loader, export, views
 from miles_core.embedded.model import load_model
 from miles_core.errors import ConfigError, MilesError
 from miles_core.precision.format import Format
+from miles_core.precision.gpu_kernel import reference_only
 from miles_core.precision.train import FakeQuantizer, install
 from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Unit
@@ -169,6 +170,33 @@ class FormatContract:
         found = format.fake_quantize_activation(weight.cuda()).cpu()
         assert torch.equal(found, format.fake_quantize_activation(weight))
 
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_a_gpu_kernel_gives_the_bytes_of_the_reference(self) -> None:
+        format = self.make()
+        for name, weight in hard_cases(self.rows, self.columns, format.tile):
+            there = weight.cuda()
+            with reference_only():
+                here, expected = format.quantize(weight), format.quantize(there)
+                x = format.fake_quantize_activation(there)
+            for found in (expected, format.quantize(there)):
+                assert_same({k: t.cpu() for k, t in found.items()}, here, name)
+            out = {k: torch.empty_like(t) for k, t in expected.items()}
+            assert_same(format.quantize(there, format.stats(there), out), expected, name)
+            with reference_only():
+                values = format.dequantize(expected)
+            torch.testing.assert_close(format.dequantize(expected), values, rtol=0, atol=0, msg=name)
+            found = format.fake_quantize_activation(there)
+            assert found.dtype == x.dtype
+            torch.testing.assert_close(found, x, rtol=0, atol=0, msg=name)
+            if not format.quantizes_activations:
+                continue
+            there[0, 0], there[-1, -1] = float("nan"), float("-inf")
+            with reference_only():
+                x = format.fake_quantize_activation(there)
+            found = format.fake_quantize_activation(there)
+            torch.testing.assert_close(found, x, rtol=0, atol=0, equal_nan=True, msg=name)
+
     # -- the same bytes on every side -------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -234,13 +262,49 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def hard_cases(rows: int, columns: int, tile: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
+    """Finite weights on which a kernel would show another rounding, flushed denormals or wrong borders."""
+    generator = torch.Generator().manual_seed(1)
+
+    def integers(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (rows, columns), generator=generator, dtype=torch.int32)
+
+    def numbers(exponents: Tensor) -> Tensor:
+        signs_and_mantissas = integers(-(2**31), 2**31 - 1) & ~0x7F800000
+        return (signs_and_mantissas | (exponents << 23)).view(torch.float32)
+
+    yield "any bits", numbers(integers(0, 255))
+    yield "near one", numbers(integers(115, 140))
+    yield "near one, bf16", numbers(integers(115, 140)).bfloat16()
+    yield "near one, fp16", numbers(integers(115, 130)).half()
+    yield "near one, fp64", numbers(integers(115, 140)).double()
+    yield "denormals", numbers(integers(0, 2))
+    yield "denormal scales", numbers(integers(0, 12))
+    yield "the largest", numbers(integers(250, 255))
+    for peak in (448.0, 7.0, 6.0):  # a block whose maximum an element type ends at has a scale of 1, or near it
+        ties = integers(-31, 32) * 2.0 ** integers(-12, -2)
+        ties[:, :: tile[1]] = peak
+        yield f"ties under {peak}", ties
+        yield f"ties under {peak} * 2^-20", ties * 2.0**-20
+        ties[::2, : tile[1]] = 0
+        yield f"ties under {peak}, blocks of zeros", ties.bfloat16()
+    whole = numbers(integers(100, 130))
+    yield "columns first", whole.T.contiguous().T
+    yield "every second row", whole[::2]
+    narrow = max(columns - tile[1], tile[1])
+    yield "another width", whole[:-1, :narrow]
+    yield "one row", whole[:1, :narrow].bfloat16()
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case: str = "") -> None:
     """The same tensors, byte for byte."""
     assert found.keys() == expected.keys()
     for suffix, tensor in expected.items():
         assert found[suffix].dtype == tensor.dtype
         ours, theirs = (t.flatten().view(torch.uint8) for t in (found[suffix], tensor))  # a scalar has no bytes to view
-        assert torch.equal(ours, theirs), suffix
+        assert torch.equal(ours, theirs), (
+            f"{case} {suffix}: {int((ours != theirs).sum())} of {theirs.numel()} bytes differ"
+        )
 
 
 def suffixes(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -32,11 +32,13 @@ from torch import Tensor
 
 from miles_core.config.config import Config
 from miles_core.precision.format import Format, Parts, Stored, store
+from miles_core.precision.gpu_kernel import readable, room, usable
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10
 TILE = 128
+KERNEL_CAPABILITY = (8, 9)  # the first GPUs that convert to E4M3
 CODES, SCALES = "weight", "weight_scale_inv"
 
 
@@ -90,6 +92,12 @@ class Fp8(Format):
         )
 
     def quantize(self, weight: Tensor, stats: Tensor | None = None, out: Parts | None = None) -> Parts:
+        if usable(weight, KERNEL_CAPABILITY):
+            from miles_fp8 import kernels  # needs Triton
+
+            parts = room(self, (weight.shape[0], weight.shape[1]), weight.device, out)
+            kernels.quantize(readable(weight), parts[CODES], parts[SCALES], self.power_of_two_scales)
+            return store(parts, out)
         tiles = in_tiles(weight.float())
         scale = self.scale(tiles.abs().amax((1, 3)))
         codes = torch.div(tiles, scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
@@ -97,11 +105,20 @@ class Fp8(Format):
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         codes, scale = parts[CODES], parts[SCALES]
+        if usable(codes, KERNEL_CAPABILITY):
+            from miles_fp8 import kernels  # needs Triton
+
+            return kernels.dequantize(codes.contiguous(), scale.contiguous())
         return flat(in_tiles(codes.float()) * scale[:, None, :, None], codes.shape)
 
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         """As the base class says, in blocks of 1 x 128; the last block of a row may be shorter."""
         columns = x.shape[-1]
+        if usable(x, KERNEL_CAPABILITY):
+            from miles_fp8 import kernels  # needs Triton
+
+            found = kernels.fake_quantize(readable(x.reshape(-1, columns)), self.power_of_two_scales)
+            return found.reshape(x.shape).to(x.dtype)
         padded = torch.nn.functional.pad(x.float(), (0, -columns % TILE))
         blocks = padded.reshape(*x.shape[:-1], -1, TILE)
         amax = blocks.abs().amax(-1, keepdim=True)

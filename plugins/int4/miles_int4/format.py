@@ -32,6 +32,7 @@ from torch import Tensor
 
 from miles_core.config.config import Config
 from miles_core.precision.format import Format, Parts, Stored, store
+from miles_core.precision.gpu_kernel import readable, room, usable
 
 LARGEST = 7.0
 OFFSET = 8
@@ -103,6 +104,14 @@ class Int4(Format):
 
     def quantize(self, weight: Tensor, stats: Tensor | None = None, out: Parts | None = None) -> Parts:
         rows, columns = weight.shape
+        if usable(weight):
+            from miles_int4 import kernels  # needs Triton
+
+            if kernels.suits(self.group_size):
+                parts = room(self, (rows, columns), weight.device, out)
+                kernels.quantize(readable(weight), parts[CODES], parts[SCALES], self.group_size)
+                parts[SHAPE].copy_(torch.tensor([rows, columns], dtype=torch.int32))
+                return store(parts, out)
         groups = weight.float().reshape(rows, columns // self.group_size, self.group_size)
         amax = groups.abs().amax(-1)
         # A full tensor as divisor: dividing by a Python number multiplies by its reciprocal on a GPU.
@@ -112,6 +121,10 @@ class Int4(Format):
         return store({CODES: pack(codes.reshape(rows, columns)), SCALES: scale, SHAPE: shape}, out)
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
+        if usable(parts[CODES]):
+            from miles_int4 import kernels  # needs Triton
+
+            return kernels.dequantize(parts[CODES].contiguous(), parts[SCALES].contiguous())
         codes, scale = unpack(parts[CODES]), parts[SCALES].float()
         rows, columns = codes.shape
         return (codes.reshape(rows, scale.shape[1], -1) * scale[..., None]).reshape(rows, columns)

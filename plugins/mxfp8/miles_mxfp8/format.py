@@ -34,12 +34,14 @@ from torch import Tensor
 
 from miles_core.config.config import Config
 from miles_core.precision.format import Format, Parts, Stored, store
+from miles_core.precision.gpu_kernel import readable, room, usable
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 32
 BIAS = 127
 NOT_A_NUMBER = 255
+KERNEL_CAPABILITY = (8, 9)  # the first GPUs that convert to E4M3
 CODES, SCALES = "weight", "weight_scale_inv"
 
 
@@ -85,6 +87,12 @@ class Mxfp8(Format):
         )
 
     def quantize(self, weight: Tensor, stats: Tensor | None = None, out: Parts | None = None) -> Parts:
+        if usable(weight, KERNEL_CAPABILITY):
+            from miles_mxfp8 import kernels  # needs Triton
+
+            parts = room(self, (weight.shape[0], weight.shape[1]), weight.device, out)
+            kernels.quantize(readable(weight), parts[CODES], parts[SCALES])
+            return store(parts, out)
         blocks = in_blocks(weight.float())
         scale = scale_byte(blocks.abs().amax(-1))
         codes = torch.div(blocks, power(scale)[..., None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
@@ -92,10 +100,18 @@ class Mxfp8(Format):
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         codes, scale = parts[CODES], parts[SCALES]
+        if usable(codes, KERNEL_CAPABILITY):
+            from miles_mxfp8 import kernels  # needs Triton
+
+            return kernels.dequantize(codes.contiguous(), scale.contiguous())
         return (in_blocks(codes.float()) * power(scale)[..., None]).reshape(codes.shape)
 
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
+        if usable(rows, KERNEL_CAPABILITY):
+            from miles_mxfp8 import kernels  # needs Triton
+
+            return kernels.fake_quantize(readable(rows)).reshape(x.shape).to(x.dtype)
         return self.dequantize(self.quantize(rows)).reshape(x.shape).to(x.dtype)
 
     def config(self, unquantized: list[str]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from miles_core.config.config import Config
 from miles_core.precision.format import Format, Parts, Stored, store
+from miles_core.precision.gpu_kernel import readable, room, usable
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -46,6 +47,7 @@ E2M1_MAX = 6.0
 FOUR_OVER_SIX_MAX = 256.0  # instead of 448: room for a scale 1.5 times as large
 FP32_MAX = torch.finfo(torch.float32).max
 BLOCK = 16
+KERNEL_CAPABILITY = (8, 9)  # the first GPUs that convert to E4M3
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 CODES, SCALES, SCALE, INPUT_SCALE = "weight", "weight_scale", "weight_scale_2", "input_scale"
 EXPERTS = ("*.experts.*", "*.shared_experts.*", "*.shared_expert.*")
@@ -103,20 +105,40 @@ class Nvfp4(Format):
 
     def stats(self, weight: Tensor) -> Tensor:
         """The matrix's largest magnitude, FP32 scalar."""
+        if usable(weight):
+            from miles_nvfp4 import kernels  # needs Triton
+
+            return kernels.largest(readable(weight))
         return weight.float().abs().amax() if weight.numel() else weight.new_zeros((), dtype=torch.float32)
 
     def quantize(self, weight: Tensor, stats: Tensor | None = None, out: Parts | None = None) -> Parts:
         amax = self.stats(weight) if stats is None else stats
+        if not self.four_over_six and usable(weight, KERNEL_CAPABILITY):
+            from miles_nvfp4 import kernels  # needs Triton
+
+            parts = room(self, (weight.shape[0], weight.shape[1]), weight.device, out)
+            kernels.quantize(readable(weight), amax.contiguous(), parts[CODES], parts[SCALES], parts[SCALE])
+            parts[INPUT_SCALE].fill_(1)
+            return store(parts, out)
         codes, scales, scale = self._encode(weight.float(), amax)
         parts = {CODES: pack(codes), SCALES: scales, SCALE: scale, INPUT_SCALE: torch.ones_like(scale)}
         return store(parts, out)
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
+        if usable(parts[CODES], KERNEL_CAPABILITY):
+            from miles_nvfp4 import kernels  # needs Triton
+
+            return kernels.dequantize(parts[CODES].contiguous(), parts[SCALES].contiguous(), parts[SCALE])
         return _decode(unpack(parts[CODES]), parts[SCALES], parts[SCALE])
 
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         """As the base class says, in blocks of 1 x 16 with the FP32 scale of each token."""
-        rows = x.reshape(-1, x.shape[-1]).float()
+        rows = x.reshape(-1, x.shape[-1])
+        if not self.four_over_six and usable(rows, KERNEL_CAPABILITY):
+            from miles_nvfp4 import kernels  # needs Triton
+
+            return kernels.fake_quantize(readable(rows)).reshape(x.shape).to(x.dtype)
+        rows = rows.float()
         codes, scales, scale = self._encode(rows, rows.abs().amax(-1, keepdim=True))
         return _decode(codes, scales, scale).reshape(x.shape).to(x.dtype)
 

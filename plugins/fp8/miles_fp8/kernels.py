@@ -1,0 +1,124 @@
+"""The rule of ``format`` as Triton kernels: each reads its input once and writes what is asked for.
+
+They return the reference's bytes. What that takes: a true division (``div_rn``), maxima taken over the bit patterns of
+magnitudes (integers order like the numbers, denormals and NaN included), powers of two from exponent bits, and the
+GPU's own conversion to E4M3, which rounds to nearest even. Checked by ``FormatContract`` and tests/test_kernels.py.
+"""
+
+# No postponed annotations here: Triton reads the ``constexpr`` ones.
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+E4M3_MAX = tl.constexpr(448.0)
+AMAX_FLOOR = tl.constexpr(1e-10)
+TILE = 128
+ROWS = 32  # rows of an activation one program reads
+
+
+@triton.jit
+def _scale(amax_bits, POWER_OF_TWO: tl.constexpr):
+    """Bits of each block's largest magnitude -> its scale, FP32."""
+    amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), AMAX_FLOOR)
+    scale = tl.div_rn(amax, tl.full(amax.shape, E4M3_MAX, tl.float32))
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        bits = ((bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)) << 23
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _codes(x, scale):
+    quotient = tl.div_rn(x, scale)
+    # NaN passes: a block that is not finite has to show.
+    bounded = tl.clamp(quotient, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return bounded.to(tl.float8e4nv)
+
+
+@triton.jit
+def _weight(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    POWER_OF_TWO: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    scale = _scale(tl.max(tl.max(bits, 1, keep_dims=True), 0, keep_dims=True), POWER_OF_TWO)
+    codes = _codes(x, tl.broadcast_to(scale, x.shape))
+    tl.store(codes_ptr + row * columns + column, codes, mask=inside)
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scales_ptr + place + tl.zeros(scale.shape, tl.int32), scale)
+
+
+@triton.jit
+def _activation(
+    x_ptr,
+    out_ptr,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
+    scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
+    value = _codes(x, tl.broadcast_to(scale, x.shape)).to(tl.float32) * scale
+    tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _value(
+    codes_ptr, scales_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    codes = tl.load(codes_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    place = row // TILE * tl.cdiv(columns, TILE) + column // TILE
+    tl.store(out_ptr + row * columns + column, codes * tl.load(scales_ptr + place, mask=inside, other=0.0), mask=inside)
+
+
+def quantize(weight: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) -> None:
+    """weight [N, K], any strides -> ``codes`` E4M3 [N, K] and ``scales`` FP32 [ceil(N/128), ceil(K/128)], contiguous."""
+    rows, columns = weight.shape
+    with torch.cuda.device(weight.device):
+        _weight[tuple(scales.shape)](
+            weight, codes, scales, rows, columns, *weight.stride(), power_of_two, TILE, num_warps=8
+        )
+
+
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """What ``quantize`` wrote, contiguous -> [N, K] FP32."""
+    rows, columns = codes.shape
+    out = torch.empty((rows, columns), dtype=torch.float32, device=codes.device)
+    grid = (triton.cdiv(rows, 8), triton.cdiv(columns, 512))
+    with torch.cuda.device(codes.device):
+        _value[grid](codes, scales, out, rows, columns, 8, 512, TILE, num_warps=4)
+    return out
+
+
+def fake_quantize(x: Tensor, power_of_two: bool) -> Tensor:
+    """x [M, K], any strides -> what its codes in blocks of 1 x 128 mean, in x's dtype."""
+    rows, columns = x.shape
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, TILE))
+    with torch.cuda.device(x.device):
+        _activation[grid](x, out, rows, columns, *x.stride(), power_of_two, ROWS, TILE, num_warps=4)
+    return out

@@ -1,0 +1,98 @@
+"""The rule of ``format`` as Triton kernels: they read a weight once and write packed codes and scales, or back.
+
+They return the reference's bytes: true divisions (``div_rn``), maxima over the bit patterns of magnitudes, the scale
+rounded to BF16 before anything is divided by it, and ties to even. Checked by ``FormatContract`` and
+tests/test_kernels.py.
+"""
+
+# No postponed annotations here: Triton reads the ``constexpr`` ones.
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PER_WORD = 8
+ROWS, COLUMNS = 8, 512  # of one program; a larger group takes a program of its own
+
+
+@triton.jit
+def _quantize(
+    x_ptr,
+    words_ptr,
+    scales_ptr,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PER_WORD: tl.constexpr,
+):
+    GROUPS: tl.constexpr = COLUMNS // GROUP
+    WORDS: tl.constexpr = COLUMNS // PER_WORD
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    x = tl.reshape(x, (ROWS, GROUPS, GROUP))
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
+    scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, 7.0, tl.float32)), 1e-5).to(tl.bfloat16)
+    quotient = tl.div_rn(x, tl.broadcast_to(scale.to(tl.float32)[:, :, None], x.shape))
+    # Adding 1.5 * 2^23 leaves no bits below one: the sum is rounded to an integer, ties to even, in its low bits.
+    code = (quotient + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    nibble = tl.minimum(tl.maximum(code, -7), 7) + 8
+    shift = (tl.arange(0, PER_WORD) * 4)[None, None, :]
+    words = tl.sum(tl.reshape(nibble, (ROWS, WORDS, PER_WORD)) << shift, 2)
+    word = tl.program_id(1).to(tl.int64) * WORDS + tl.arange(0, WORDS)[None, :]
+    tl.store(words_ptr + row * (columns // PER_WORD) + word, words, mask=(row < rows) & (word < columns // PER_WORD))
+    group = tl.program_id(1).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[None, :]
+    tl.store(scales_ptr + row * (columns // GROUP) + group, scale, mask=(row < rows) & (group < columns // GROUP))
+
+
+@triton.jit
+def _value(
+    words_ptr,
+    scales_ptr,
+    out_ptr,
+    rows,
+    columns,
+    group,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    word = tl.load(words_ptr + row * (columns // PER_WORD) + column // PER_WORD, mask=inside, other=0)
+    code = ((word >> (column % PER_WORD * 4).to(tl.int32)) & 15) - 8
+    scale = tl.load(scales_ptr + row * (columns // group) + column // group, mask=inside, other=0.0)
+    tl.store(out_ptr + row * columns + column, code.to(tl.float32) * scale.to(tl.float32), mask=inside)
+
+
+def suits(group_size: int) -> bool:
+    """Whether the kernel can take this group size: it cuts rows at powers of two, and whole words."""
+    return PER_WORD <= group_size <= 4096 and group_size & (group_size - 1) == 0
+
+
+def quantize(weight: Tensor, words: Tensor, scales: Tensor, group_size: int) -> None:
+    """weight [N, K], any strides -> ``words`` int32 [N, K/8] and ``scales`` BF16 [N, K/g], both contiguous."""
+    rows, columns = weight.shape
+    wide = max(COLUMNS, group_size)
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, wide))
+    with torch.cuda.device(weight.device):
+        _quantize[grid](
+            weight, words, scales, rows, columns, *weight.stride(), ROWS, wide, group_size, PER_WORD, num_warps=4
+        )
+
+
+def dequantize(words: Tensor, scales: Tensor) -> Tensor:
+    """What ``quantize`` wrote, contiguous, any group size -> [N, K] FP32."""
+    rows, columns = words.shape[0], words.shape[1] * PER_WORD
+    out = torch.empty((rows, columns), dtype=torch.float32, device=words.device)
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+    group = columns // scales.shape[1]
+    with torch.cuda.device(words.device):
+        _value[grid](words, scales, out, rows, columns, group, ROWS, COLUMNS, PER_WORD, num_warps=4)
+    return out

@@ -1,0 +1,44 @@
+"""The kernels are what runs on a GPU; that they give the reference's bytes is FormatContract's test."""
+
+import pytest
+import torch
+
+from miles_core.precision.gpu_kernel import reference_only
+from miles_int4.format import Int4
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Called(Exception):
+    pass
+
+
+def called(*args, **kwargs):
+    raise Called
+
+
+@pytest.mark.parametrize("size", [8, 32, 128, 1024])
+def test_a_gpu_runs_the_kernel(monkeypatch, size):
+    from miles_int4 import kernels
+
+    format, weight = Int4(size), torch.randn(5, 2048, device="cuda")
+    found, expected = format.quantize(weight), format.quantize(weight.cpu())
+    assert all(torch.equal(found[suffix].cpu(), tensor) for suffix, tensor in expected.items())
+    monkeypatch.setattr(kernels, "quantize", called)
+    with pytest.raises(Called):
+        format.quantize(weight)
+    with reference_only():
+        format.quantize(weight)
+
+
+@pytest.mark.parametrize("size", [24, 40, 8192])
+def test_other_group_sizes_run_the_reference(monkeypatch, size):
+    from miles_int4 import kernels
+
+    monkeypatch.setattr(kernels, "quantize", called)
+    weight = torch.randn(2, size * 2)
+    found, expected = Int4(size).quantize(weight.cuda()), Int4(size).quantize(weight)
+    assert all(torch.equal(found[suffix].cpu(), tensor) for suffix, tensor in expected.items())

@@ -1,0 +1,107 @@
+"""The rule of ``format`` as Triton kernels: they read their input once and write codes and scales, or what they mean.
+
+They return the reference's bytes. A block's maximum is taken over bit patterns (integers order like the magnitudes they
+stand for, denormals and NaN included); exponent and mantissa are read from them, as frexp does; dividing by a power of
+two is multiplying by its inverse, which is exact; and the GPU's conversion to E4M3 rounds to nearest even. Checked by
+``FormatContract`` and tests/test_kernels.py.
+"""
+
+# No postponed annotations here: Triton reads the ``constexpr`` ones.
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 32
+ROWS, COLUMNS = 8, 512  # of one program
+
+
+@triton.jit
+def _scale_byte(amax_bits):
+    """Bits of a block's largest magnitude -> its scale byte, int32: 448 is 1.75 * 2^8, and the exponent rounds up."""
+    exponent = amax_bits >> 23
+    byte = exponent - 8 + tl.where((amax_bits & 0x7FFFFF) > 0x600000, 1, 0)
+    return tl.where(exponent == 255, 255, tl.maximum(byte, 0))
+
+
+@triton.jit
+def _power(byte):
+    """2^(byte - 127) of a scale byte, int32 -> FP32; NaN for 255."""
+    bits = tl.where(byte == 0, 1 << 22, byte << 23)  # 2^-127 is a denormal
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quantize(
+    x_ptr,
+    out_ptr,
+    scales_ptr,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    DECODE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = COLUMNS // BLOCK
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    x = tl.reshape(x, (ROWS, BLOCKS, BLOCK))
+    byte = _scale_byte(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2))
+    # 2^(127 - byte); a byte of 255 makes the block NaN
+    inverse = tl.where(byte == 255, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
+    quotient = x * inverse[:, :, None]
+    codes = tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    if DECODE:
+        value = tl.reshape(codes.to(tl.float32) * _power(byte)[:, :, None], (ROWS, COLUMNS))
+        tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out_ptr + row * columns + column, tl.reshape(codes, (ROWS, COLUMNS)), mask=inside)
+        block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+        within = (row < rows) & (block < columns // BLOCK)
+        tl.store(scales_ptr + row * (columns // BLOCK) + block, byte.to(tl.uint8), mask=within)
+
+
+@triton.jit
+def _value(
+    codes_ptr, scales_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    codes = tl.load(codes_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    byte = tl.load(scales_ptr + row * (columns // BLOCK) + column // BLOCK, mask=inside, other=0).to(tl.int32)
+    tl.store(out_ptr + row * columns + column, codes * _power(byte), mask=inside)
+
+
+def quantize(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """weight [N, K], any strides -> ``codes`` E4M3 [N, K] and ``scales`` uint8 [N, K/32], both contiguous."""
+    _launch(weight, codes, scales, decode=False)
+
+
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """What ``quantize`` wrote, contiguous -> [N, K] FP32."""
+    rows, columns = codes.shape
+    out = torch.empty((rows, columns), dtype=torch.float32, device=codes.device)
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+    with torch.cuda.device(codes.device):
+        _value[grid](codes, scales, out, rows, columns, ROWS, COLUMNS, BLOCK, num_warps=4)
+    return out
+
+
+def fake_quantize(x: Tensor) -> Tensor:
+    """x [M, K], any strides -> what its codes mean, in x's dtype."""
+    out = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+    _launch(x, out, out, decode=True)
+    return out
+
+
+def _launch(x: Tensor, out: Tensor, scales: Tensor, decode: bool) -> None:
+    rows, columns = x.shape
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+    with torch.cuda.device(x.device):
+        _quantize[grid](x, out, scales, rows, columns, *x.stride(), decode, ROWS, COLUMNS, BLOCK, num_warps=4)

@@ -1,0 +1,167 @@
+"""The rule of ``format`` as Triton kernels: codes and scales, or what they mean, and a matrix's largest magnitude.
+
+They return the reference's bytes: every operation is the same single FP32 rounding in the same order (``div_rn`` is the
+true division, products are never fused with sums), maxima are taken over the bit patterns of magnitudes, where NaN is
+the largest, and the GPU's conversion to E4M3 rounds to nearest even. Four over six has no kernel: it sums squared
+errors in element order, which is its reference's. Checked by ``FormatContract`` and tests/test_kernels.py.
+"""
+
+# No postponed annotations here: Triton reads the ``constexpr`` ones.
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 16
+ROWS, COLUMNS = 8, 512  # of one program
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
+PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _amax(x_ptr, amax_ptr, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(amax_ptr, tl.max(tl.max(bits, 1), 0))
+
+
+@triton.jit
+def _encode_scale(amax):
+    """S of an amax (a block of them), FP32."""
+    encode = tl.div_rn(tl.full(amax.shape, 2688.0, tl.float32), amax)  # 448 * 6
+    encode = tl.minimum(encode, FP32_MAX, propagate_nan=PROPAGATE)
+    return tl.where(amax == 0, 1.0, encode)
+
+
+@triton.jit
+def _e2m1(x):
+    """Code of the nearest E2M1 number, ties to even, saturating, int32."""
+    magnitude = tl.abs(x)
+    code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32) + (magnitude > 1.25).to(tl.int32)
+    code += (magnitude >= 1.75).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
+    code += (magnitude > 5.0).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _e2m1_value(code):
+    """What a code means, FP32: 0 and .5, then m * 2^(e - 1) with one mantissa bit."""
+    index = code & 7
+    bits = tl.where(index == 0, 0, tl.where(index == 1, 0x3F000000, ((index >> 1) + 126 << 23) | ((index & 1) << 22)))
+    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quantize(
+    x_ptr,
+    amax_ptr,
+    out_ptr,
+    scales_ptr,
+    scale_ptr,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    PER_ROW: tl.constexpr,
+    DECODE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = COLUMNS // BLOCK
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    x = tl.reshape(x, (ROWS, BLOCKS, BLOCK))
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
+    amax = tl.load(amax_ptr + row * PER_ROW, mask=row < rows, other=0.0)
+    encode = _encode_scale(amax)
+    one = tl.full(amax.shape, 1.0, tl.float32)
+    decode = tl.div_rn(one, encode)
+    sixth = tl.div_rn(one, one * 6.0)
+    scaled = tl.minimum(largest * (encode * sixth), 448.0, propagate_nan=PROPAGATE)
+    scales = scaled.to(tl.float8e4nv)
+    wide = scales.to(tl.float32)
+    inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), wide * decode)
+    inverse = tl.minimum(inverse, FP32_MAX, propagate_nan=PROPAGATE)
+    codes = tl.where((wide == 0)[:, :, None], 0, _e2m1(x * inverse[:, :, None]))
+    if DECODE:
+        value = tl.reshape(_e2m1_value(codes) * wide[:, :, None], (ROWS, COLUMNS)) * decode
+        tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        low, high = tl.split(tl.reshape(codes, (ROWS, COLUMNS // 2, 2)))
+        pair = tl.program_id(1).to(tl.int64) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
+        within = (row < rows) & (pair < columns // 2)
+        tl.store(out_ptr + row * (columns // 2) + pair, (low | (high << 4)).to(tl.uint8), mask=within)
+        block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+        tl.store(scales_ptr + row * (columns // BLOCK) + block, scales, mask=(row < rows) & (block < columns // BLOCK))
+        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (row == 0)
+        tl.store(scale_ptr + row * 0, decode, mask=first)
+
+
+@triton.jit
+def _value(
+    codes_ptr,
+    scales_ptr,
+    scale_ptr,
+    out_ptr,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    pair = tl.load(codes_ptr + row * (columns // 2) + column // 2, mask=inside, other=0).to(tl.int32)
+    value = _e2m1_value((pair >> ((column & 1) * 4).to(tl.int32)) & 15)
+    block = tl.load(scales_ptr + row * (columns // BLOCK) + column // BLOCK, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * columns + column, value * block * tl.load(scale_ptr), mask=inside)
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude of x [N, K], any strides: FP32 scalar, NaN where x has one."""
+    found = torch.zeros((), dtype=torch.int32, device=x.device)
+    with torch.cuda.device(x.device):
+        _amax[_grid(x)](x, found, *x.shape, *x.stride(), ROWS, COLUMNS, num_warps=4)
+    return found.view(torch.float32)
+
+
+def quantize(weight: Tensor, amax: Tensor, codes: Tensor, scales: Tensor, scale: Tensor) -> None:
+    """weight [N, K], any strides, and its ``amax`` FP32 scalar -> ``codes`` uint8 [N, K/2], ``scales`` E4M3 [N, K/16]
+    and ``scale`` FP32 scalar, all contiguous."""
+    _launch(weight, amax, codes, scales, scale, per_row=False, decode=False)
+
+
+def dequantize(codes: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
+    """What ``quantize`` wrote, contiguous -> [N, K] FP32."""
+    rows, columns = codes.shape[0], codes.shape[1] * 2
+    out = torch.empty((rows, columns), dtype=torch.float32, device=codes.device)
+    with torch.cuda.device(codes.device):
+        _value[_grid(out)](codes, scales, scale, out, rows, columns, ROWS, COLUMNS, BLOCK, num_warps=4)
+    return out
+
+
+def fake_quantize(x: Tensor) -> Tensor:
+    """x [M, K], any strides -> what its codes under an outer scale for each row mean, in x's dtype."""
+    amax = x.abs().amax(-1).float()
+    out = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+    _launch(x, amax, out, out, out, per_row=True, decode=True)
+    return out
+
+
+def _launch(x: Tensor, amax: Tensor, out: Tensor, scales: Tensor, scale: Tensor, per_row: bool, decode: bool) -> None:
+    with torch.cuda.device(x.device):
+        _quantize[_grid(x)](
+            x, amax, out, scales, scale, *x.shape, *x.stride(), int(per_row), decode, ROWS, COLUMNS, BLOCK,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _grid(x: Tensor) -> tuple[int, int]:
+    return triton.cdiv(x.shape[0], ROWS), triton.cdiv(x.shape[1], COLUMNS)
