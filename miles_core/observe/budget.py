@@ -23,6 +23,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.observe.gap import Gap, LogProbs, measure
 from miles_core.observe.probe import bare
+from miles_core.precision.schedule import PLAIN, precisions
 from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.train.emulation import Emulation
 
@@ -98,6 +99,7 @@ class _Chain:
     def __init__(self, run: Run, policy: Policy, samples: Sequence[Sample]) -> None:
         self.run, self.policy, self.samples = run, policy, samples
         self.engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
+        self.quantised = (policy.precisions or precisions(run.config, 0)).rollout != PLAIN
         self.keep: list[str] = []
         self.emulation = Emulation()
         self.shift = [np.zeros(1)] * len(samples)
@@ -105,10 +107,9 @@ class _Chain:
         self.missing: list[Cause] = []
 
     async def walk(self, earlier: LogProbs | None) -> Budget:
-        config = self.run.config
         start = await self.score()
         await self.recorded()
-        if config.rollout.precision != "bf16":
+        if self.quantised:
             await self.switch(WEIGHTS, encoded=True)
         here = await self.switch(STALE, held=self.policy.engine)
         if here:
@@ -137,7 +138,7 @@ class _Chain:
             now = await self.policy.learner.log_probs([bare(s) for s in self.samples])
             self.shift = [np.asarray(a, np.float64) - n for a, n in zip(earlier, now, strict=True)]
             self.passes.append((STALE, False, await self.score()))
-        if self.run.config.rollout.precision != "bf16":
+        if self.quantised:
             await self.switch(ACTIVATIONS, activations=True)
 
     async def switch(self, name: str, **changes: Any) -> bool:

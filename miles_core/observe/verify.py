@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,11 +45,13 @@ _VISIBLE = 0.1
 
 @dataclass
 class Earlier:
-    """The probe of the sync before: its tokens, and what both sides said of them then, each by itself."""
+    """The probe of the sync before: its tokens, what both sides said of them then, each by itself, and in which number
+    formats they computed."""
 
     samples: list[Sample]
     trainer: LogProbs
     engine: LogProbs | None
+    formats: Any
 
 
 _PROMPTS = StashKey[Sequence[Sequence[int]]]()
@@ -79,7 +81,9 @@ async def verify(run: Run, policy: Policy) -> dict[str, float]:
     if last is None:
         await write_budget(run, policy)
     alone = [bare(s) for s in samples]
-    earlier[policy.name] = Earlier(alone, await policy.learner.log_probs(alone), await score(run, policy, alone))
+    earlier[policy.name] = Earlier(
+        alone, await policy.learner.log_probs(alone), await score(run, policy, alone), policy.precisions
+    )
     return gap.metrics("verify") | ({} if moved is None else {"verify/moved": moved})
 
 
@@ -119,11 +123,13 @@ async def score(run: Run, policy: Policy, samples: Sequence[Sample]) -> list[np.
 async def movement(run: Run, policy: Policy, last: Earlier) -> float | None:
     """How far along the trainer's movement since ``last`` the engine moved: near 1 when it serves the update.
 
-    None where the engine cannot score or the step was too small to see.
+    None where the engine cannot score, the step was too small to see, or a side changed its number format meanwhile.
 
     Raises:
         MismatchError: it did not move, or too little of the way.
     """
+    if policy.precisions != last.formats:
+        return None
     engine = await score(run, policy, last.samples)
     if engine is None or last.engine is None:
         return None

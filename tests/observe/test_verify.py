@@ -134,3 +134,20 @@ def test_a_truncated_sampler_at_a_temperature(toy_run):
     run = toy_run(verify_logprobs=True, verify_logprobs_tolerance=1e-4, rollout_top_p=0.8, rollout_temperature=0.7)
     assert max(values(run, "verify/abs_log_prob")) < 1e-4
     assert torch.tensor(values(run, "verify/moved")).sub(1).abs().max() < 0.01
+
+
+def test_a_change_of_number_format_is_no_stale_engine(toy_run):
+    run = toy_run(
+        ["fp8"],
+        steps=3,
+        rollout_precision="fp8",
+        emulate_precision=True,
+        warmup_steps=2,
+        verify_logprobs=True,
+        verify_logprobs_tolerance=5,
+    )
+    gaps = values(run, "verify/abs_log_prob")
+    assert gaps[0] < 1e-5 < 0.01 < gaps[-1]
+    assert len(values(run, "verify/moved")) == 1
+    causes = json.loads((run.directory / v.BUDGET_FILE).read_text())["causes"]
+    assert WEIGHTS not in [c["name"] for c in causes]  # at version 0 nothing was quantised
