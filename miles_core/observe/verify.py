@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 _STILL = 0.1
 #: ... and where the two agreed ten times better than they moved, it must have moved so far along.
 _ALMOST = 0.9
+#: A coefficient with a larger standard error says nothing and is not reported.
+_KNOWN = 0.25
 #: Below this movement of the trainer's log-probs (root mean square, nats) FP32 rounding hides the engine's.
 _SMALLEST = 1e-5
 #: ... and below this part of the mismatch, a low-precision engine may rightly not have moved at all.
@@ -149,7 +151,7 @@ async def movement(run: Run, policy: Policy, last: Earlier) -> float | None:
             f"{np.median(np.abs(step)):.2e} nats over {len(step)} tokens): "
             f"{what}; look at the transport, and compare with another (--transport copy)"
         )
-    return None if math.isnan(moved) else moved
+    return moved if error < _KNOWN else None
 
 
 def _coefficient(change: np.ndarray, step: np.ndarray) -> tuple[float, float]:
