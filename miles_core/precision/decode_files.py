@@ -20,7 +20,7 @@ from miles_core.precision.format import Format
 from miles_core.precision.fused_experts import Joined, put_together
 from miles_core.precision.installed import recognise
 from miles_core.precision.quantized_config import other_files, plain_files, quantization_block
-from miles_core.precision.select import PLAIN
+from miles_core.precision.schedule import PLAIN
 from miles_core.precision.shard_writer import Target, Write
 
 

@@ -12,13 +12,13 @@ from miles_core.precision.format import Format
 from miles_core.precision.parity import check, real_layer
 from miles_core.precision.schedule import PLAIN, precisions
 from miles_core.precision.selector import Keep, Selector
-from miles_core.precision.train import FakeQuantizer, install
 from miles_core.sync.encode import Codec
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
     from miles_core.config.groups import Precision
     from miles_core.policy import Policy
+    from miles_core.precision.train import FakeQuantizer
     from miles_core.rollout.engine import Engine
     from miles_core.run import Run
     from miles_core.train.trainer import Trainer
@@ -48,6 +48,8 @@ class TrainedPrecision:
         """Take a model in, when every other hook has seen it; None when it stays as it is for the whole run."""
         if self.codec.format is None:
             return None
+        from miles_core.precision.train import install  # brings Transformers, which miles convert does without
+
         quantizer = install(model, self.codec)
         quantizer.enabled = self.current != PLAIN
         self._models.append(quantizer)

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -35,7 +37,7 @@ def source(tmp_path):
     names = [f"model.layers.{i}.mlp.{p}_proj.weight" for i in range(2) for p in ("gate", "up", "down")]
     tensors = {n: torch.randn(64, 64, generator=generator).to(torch.bfloat16) for n in names}
     save_file({**tensors, "lm_head.weight": tensors[names[0]] * 2}, directory / "model.safetensors")
-    (directory / "config.json").write_text('{"model_type": "llama", "dtype": "bfloat16"}')
+    (directory / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2, "dtype": "bfloat16"}')
     return directory
 
 
@@ -79,6 +81,26 @@ def test_a_dry_run_reads_headers_only_and_writes_nothing(source, tmp_path, capsy
     assert said["bytes_before"] == 57344 and len(said["tensors"]) == 7
     assert said["files"]["config.json"]["quantization_config"] == {"quant_method": "pair8", "ignore": ["lm_head"]}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bf16"]
+
+
+def test_layers_and_globs_are_left_alone_as_in_a_run(source, tmp_path, capsys):
+    words = ["convert", "--to", "pair8", "--model-dir", str(source), "--dry-run", "--json"]
+    assert cli.main([*words, "--num-layers-at-start-in-bf16", "1"]) == 0
+    kept = {t["name"]: t["kept_because"] for t in json.loads(capsys.readouterr().out)["tensors"]}
+    assert "--num-layers-at-start-in-bf16" in kept["model.layers.0.mlp.up_proj.weight"]
+    assert not kept["model.layers.1.mlp.up_proj.weight"]
+    assert cli.main([*words, "--extra-high-precision-layers-hf", "down_proj"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert "model.layers.1.mlp.down_proj" in said["files"]["config.json"]["quantization_config"]["ignore"]
+    assert "leave none of the model's 2 layers" in refused(capsys, *words[1:], "--num-layers-at-end-in-bf16", "2")
+
+
+def test_converting_imports_no_transformers(source):
+    code = (
+        "import sys, miles_core.precision.encode_files, miles_core.precision.decode_files, miles_core.precision.select\n"
+        "assert not {'transformers', 'pydantic'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_is_missing_is_asked_for(source, capsys):
