@@ -125,6 +125,12 @@ def load_model(
 
 def prepare(model: nn.Module) -> nn.Module:
     """Make a freshly built model usable by engine and trainer (once an instance)."""
+    indexer = next((n for n, m in model.named_modules() if type(m).__name__.endswith("Indexer")), None)
+    if indexer is not None:
+        raise CheckpointError(
+            f"{type(model).__name__} chooses the keys of its sparse attention ({indexer}), which the embedded backend does not "
+            "do; use another engine and trainer"
+        )
     model.eval()
     model.config.use_cache = False
     watch_layers(backbone(model), decoder_layers(model))

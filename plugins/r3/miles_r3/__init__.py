@@ -21,6 +21,13 @@ plugin = Plugin(
         "engine.routed_experts": "the experts to replay are the ones the engine used",
         "trainer.routing_replay": "the trainer's routers must take indices from outside",
     },
-    requires=(Rule(needs="model.moe", because="there is no router to replay in a dense model"),),
+    requires=(
+        Rule(needs="model.moe", because="there is no router to replay in a dense model"),
+        Rule(
+            needs="engine == embedded and trainer == embedded",
+            when="r3.deterministic",
+            because="both sides must choose experts by the same rule, and only the embedded ones can be told to",
+        ),
+    ),
     before=("tis",),
 )

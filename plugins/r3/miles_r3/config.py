@@ -16,3 +16,14 @@ class R3Config:
         help="enable the plugin",
         enables=True,
     )
+    buffer_size: int | None = option(
+        None,
+        flag="--r3-buffer-size",
+        help="routing records kept in memory, in samples; further ones spill to the run directory (default: all in memory)",
+        ge=0,
+    )
+    deterministic: bool = option(
+        False,
+        flag="--deterministic-expert-routing",
+        help="FP32 router, ties by expert index, experts in ascending order, on engine and trainer",
+    )

@@ -18,6 +18,8 @@ from miles_core.errors import PluginError
 from miles_core.plugin.hooks import hookimpl
 from miles_core.train.trainer import Context
 from miles_r3 import ROUTES
+from miles_r3.config import R3Config
+from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
 from miles_r3.routers import RULES, Weights, router_of
 
 #: Keys in ``Context.state``: routes to replay, where there were any, a router's logits until its experts run, and what
@@ -28,11 +30,16 @@ REPLAY, RECORDED, LOGITS, OWN = "r3.replay", "r3.recorded", "r3.logits", "r3.own
 class EmbeddedR3:
     """Taps the routers of every embedded model instance."""
 
+    def __init__(self, options: R3Config) -> None:
+        self.options = options
+
     @hookimpl
     def on_model(self, run: Any, model: nn.Module, role: str) -> None:
         owners = {"rollout": ("engine",), "train": ("trainer",), "shared": ("engine", "trainer")}.get(role, ())
+        if role == "ref" and self.options.deterministic:
+            owners = ("trainer",)
         if owners and all(getattr(run.config.run, owner) == "embedded" for owner in owners):
-            tap(model)
+            tap(model, self.options.deterministic)
 
 
 def moe_blocks(model: nn.Module) -> list[nn.Module]:
@@ -43,7 +50,7 @@ def moe_blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def tap(model: nn.Module) -> None:
+def tap(model: nn.Module, deterministic: bool = False) -> None:
     """Hook every router of ``model``; PluginError when a router's weights cannot be recomputed exactly."""
     blocks = moe_blocks(model)
     if not blocks:
@@ -54,8 +61,8 @@ def tap(model: nn.Module) -> None:
         rule = matching_rule(block)
         router = router_of(block)
         assert router is not None
-        router.register_forward_hook(_keep_logits)
-        block.experts.register_forward_pre_hook(_experts_hook(position, len(blocks), block, rule))
+        router.register_forward_hook(_keep_exact_logits if deterministic else _keep_logits)
+        block.experts.register_forward_pre_hook(_experts_hook(position, len(blocks), block, rule, deterministic))
 
 
 def matching_rule(block: nn.Module) -> Weights:
@@ -93,35 +100,48 @@ def _keep_logits(gate: nn.Module, args: tuple, output: Any) -> None:
         ctx.state[LOGITS] = _logits(output)
 
 
+def _keep_exact_logits(gate: nn.Module, args: tuple, output: Any) -> None:
+    ctx = active_context()
+    if ctx is not None:
+        ctx.state[LOGITS] = router_logits(gate, args[0])
+
+
 def _logits(output: Any) -> Tensor:
     """A router's logits [rows, experts]: its output, or the first of it."""
     logits = output[0] if isinstance(output, tuple) else output
     return logits.reshape(-1, logits.shape[-1])
 
 
-def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights) -> Any:
+def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights, deterministic: bool) -> Any:
     def hook(experts: nn.Module, args: tuple) -> tuple | None:
         ctx = active_context()
         if ctx is None:
             return None
+        hidden, own, weights = args
+        logits = ctx.state.pop(LOGITS, None)
+        if deterministic:
+            own = lowest_first_top_k(scores_for_choice(logits.detach(), block, rule), own.shape[-1])
         if ctx.kind == "rollout":
-            record(ctx, position, count, args[1])
-            return None
-        if REPLAY not in ctx.state:
-            return None
-        hidden, own, _ = args
-        routes = ctx.state[REPLAY]
-        if routes.shape != (len(own), count, own.shape[-1]):
-            raise PluginError(
-                f"r3 cannot replay routes of shape {list(routes.shape)} (rows, layers, experts a token) in a model of "
-                f"{count} mixture-of-experts layers, {own.shape[-1]} experts a token and {len(own)} rows here; engine "
-                "and trainer must run the same model"
-            )
-        index = routes[:, position]
-        ctx.state.setdefault(OWN, {})[position] = own.detach()
-        return hidden, index, rule(ctx.state.pop(LOGITS), index, block)
+            record(ctx, position, count, own)
+        elif REPLAY in ctx.state:
+            index = _replayed(ctx, position, count, own)
+            return hidden, index, rule(logits, index, block).to(weights.dtype)
+        return (hidden, own, rule(logits, own, block).to(weights.dtype)) if deterministic else None
 
     return hook
+
+
+def _replayed(ctx: Context, position: int, count: int, own: Tensor) -> Tensor:
+    """One layer's routes [rows, k]; remembers what the trainer would have chosen."""
+    routes: Tensor = ctx.state[REPLAY]
+    if routes.shape != (len(own), count, own.shape[-1]):
+        raise PluginError(
+            f"r3 cannot replay routes of shape {list(routes.shape)} (rows, layers, experts a token) in a model of "
+            f"{count} mixture-of-experts layers, {own.shape[-1]} experts a token and {len(own)} rows here; engine "
+            "and trainer must run the same model"
+        )
+    ctx.state.setdefault(OWN, {})[position] = own.detach()
+    return routes[:, position]
 
 
 def record(ctx: Context, position: int, count: int, index: Tensor) -> None:

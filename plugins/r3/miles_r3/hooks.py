@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from miles_core.data.batch import Batch
-from miles_core.errors import PluginError
+from miles_core.data.sample import Sample
+from miles_core.errors import DataError, PluginError
 from miles_core.plugin.hooks import hookimpl
 from miles_core.train.trainer import Context, Output
 from miles_r3 import ROUTES
+from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY
+from miles_r3.spill import RouteBuffer
 
 #: Passes over sampled tokens by the policy. Reference, teacher and critic passes route for themselves.
 REPLAYED = ("old", "train", "verify")
@@ -20,6 +24,31 @@ REPLAYED = ("old", "train", "verify")
 
 class R3:
     """Routing replay."""
+
+    def __init__(self, options: R3Config) -> None:
+        self.options = options
+        self.buffer: RouteBuffer | None = None
+        self._reported = 0
+
+    @hookimpl
+    def on_sample(self, run: Any, sample: Sample) -> None:
+        routes = sample.fields.get(ROUTES.name)
+        if routes is None:
+            return
+        routes = np.asarray(routes, ROUTES.dtype)
+        check_routes(
+            sample.index, routes, *(run.plan.fact(f"model.{n}", None) for n in ("num_experts", "moe_layers", "top_k"))
+        )
+        if self.buffer is None:
+            self.buffer = RouteBuffer(run.directory / "routes", self.options.buffer_size)
+        experts = int(run.plan.fact("model.num_experts", 0) or routes.max(initial=0) + 1)
+        sample.fields[ROUTES.name] = self.buffer.keep(routes, experts)
+
+    @hookimpl
+    def on_step(self, metrics: dict[str, float]) -> None:
+        if self.buffer is not None and self.options.buffer_size is not None:
+            metrics["r3/records_spilled"] = float(self.buffer.spilled - self._reported)
+            self._reported = self.buffer.spilled
 
     @hookimpl
     def on_request(self, request: Any) -> None:
@@ -43,6 +72,20 @@ class R3:
             return forward
 
         return wrap
+
+
+def check_routes(number: int, routes: np.ndarray, experts: int | None, layers: int | None, k: int | None) -> None:
+    """DataError unless a record [tokens, layers, k] fits the trainer's model; a count that is not known is not checked."""
+    if routes.ndim != 3 or (layers and routes.shape[1] != layers) or (k and routes.shape[2] != k):
+        raise DataError(
+            f"sample {number}: the engine's routing record has shape {list(routes.shape)}, and the checkpoint (config.json) has "
+            f"{layers or '?'} mixture-of-experts layers with {k or '?'} experts a token; engine and trainer must run the same model"
+        )
+    if experts and routes.size and int(routes.max()) >= experts:
+        raise DataError(
+            f"sample {number}: the engine used expert {int(routes.max())}, and the checkpoint (config.json) has {experts}; "
+            "engine and trainer must run the same model"
+        )
 
 
 def sampled(batch: Batch) -> bool:

@@ -9,6 +9,7 @@ from miles_core.embedded.model import NAME, decoder_layers, prepare
 from miles_core.errors import PluginError
 from miles_core.train.trainer import Context
 from miles_r3 import ROUTES
+from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY, EmbeddedR3, moe_blocks, tap
 from miles_r3.hooks import disagreement
 
@@ -200,7 +201,7 @@ def test_a_dense_model_is_refused():
 def test_only_the_policys_embedded_models_are_tapped(role, engine, trainer, tapped):
     model = make("Qwen3Moe", tapped=False)
     options = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(engine=engine, trainer=trainer)))
-    EmbeddedR3().on_model(options, model, role)
+    EmbeddedR3(R3Config()).on_model(options, model, role)
     call = CausalCall("rollout")
     run(model, call)
     assert (ROUTES.name in call.ctx.extras) == tapped

@@ -8,6 +8,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import PluginError
 from miles_core.train.trainer import Context, Output
 from miles_r3 import ROUTES
+from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY
 from miles_r3.hooks import R3, disagreement, routes_of_rows, sampled
 
@@ -33,7 +34,7 @@ def forward(micro_batch, kind):
         seen.append(ctx.state.get(REPLAY))
         return Output()
 
-    R3().wrap_forward(run)(inner)(None, micro_batch, ctx)
+    R3(R3Config()).wrap_forward(run)(inner)(None, micro_batch, ctx)
     return seen[0], ctx
 
 
@@ -89,5 +90,5 @@ def test_disagreement_is_counted_on_sets_and_recorded_rows_only():
 
 def test_every_request_asks_for_routes():
     request = SimpleNamespace(extras=set())
-    R3().on_request(request)
+    R3(R3Config()).on_request(request)
     assert request.extras == {ROUTES.name}
