@@ -10,8 +10,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	&& { command -v $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
-PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
+# The examples are installed as well: distributions by somebody else, tested with core and plugins.
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml))
+PROJECTS := pyproject.toml $(addsuffix /pyproject.toml,$(PLUGINS))
 STAMP := $(VENV)/.miles-installed
 
 OLDEST ?= .venv-oldest

@@ -12,7 +12,8 @@ import pytest
 from miles_core.errors import PlanError
 from miles_core.plugin.discovery import discover
 
-FORMATS = ("fp8", "mxfp8", "nvfp4", "int4")
+MANIFESTS = dict(discover())
+FORMATS = tuple(name for name, manifest in MANIFESTS.items() if "precision" in manifest.claims)
 
 #: Who refuses whom: plugins (all of them in the run), model family and rollout precision ("" is any), words of the reason.
 REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
@@ -25,7 +26,6 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
 OPTIONS: dict[str, dict[str, object]] = {"int4": {"int4_group_size": 32}}
 
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}  # whole blocks of 32 weights
-MANIFESTS = dict(discover())
 TOGETHER = [(name,) for name in MANIFESTS] + list(combinations(MANIFESTS, 2))
 
 

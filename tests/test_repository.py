@@ -102,7 +102,8 @@ def test_public_names_exist():
 
 @pytest.mark.parametrize("name", list(discover()))
 def test_a_plugins_page_documents_its_flags(name):
-    manifest, page = discover()[name], (ROOT / "plugins" / name / "README.md").read_text(encoding="utf-8")
+    manifest, home = discover()[name], next(ROOT.glob(f"*/*/miles_{name}")).parent
+    page = (home / "README.md").read_text(encoding="utf-8")
     flags = [*manifest.aliases]
     for field in dataclasses.fields(manifest.config) if manifest.config else ():
         info = field.metadata[METADATA_KEY]

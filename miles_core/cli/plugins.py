@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 USAGE = """miles plugins [--json] [options of miles train]
        miles plugins check [options of miles train]
        miles plugins explain NAME [--fact NAME=VALUE] [--hardware GPU] [options of miles train]
-       miles plugins new NAME [--dir DIR]"""
+       miles plugins new NAME [--format] [--dir DIR]"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -138,10 +138,11 @@ def _new(argv: Sequence[str]) -> int:
     made = argparse.ArgumentParser(prog="miles plugins new", description=_new.__doc__, allow_abbrev=False)
     made.add_argument("name", help="lower-case letters, digits and _")
     made.add_argument("--dir", type=Path, metavar="DIR", help="where to write (default: ./miles-plugin-NAME)")
+    made.add_argument("--format", action="store_true", help="a number format with its contract tests")
     options = made.parse_args(list(argv))
     from miles_core.plugin.scaffold import write_plugin
 
-    files = write_plugin(options.name, options.dir)
+    files = write_plugin(options.name, options.dir, options.format)
     print("\n".join(str(path) for path in files))
     print(f"next: pip install -e {files[0].parent} && python -m pytest {files[0].parent}")
     return 0

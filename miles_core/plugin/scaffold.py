@@ -1,7 +1,7 @@
 """``miles plugins new NAME``: a third-party plugin that works as generated.
 
 What it writes is the smallest complete distribution: a manifest that imports no torch, one hook that does something
-visible, a test of each, and the metadata that makes ``pip install -e`` enough.
+visible (or, with ``--format``, a number format), a test of each, and the metadata that makes ``pip install -e`` enough.
 """
 
 from __future__ import annotations
@@ -142,6 +142,113 @@ def test_it_reports_its_metric_every_n_steps(plan):
     assert reports == [[], ["$name/seconds"], [], ["$name/seconds"]]
 """
 
+_FORMAT_MANIFEST = '''\
+"""$title weights for miles-core."""
+
+from miles_core.plugin.manifest import Pair, Plugin
+
+__version__ = "0.1.0"
+
+plugin = Plugin(
+    name="$name",
+    summary="$title: whole numbers of 8 bits in blocks of 32",
+    version=__version__,
+    core="~=$series",
+    formats={"$name": "$package.format:$formatname"},
+    claims={"precision": "a run has one low-precision format"},
+    pairs=(Pair("$name", "bf16"), Pair("$name", "$name")),
+    aliases={
+        "--rollout-$dashed": {"rollout.precision": "$name"},
+        "--train-$dashed": {"train.precision": "$name"},
+    },
+)
+'''
+
+_FORMAT = '''\
+"""$title: each block of 32 weights of a row is divided by its largest magnitude / 127 and rounded to whole numbers.
+
+Everything there is to know about the format is here; trainer, engine, weight sync and ``miles convert`` call this class.
+"""
+
+import torch
+
+from miles_core.precision.format import Format, Stored, store
+
+BLOCK = 32
+
+
+class $formatname(Format):
+    """Stored as ``X.weight`` int8 [N, K] and ``X.weight_scale`` FP32 [N, K/32]; w = code * scale."""
+
+    name = "$name"
+    tile = (1, BLOCK)
+    error = 0.01
+    skip_origin = "--extra-high-precision-layers-hf"
+
+    def refuse(self, shape):
+        return None if shape[1] % BLOCK == 0 else f"K must be a multiple of {BLOCK}, not {shape[1]}"
+
+    def storage(self, shape):
+        rows, columns = shape
+        return Stored("weight", torch.int8, shape), Stored("weight_scale", torch.float32, (rows, columns // BLOCK))
+
+    def quantize(self, weight, stats=None, out=None):
+        blocks = weight.float().reshape(len(weight), -1, BLOCK)
+        amax = blocks.abs().amax(-1)
+        scale = torch.div(amax.clamp(min=1e-30), torch.full_like(amax, 127.0))  # a division on every device
+        codes = torch.div(blocks, scale[..., None]).round().clamp(-127, 127)
+        return store({"weight": codes.to(torch.int8).reshape(weight.shape), "weight_scale": scale}, out)
+
+    def dequantize(self, parts):
+        codes, scale = parts["weight"], parts["weight_scale"]
+        return (codes.reshape(*scale.shape, BLOCK).float() * scale[..., None]).reshape(codes.shape)
+
+    def config(self, unquantized):
+        return {"quant_method": self.name, "group_size": BLOCK, "modules_to_not_convert": list(unquantized)}
+'''
+
+_FORMAT_README = """\
+# $distribution
+
+$title weights for [miles-core](https://pypi.org/project/miles-core/).
+
+```
+pip install -e .
+miles train --rollout-$dashed --train-$dashed ...
+miles convert --to $name --model-dir A --save-dir B
+```
+
+`$package/format.py` is the format, `tests/` the contract that every format passes. Run the tests with
+`python -m pytest`.
+"""
+
+_FORMAT_TEST = """\
+import subprocess
+import sys
+
+import torch
+from miles_core.testing.format_contract import FormatContract
+
+from $package.format import $formatname
+
+
+class Test$formatname(FormatContract):
+    def make(self):
+        return $formatname()
+
+
+def test_the_manifest_imports_no_torch():
+    code = "import sys, $package; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_known_codes():
+    weight = torch.zeros(1, 32)
+    weight[0, :4] = torch.tensor([127.0, -127.0, 2.5, 0.4])  # half-way goes to the even number
+    parts = $formatname().quantize(weight)
+    assert parts["weight"][0, :4].tolist() == [127, -127, 2, 0] and parts["weight_scale"].item() == 1
+"""
+
 _CONFTEST = '''\
 """Lets the tests run before the distribution is installed."""
 
@@ -152,12 +259,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 '''
 
 
-def write_plugin(name: str, directory: Path | None = None) -> list[Path]:
+def write_plugin(name: str, directory: Path | None = None, format: bool = False) -> list[Path]:
     """Write a plugin distribution.
 
     Args:
         name: what users type after ``--plugins``: lower-case letters, digits and ``_``.
         directory: where to write, by default ``./miles-plugin-NAME``; it must be empty or absent.
+        format: a number format instead of a hook.
 
     Returns:
         the files written, in reading order.
@@ -177,17 +285,23 @@ def write_plugin(name: str, directory: Path | None = None) -> list[Path]:
         "package": f"miles_{name}",
         "distribution": f"miles-plugin-{dashed}",
         "classname": "".join(part.capitalize() for part in name.split("_")) + "Config",
+        "formatname": "".join(part.capitalize() for part in name.split("_")),
         "title": name.replace("_", " ").capitalize(),
         "series": ".".join(__version__.split(".")[:2]),
     }
     package = directory / words["package"]
+    readme, manifest, inside, text, test = (
+        (_FORMAT_README, _FORMAT_MANIFEST, "format.py", _FORMAT, _FORMAT_TEST)
+        if format
+        else (_README, _MANIFEST, "hooks.py", _HOOKS, _TEST)
+    )
     files = {
-        directory / "README.md": _README,
+        directory / "README.md": readme,
         directory / "pyproject.toml": _PYPROJECT,
-        package / "__init__.py": _MANIFEST,
-        package / "hooks.py": _HOOKS,
+        package / "__init__.py": manifest,
+        package / inside: text,
         directory / "conftest.py": _CONFTEST,
-        directory / "tests" / f"test_{name}.py": _TEST,
+        directory / "tests" / f"test_{name}.py": test,
     }
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)

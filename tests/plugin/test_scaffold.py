@@ -27,6 +27,17 @@ def test_a_new_plugin_passes_its_own_tests(tmp_path):
     assert "3 passed" in done.stdout
 
 
+def test_a_new_number_format_passes_its_own_tests(tmp_path):
+    directory = tmp_path / "made"
+    files = write_plugin("my_format", directory, format=True)
+    assert directory / "miles_my_format" / "format.py" in files
+    root = str(Path(miles_core.__file__).parents[1])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:miles_core", "-p", "no:cacheprovider", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=directory, env={"PYTHONPATH": root, "PATH": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split(" passed")[0].split()[-1]) > 15 and "failed" not in done.stdout
+
+
 def test_its_metadata_registers_the_entry_point(tmp_path):
     import tomllib
 
