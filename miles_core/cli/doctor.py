@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from miles_core.observe.model_info import ModelInfo
+    from miles_core.precision.memory import Row
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,18 @@ def run(argv: Sequence[str]) -> int:
         "checkpoint holds and what training it takes.",
     )
     parser.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint directory to look at")
+    parser.add_argument(
+        "--precision",
+        metavar="FORMAT",
+        help="with --model: bytes of its weights in BF16 and in an installed number format, by what they are; options "
+        "of miles train that decide what is quantised may follow",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
+    options, rest = parser.parse_known_args(argv)
+    if rest and not options.precision:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.precision and options.model is None:
+        parser.error("--precision says what a model takes in that format: give --model DIR")
     found = environment()
     needs = requirements()
     model = None
@@ -45,6 +56,7 @@ def run(argv: Sequence[str]) -> int:
         from miles_core.observe.model_info import inspect_model
 
         model = inspect_model(options.model)
+    memory = memory_in(options.model, options.precision, rest) if options.precision else []
     plugins = plugin_states(options.model)
     problems = problems_of(needs, found)
     if options.json:
@@ -56,11 +68,33 @@ def run(argv: Sequence[str]) -> int:
             "requirements": [asdict(r) for r in needs],
             "plugins": plugins,
             "model": model and model.to_dict(),
+            "memory": [asdict(row) for row in memory],
         }
         print(json.dumps(content, indent=1))
     else:
         show(found, needs, plugins, model, problems)
+        if memory:
+            show_memory(options.precision, memory)
     return 2 if any(not r.ok for r in needs) else 0
+
+
+def memory_in(model: str, precision: str, options: Sequence[str]) -> list[Row]:
+    """The memory table of a checkpoint in an installed number format.
+
+    Raises:
+        ConfigError: no installed plugin has the format, or a weight cannot be stored in it.
+        CheckpointError: the checkpoint cannot be read, or is quantised already.
+    """
+    from miles_core.config.load import load
+    from miles_core.precision.checkpoint_files import CheckpointFiles
+    from miles_core.precision.encode_files import plan
+    from miles_core.precision.installed import format_class
+    from miles_core.precision.memory import memory_table
+    from miles_core.precision.select import codec_for
+
+    format = format_class(precision)
+    config = load(["--rollout-precision", precision, *options])
+    return memory_table(plan(CheckpointFiles(Path(model)), codec_for(format, config, model)).items)
 
 
 def requirements() -> list[Requirement]:
@@ -149,6 +183,18 @@ def show(
         console.print(f"[red]problem:[/red] {problem}")
     if not problems:
         console.print("Everything a run needs is here. Try it: miles demo")
+
+
+def show_memory(precision: str, rows: Sequence[Row]) -> None:
+    """Print the memory table."""
+    from rich.console import Console
+
+    columns = ("weights", "tensors", "quantised", "bf16", precision, "smaller")
+    lines = [
+        (r.name, r.tensors, r.quantized, bytes_text(r.bf16), bytes_text(r.after), f"{r.bf16 / max(r.after, 1):.2f} x")
+        for r in rows
+    ]
+    Console().print(_table(f"Memory in {precision}", columns, lines))
 
 
 def _hardware(found: Environment) -> Table:

@@ -109,3 +109,31 @@ def test_installed_plugins_have_a_state():
     assert [r["name"] for r in rows] == discover().names
     assert all(r["state"] in ("usable", "not here", "broken") for r in rows)
     assert all(r["why"] for r in rows if r["state"] != "usable")
+
+
+def test_memory_by_class_in_a_format(tmp_path, capsys):
+    from miles_core.testing.tiny import tiny_checkpoint
+
+    model = tiny_checkpoint("qwen3_moe", tmp_path / "model", hidden_size=128, moe_intermediate_size=128, head_dim=32)
+    assert run(["--model", str(model), "--precision", "fp8", "--json", "--num-layers-at-end-in-bf16", "1"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["memory"]}
+    experts = rows["routed experts"]
+    weights = 2 * 4 * 3 * 128 * 128  # layers, experts, projections
+    assert (experts["tensors"], experts["quantized"], experts["bf16"]) == (24, 12, 2 * weights)
+    assert experts["after"] == weights + weights // 2 + 12 * 4  # half stays, half is a byte each and a scale a tile
+    assert rows["lm_head"]["quantized"] == rows["embeddings"]["quantized"] == rows["norms"]["quantized"] == 0
+    assert rows["routers"]["bf16"] == rows["routers"]["after"] == 2 * 2 * 4 * 128
+    total = rows.pop("total")
+    assert total["bf16"] == sum(r["bf16"] for r in rows.values())
+    assert total["after"] == sum(r["after"] for r in rows.values()) < total["bf16"]
+    assert run(["--model", str(model), "--precision", "fp8"]) == 0
+    assert "Memory in fp8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "why"), [(["--precision", "fp8"], "give --model DIR"), (["--lr", "1"], "unrecognized arguments: --lr")]
+)
+def test_options_that_would_do_nothing_are_refused(words, why, capsys):
+    with pytest.raises(SystemExit):
+        run(words)
+    assert why in capsys.readouterr().err
