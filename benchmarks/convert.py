@@ -23,6 +23,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 Shape = tuple[int, int]
+#: Prints the peak memory (KiB) of the process since it was started. Not ru_maxrss, which a process inherits from the one
+#: that started it.
+PEAK = "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0], file=sys.stderr)"
 
 #: name -> layers, hidden, heads, key/value heads, head dimension, dense width, dense layers, experts, expert width,
 #: shared experts' width, vocabulary, tied embeddings; "mla" replaces the attention by DeepSeek-V3's.
@@ -134,10 +137,7 @@ def write_checkpoint(directory: Path, size: float) -> int:
 
 def convert(source: Path, target: Path, to: str, workers: int) -> dict[str, float]:
     """One conversion in a process of its own."""
-    code = (
-        "import sys, resource; from miles_core.cli.main import main; code = main(sys.argv[1:]);"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
-    )
+    code = f"import sys; from miles_core.cli.main import main; code = main(sys.argv[1:]); {PEAK}; sys.exit(code)"
     words = ["convert", "--to", to, "--model-dir", source, "--save-dir", target, "--json", "--workers", workers]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     start = time.perf_counter()
@@ -158,13 +158,10 @@ def convert(source: Path, target: Path, to: str, workers: int) -> dict[str, floa
 
 def base_memory() -> float:
     """Peak memory (MB) of a process that only imports what a conversion needs."""
-    code = (
-        "import resource, miles_core.precision.encode_files, miles_core.precision.select;"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
+    code = f"import sys, miles_core.precision.encode_files, miles_core.precision.select; {PEAK}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    return round(int(out.stdout.split()[-1]) / 1024, 1)
+    return round(int(out.stderr.split()[-1]) / 1024, 1)
 
 
 def main() -> None:
