@@ -72,6 +72,7 @@ def plan(files: CheckpointFiles, codec: Codec) -> Conversion:
     rounded = sum(weights[name].entry.dtype != torch.bfloat16 for name in chosen)
     if rounded:
         notes.append(f"{rounded} weights are not stored in BF16 and are rounded to it first: BF16 is what is quantised")
+    notes += _divided(shapes, set(chosen))
     modules = unquantized_modules(shapes, chosen)
     texts = quantized_files(files.config, format, modules)
     return Conversion(format.name, files, jobs, items, texts, other_files(files.directory, texts), notes)
@@ -126,6 +127,23 @@ def _refuse_unstorable(codec: Codec, chosen: list[str], shapes: dict[str, tuple[
         more = f" ({len(bad)} weights like this)" if len(bad) > 1 else ""
         name, why = bad[0]
         raise ConfigError(f"{name} {list(shapes[name])} cannot be stored as {codec.format.name}: {why}{more}")
+
+
+def _divided(shapes: dict[str, tuple[int, ...]], chosen: set[str]) -> list[str]:
+    """A note when projections that engines compute as one matrix do not share their fate."""
+    for name in shapes:
+        if not name.endswith((".q_proj.weight", ".gate_proj.weight")):
+            continue
+        stem, first, _ = name.rsplit(".", 2)
+        group = ("q_proj", "k_proj", "v_proj") if first == "q_proj" else ("gate_proj", "up_proj")
+        members = [m for part in group if (m := f"{stem}.{part}.weight") in shapes]
+        inside = [m for m in members if m in chosen]
+        if inside and len(inside) < len(members):
+            outside = next(m for m in members if m not in chosen)
+            return [
+                f"{inside[0]} is quantised and {outside} is not: engines that join the two refuse such a checkpoint"
+            ]
+    return []
 
 
 def _units(codec: Codec, weights: dict[str, _Weight], chosen: list[str]) -> list[list[_Weight]]:

@@ -20,7 +20,18 @@ from miles_core.errors import ConfigError
 Shape = tuple[int, ...]
 
 #: What always keeps its precision. Routers are globs: as a substring, ``gate`` would find every ``gate_proj``.
-NEVER = ("norm", "embed", "lm_head", "*.gate.weight", "*.router.weight", "*.shared_expert_gate.weight", "eh_proj")
+#: ``shared_head`` is the ``lm_head`` of an MTP layer; ``weights_proj`` of the sparse-attention indexer is BF16 in engines.
+NEVER = (
+    "norm",
+    "embed",
+    "lm_head",
+    "shared_head",
+    "*.gate.weight",
+    "*.router.weight",
+    "*.shared_expert_gate.weight",
+    "*.indexer.weights_proj.weight",
+    "eh_proj",
+)
 
 #: Selectors people give by habit, which may match nothing (tied embeddings, another family's names).
 _HABITS = ("lmhead", "embed", "layernorm")

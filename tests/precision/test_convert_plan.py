@@ -147,3 +147,27 @@ def test_a_missing_expert_is_named(checkpoint, weight, tmp_path):
         decode_files.open_quantized(
             checkpoint({"model.safetensors": lost}, name="lost", model_type="llama4", quantization_config=block)
         )
+
+
+def test_projections_that_engines_join_are_noted_when_only_some_are_quantised(checkpoint, tensors, weight):
+    tensors |= {f"model.layers.0.self_attn.{p}_proj.weight": weight(8, 8) for p in "kv"}
+    source = checkpoint({"model.safetensors": tensors})
+    assert plan(source).notes == []
+    notes = plan(source, Selector(("k_proj",))).notes
+    assert (
+        len(notes) == 1 and "q_proj.weight is quantised and model.layers.0.self_attn.k_proj.weight is not" in notes[0]
+    )
+
+
+def test_heads_of_mtp_layers_and_the_indexers_weights_keep_their_precision(checkpoint, weight):
+    names = ("layers.3.shared_head.head.weight", "layers.0.self_attn.indexer.weights_proj.weight", "a.q_proj.weight")
+    conversion = plan(checkpoint({"model.safetensors": {name: weight(4, 4) for name in names}}))
+    assert [item.name for item in conversion.changed] == ["a.q_proj.weight"]
+
+
+def test_experts_left_alone_are_named_one_by_one_and_as_the_module_engines_have(checkpoint, weight):
+    names = [f"layers.{i}.mlp.experts.{e}.down_proj.weight" for i in range(2) for e in range(2)]
+    source = checkpoint({"model.safetensors": {name: weight(4, 4) for name in names}})
+    ignored = json.loads(plan(source, Selector(("layers.0.",))).texts["config.json"])["quantization_config"]["ignore"]
+    first = [name.removesuffix(".weight") for name in names[:2]]
+    assert ignored == [*first, "layers.0.mlp.experts", "lm_head"]

@@ -16,6 +16,7 @@ from miles_core.precision.installed import format_class, providers
 from miles_core.precision.select import codec_for
 from miles_core.precision.train import install
 from miles_core.testing.tiny import tiny_checkpoint
+from miles_core.testing.toy import toy_files, toy_run
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
 FAMILIES = ("qwen3_moe", "qwen3", "llama")
@@ -89,6 +90,15 @@ def test_loading_a_quantised_checkpoint_says_so(tmp_path, caplog):
     caplog.clear()
     load_model(source, "float32")
     assert not caplog.text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_run_starts_from_a_quantised_checkpoint(tmp_path, name):
+    files = toy_files(**SIZES)
+    words = ["convert", "--to", name, "--model-dir", str(files / "model"), "--save-dir", str(tmp_path / "quantised")]
+    assert cli.main(words) == 0
+    run = toy_run(steps=1, sizes=SIZES, hf_checkpoint=tmp_path / "quantised")
+    assert run.metrics[-1]["train/grad_norm"] > 0
 
 
 def test_a_checkpoint_nobody_recognises_is_refused_by_name(tmp_path):
