@@ -204,7 +204,7 @@ def check_rollout_log_probs(samples: Sequence[Sample]) -> None:
         if sample.rollout_log_probs is None:
             raise DataError(
                 f"sample {sample.index} has no rollout_log_probs, and the run weighs tokens by them; let the engine report "
-                "them, or leave out corrections (tis) and --use-rollout-logprobs"
+                "them, or leave out corrections and --use-rollout-logprobs"
             )
         if len(sample.rollout_log_probs) != sample.response_length:
             raise DataError(
