@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from miles_core.algorithm.correction import Correction, CorrectionInputs, compose_corrections, identity
+from miles_core.algorithm.correction import Correction, CorrectionInputs, Needs, compose_corrections, identity, needs_of
 
 
 def inputs():
@@ -49,3 +49,13 @@ def test_two_metrics_of_one_name_are_refused():
 def test_a_rejected_infinite_weight_does_not_become_nan():
     correction = Correction(torch.tensor([float("inf"), 1.0]), torch.tensor([False, True]))
     assert correction.factor.tolist() == [0.0, 1.0]
+
+
+def test_needs_add_up_over_the_chain_and_are_all_of_the_step_when_not_declared():
+    assert needs_of(identity) == Needs(old=False, current=False, whole_step=False)
+    assert needs_of(halve) == needs_of(compose_corrections(identity, halve)) == Needs()
+    one = compose_corrections(identity, halve, Needs(whole_step=False))
+    assert needs_of(one) == Needs(old=True, current=False, whole_step=False)
+    both = compose_corrections(one, drop_first, Needs(old=False, current=True, whole_step=False))
+    assert needs_of(both) == Needs(old=True, current=True, whole_step=False)
+    assert needs_of(compose_corrections(both, drop_first)).whole_step

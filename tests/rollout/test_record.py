@@ -80,3 +80,11 @@ def test_tokens_the_engine_never_saw():
     record.finish(Sample(tokens=[1, 9], response_length=1, status=Status.FAILED), ())
     with pytest.raises(DataError, match="the engine generated token 1 of its prompt of 2 tokens"):
         record.finish(Sample(tokens=[1, 2], response_length=0), ())
+
+
+@pytest.mark.parametrize("log_probs", [[], [-1.0], [-1.0, -1.0, -1.0]])
+def test_log_probs_of_another_number_than_the_tokens_are_refused(log_probs):
+    record = Record()
+    record.add([1], Response([2, 3], log_probs, "stop"))
+    with pytest.raises(DataError, match=f"returned {len(log_probs)} log-probabilities for 2 tokens"):
+        record.finish(Sample(tokens=[1, 2, 3], response_length=2), ())

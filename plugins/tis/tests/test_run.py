@@ -3,8 +3,15 @@
 import pytest
 import torch
 
+from miles_core.config.groups import Algorithm
+from miles_core.data.batch import collate
+from miles_core.data.sample import Sample
 from miles_core.embedded.trainer import EmbeddedTrainer
-from miles_core.errors import ConfigError, DataError, PlanError
+from miles_core.errors import ConfigError, DataError, PlanError, PluginError
+from miles_core.train.loss import policy_loss
+from miles_core.train.trainer import Output
+from miles_tis.config import TisConfig
+from miles_tis.correction import correct
 
 #: The engine's log-probabilities as if it were another model: token-dependent, the same in every run.
 DISTORTED = """
@@ -184,3 +191,27 @@ def test_log_probs_that_cannot_be_used_are_refused(toy_run, tmp_path, change, wo
     path.write_text(f"from miles_core import hookimpl\n\n@hookimpl\ndef on_sample(sample):\n    {change}\n")
     with pytest.raises(DataError, match=words):
         toy_run([str(path), "tis"], steps=1)
+
+
+def test_a_sum_over_the_step_is_refused_where_there_is_none(toy_run, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from miles_core import Needs, compose_corrections, hookimpl\n"
+        "from miles_core.algorithm.correction import identity\n\n"
+        "def own(inputs):\n    inputs.sum(inputs.mask.sum())\n    return identity(inputs)\n\n"
+        "@hookimpl\ndef wrap_correction():\n"
+        "    return lambda inner: compose_corrections(inner, own, Needs(whole_step=False))\n"
+    )
+    with pytest.raises(PluginError, match="whole_step=True"):
+        toy_run([str(path)], steps=1)
+
+
+def test_a_batch_that_trains_nothing_needs_no_log_probs():
+    """As on a data-parallel rank that has no samples of the step."""
+    ones, column = torch.ones(3), torch.zeros(3)
+    batch = collate([Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[0, 0])])
+    batch.columns |= {"advantages": ones, "loss_weight": column}
+    options = TisConfig(use=True)
+    loss = policy_loss(Algorithm(), lambda inputs: correct(inputs, options))
+    found = loss(Output(log_probs=column.requires_grad_()), batch, None)
+    assert float(found.value.detach()) == 0 and float(found.metrics["tis/ratio_mean"][1]) == 0
