@@ -7,6 +7,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from miles_core.cli.main import main
 from miles_core.embedded.layout import Loader, export
 from miles_core.embedded.model import load_model
 from miles_core.sync.encode import Codec
@@ -45,3 +46,20 @@ def test_transformers_loads_the_checkpoint_and_dequantises_to_the_same_values(tm
     theirs = dict(loaded.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(theirs[name], parameter), name
+
+
+def test_transformers_loads_what_miles_convert_wrote(tmp_path):
+    pytest.importorskip("accelerate")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
+    source, out = tiny_checkpoint("qwen3_moe", tmp_path / "bf16", dtype="bfloat16", **sizes), tmp_path / "fp8"
+    assert main(["convert", "--to", "fp8", "--model-dir", str(source), "--save-dir", str(out)]) == 0
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        out,
+        dtype=torch.bfloat16,
+        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
+        output_loading_info=True,
+    )
+    assert not any(info.values())
+    ours = dict(load_model(out, "bfloat16").named_parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, ours[name]), name
