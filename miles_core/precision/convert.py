@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -165,7 +166,7 @@ def copy_steps(files: CheckpointFiles, name: str) -> list[Step]:
             check_finite(name, data.view(entry.dtype))
         return [Write(name, data, start)]
 
-    return [lambda start=start: step(start) for start in range(0, max(entry.nbytes, 1), CHUNK)]
+    return [partial(step, start) for start in range(0, max(entry.nbytes, 1), CHUNK)]
 
 
 def check_finite(name: str, values: Tensor) -> None:

@@ -186,7 +186,9 @@ def _encode(files: CheckpointFiles, codec: Codec, unit: list[_Weight], chosen: s
         tensors = {}
         for weight in unit:
             if weight.slab not in slabs:
-                slabs[weight.slab] = files.read(weight.entry.name, weight.expert and weight.expert.index)
+                slabs[weight.slab] = files.read(
+                    weight.entry.name, None if weight.expert is None else weight.expert.index
+                )
             tensor = slabs[weight.slab]
             tensor = tensor if weight.expert is None else weight.expert.of(tensor)
             tensors[weight.name] = tensor.to(torch.bfloat16) if weight.name in chosen else tensor

@@ -160,7 +160,7 @@ class WorkDirectory:
         path = self.path / shard.file
         if known is None or not path.is_file() or path.stat().st_size != shard.nbytes:
             return False
-        return known["sha256"] == _digest(path)
+        return bool(known["sha256"] == _digest(path))
 
     def needed(self, shards: Iterable[Shard]) -> int:
         """Bytes still to be written."""
