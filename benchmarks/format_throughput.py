@@ -28,14 +28,14 @@ Way = tuple[str, str, str]  # format, what is done, how
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--rows", type=int, help="N (default: 2048 on a CPU, 16384 on a GPU)")
-    parser.add_argument("--columns", type=int, help="K (default: 2048 on a CPU, 8192 on a GPU)")
+    parser.add_argument("--rows", type=int, help="N (default: 4096 on a CPU, 16384 on a GPU)")
+    parser.add_argument("--columns", type=int, help="K (default: 4096 on a CPU, 8192 on a GPU)")
     parser.add_argument("--turns", type=int, default=7, help="measured turns (default: 7)")
     parser.add_argument("--formats", nargs="+", default=sorted(providers()), help="default: all installed ones")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     gpu = args.device != "cpu"
-    shape = (args.rows or (16384 if gpu else 2048), args.columns or (8192 if gpu else 2048))
+    shape = (args.rows or (16384 if gpu else 4096), args.columns or (8192 if gpu else 4096))
     load = os.getloadavg()[0]
     weight = torch.randn(shape, device=args.device, generator=torch.Generator(args.device).manual_seed(0)).bfloat16()
     ways = {("copy", "copy", "torch"): (copying(weight), 2 * size(weight))}

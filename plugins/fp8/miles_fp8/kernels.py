@@ -50,9 +50,9 @@ def _weight(
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
-    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     scale = _scale(tl.max(tl.max(bits, 1, keep_dims=True), 0, keep_dims=True), POWER_OF_TWO)
     codes = _codes(x, tl.broadcast_to(scale, x.shape))
@@ -74,9 +74,9 @@ def _activation(
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0.0).to(tl.float32)
     amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
     scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
     value = _codes(x, tl.broadcast_to(scale, x.shape)).to(tl.float32) * scale
@@ -88,7 +88,7 @@ def _value(
     codes_ptr, scales_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     codes = tl.load(codes_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     place = row // TILE * tl.cdiv(columns, TILE) + column // TILE

@@ -32,9 +32,9 @@ def _quantize(
     GROUPS: tl.constexpr = COLUMNS // GROUP
     WORDS: tl.constexpr = COLUMNS // PER_WORD
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0.0).to(tl.float32)
     x = tl.reshape(x, (ROWS, GROUPS, GROUP))
     amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
     scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, 7.0, tl.float32)), 1e-5).to(tl.bfloat16)
@@ -44,9 +44,9 @@ def _quantize(
     nibble = tl.minimum(tl.maximum(code, -7), 7) + 8
     shift = (tl.arange(0, PER_WORD) * 4)[None, None, :]
     words = tl.sum(tl.reshape(nibble, (ROWS, WORDS, PER_WORD)) << shift, 2)
-    word = tl.program_id(1).to(tl.int64) * WORDS + tl.arange(0, WORDS)[None, :]
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
     tl.store(words_ptr + row * (columns // PER_WORD) + word, words, mask=(row < rows) & (word < columns // PER_WORD))
-    group = tl.program_id(1).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[None, :]
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[None, :]
     tl.store(scales_ptr + row * (columns // GROUP) + group, scale, mask=(row < rows) & (group < columns // GROUP))
 
 
@@ -57,17 +57,17 @@ def _value(
     out_ptr,
     rows,
     columns,
-    group,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
     PER_WORD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     word = tl.load(words_ptr + row * (columns // PER_WORD) + column // PER_WORD, mask=inside, other=0)
-    code = ((word >> (column % PER_WORD * 4).to(tl.int32)) & 15) - 8
-    scale = tl.load(scales_ptr + row * (columns // group) + column // group, mask=inside, other=0.0)
+    code = ((word >> (column % PER_WORD * 4)) & 15) - 8
+    scale = tl.load(scales_ptr + row * (columns // GROUP) + column // GROUP, mask=inside, other=0.0)
     tl.store(out_ptr + row * columns + column, code.to(tl.float32) * scale.to(tl.float32), mask=inside)
 
 
@@ -94,5 +94,5 @@ def dequantize(words: Tensor, scales: Tensor) -> Tensor:
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
     group = columns // scales.shape[1]
     with torch.cuda.device(words.device):
-        _value[grid](words, scales, out, rows, columns, group, ROWS, COLUMNS, PER_WORD, num_warps=4)
+        _value[grid](words, scales, out, rows, columns, ROWS, COLUMNS, group, PER_WORD, num_warps=4)
     return out

@@ -47,9 +47,9 @@ def _quantize(
 ):
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0.0).to(tl.float32)
     x = tl.reshape(x, (ROWS, BLOCKS, BLOCK))
     byte = _scale_byte(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2))
     # 2^(127 - byte); a byte of 255 makes the block NaN
@@ -61,7 +61,7 @@ def _quantize(
         tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         tl.store(out_ptr + row * columns + column, tl.reshape(codes, (ROWS, COLUMNS)), mask=inside)
-        block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
         within = (row < rows) & (block < columns // BLOCK)
         tl.store(scales_ptr + row * (columns // BLOCK) + block, byte.to(tl.uint8), mask=within)
 
@@ -71,7 +71,7 @@ def _value(
     codes_ptr, scales_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     codes = tl.load(codes_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     byte = tl.load(scales_ptr + row * (columns // BLOCK) + column // BLOCK, mask=inside, other=0).to(tl.int32)

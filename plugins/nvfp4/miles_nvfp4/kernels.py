@@ -1,9 +1,9 @@
 """The rule of ``format`` as Triton kernels: codes and scales, or what they mean, and a matrix's largest magnitude.
 
 They return the reference's bytes: every operation is the same single FP32 rounding in the same order (``div_rn`` is the
-true division, products are never fused with sums), maxima are taken over the bit patterns of magnitudes, where NaN is
-the largest, and the GPU's conversion to E4M3 rounds to nearest even. Four over six has no kernel: it sums squared
-errors in element order, which is its reference's. Checked by ``FormatContract`` and tests/test_kernels.py.
+true division), maxima are taken over the bit patterns of magnitudes, where NaN is the largest, and the GPU's conversion
+to E4M3 rounds to nearest even. Four over six has no kernel that quantises: it sums squared errors in element order,
+which is left to its reference. Checked by ``FormatContract`` and tests/test_kernels.py.
 """
 
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
@@ -19,31 +19,51 @@ PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _amax(x_ptr, amax_ptr, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(amax_ptr, tl.max(tl.max(bits, 1), 0))
+def _amax(
+    x_ptr,
+    amax_ptr,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows)[:, None] & (column < columns)
+    place = row[:, None] * row_stride + column.to(tl.int64) * column_stride
+    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    if PER_ROW:
+        tl.atomic_max(amax_ptr + row, amax, mask=row < rows)
+    else:
+        tl.atomic_max(amax_ptr, tl.max(amax, 0))
 
 
 @triton.jit
-def _encode_scale(amax):
-    """S of an amax (a block of them), FP32."""
-    encode = tl.div_rn(tl.full(amax.shape, 2688.0, tl.float32), amax)  # 448 * 6
-    encode = tl.minimum(encode, FP32_MAX, propagate_nan=PROPAGATE)
-    return tl.where(amax == 0, 1.0, encode)
+def _outer(amax_ptr, factor_ptr, decode_ptr, count, SIZE: tl.constexpr):
+    """Each amax -> S/6, what block maxima are multiplied with, and 1/S."""
+    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    amax = tl.load(amax_ptr + place, mask=place < count, other=0.0)
+    encode = tl.div_rn(tl.full((SIZE,), 2688.0, tl.float32), amax)  # 448 * 6
+    encode = tl.where(amax == 0, 1.0, tl.minimum(encode, FP32_MAX, propagate_nan=PROPAGATE))
+    one = tl.full((SIZE,), 1.0, tl.float32)
+    tl.store(factor_ptr + place, encode * tl.div_rn(one, one * 6.0), mask=place < count)
+    tl.store(decode_ptr + place, tl.div_rn(one, encode), mask=place < count)
 
 
 @triton.jit
 def _e2m1(x):
-    """Code of the nearest E2M1 number, ties to even, saturating, int32."""
-    magnitude = tl.abs(x)
-    code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32) + (magnitude > 1.25).to(tl.int32)
-    code += (magnitude >= 1.75).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
-    code += (magnitude > 5.0).to(tl.int32)
-    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    """Code of the nearest E2M1 number, ties to even, saturating, int32. NaN gives any: its block's scale says so."""
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    # Below 1 codes are as far apart as from 1 to 2.
+    octave = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, 127)
+    halves = magnitude * ((255 - octave) << 23).to(tl.float32, bitcast=True)
+    # Adding 1.5 * 2^23 leaves no bits below one: the sum is rounded to an integer, ties to even, in its low bits.
+    index = (halves + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + 2 * (octave - 127)
+    return index | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
@@ -57,10 +77,10 @@ def _e2m1_value(code):
 @triton.jit
 def _quantize(
     x_ptr,
-    amax_ptr,
+    factor_ptr,
+    decode_ptr,
     out_ptr,
     scales_ptr,
-    scale_ptr,
     rows,
     columns,
     row_stride,
@@ -73,18 +93,19 @@ def _quantize(
 ):
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    place = row * row_stride + column.to(tl.int64) * column_stride
+    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
     x = tl.reshape(x, (ROWS, BLOCKS, BLOCK))
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
-    amax = tl.load(amax_ptr + row * PER_ROW, mask=row < rows, other=0.0)
-    encode = _encode_scale(amax)
-    one = tl.full(amax.shape, 1.0, tl.float32)
-    decode = tl.div_rn(one, encode)
-    sixth = tl.div_rn(one, one * 6.0)
-    scaled = tl.minimum(largest * (encode * sixth), 448.0, propagate_nan=PROPAGATE)
-    scales = scaled.to(tl.float8e4nv)
+    if PER_ROW:
+        factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0)
+        decode = tl.load(decode_ptr + row, mask=row < rows, other=0.0)
+    else:
+        factor = tl.load(factor_ptr)
+        decode = tl.load(decode_ptr)
+    scales = tl.minimum(largest * factor, 448.0, propagate_nan=PROPAGATE).to(tl.float8e4nv)
     wide = scales.to(tl.float32)
     inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), wide * decode)
     inverse = tl.minimum(inverse, FP32_MAX, propagate_nan=PROPAGATE)
@@ -94,13 +115,12 @@ def _quantize(
         tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         low, high = tl.split(tl.reshape(codes, (ROWS, COLUMNS // 2, 2)))
-        pair = tl.program_id(1).to(tl.int64) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
+        pair = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
         within = (row < rows) & (pair < columns // 2)
         tl.store(out_ptr + row * (columns // 2) + pair, (low | (high << 4)).to(tl.uint8), mask=within)
-        block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
-        tl.store(scales_ptr + row * (columns // BLOCK) + block, scales, mask=(row < rows) & (block < columns // BLOCK))
-        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (row == 0)
-        tl.store(scale_ptr + row * 0, decode, mask=first)
+        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+        within = (row < rows) & (block < columns // BLOCK)
+        tl.store(scales_ptr + row * (columns // BLOCK) + block, scales, mask=within)
 
 
 @triton.jit
@@ -116,26 +136,44 @@ def _value(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     pair = tl.load(codes_ptr + row * (columns // 2) + column // 2, mask=inside, other=0).to(tl.int32)
-    value = _e2m1_value((pair >> ((column & 1) * 4).to(tl.int32)) & 15)
+    value = _e2m1_value((pair >> ((column & 1) * 4)) & 15)
     block = tl.load(scales_ptr + row * (columns // BLOCK) + column // BLOCK, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * columns + column, value * block * tl.load(scale_ptr), mask=inside)
 
 
-def largest(x: Tensor) -> Tensor:
-    """The largest magnitude of x [N, K], any strides: FP32 scalar, NaN where x has one."""
-    found = torch.zeros((), dtype=torch.int32, device=x.device)
+def largest(x: Tensor, per_row: bool = False) -> Tensor:
+    """The largest magnitude of x [M, K], any strides: FP32 scalar, or [M]; NaN where x has one."""
+    shape = (x.shape[0],) if per_row else ()
+    found = torch.zeros(shape, dtype=torch.int32, device=x.device)
     with torch.cuda.device(x.device):
-        _amax[_grid(x)](x, found, *x.shape, *x.stride(), ROWS, COLUMNS, num_warps=4)
+        _amax[_grid(x)](x, found, *x.shape, *x.stride(), per_row, ROWS, COLUMNS, num_warps=4)
     return found.view(torch.float32)
 
 
 def quantize(weight: Tensor, amax: Tensor, codes: Tensor, scales: Tensor, scale: Tensor) -> None:
     """weight [N, K], any strides, and its ``amax`` FP32 scalar -> ``codes`` uint8 [N, K/2], ``scales`` E4M3 [N, K/16]
     and ``scale`` FP32 scalar, all contiguous."""
-    _launch(weight, amax, codes, scales, scale, per_row=False, decode=False)
+    _launch(weight, amax, codes, scales, scale, decode=False)
+
+
+def fake_quantize(x: Tensor) -> Tensor:
+    """x [M, K], any strides -> what its codes under an outer scale for each row mean, in x's dtype."""
+    amax = largest(x, per_row=True)
+    out = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+    _launch(x, amax, out, out, torch.empty_like(amax), decode=True)
+    return out
+
+
+def _launch(x: Tensor, amax: Tensor, out: Tensor, scales: Tensor, scale: Tensor, decode: bool) -> None:
+    """``amax`` a scalar or [M]; ``scale``: where 1/S goes, as ``amax``."""
+    factor, strides, count = torch.empty_like(amax), x.stride(), amax.numel()
+    with torch.cuda.device(x.device):
+        _outer[(triton.cdiv(count, 256),)](amax, factor, scale, count, 256, num_warps=4)
+        sizes = (amax.ndim == 1, decode, ROWS, COLUMNS, BLOCK)
+        _quantize[_grid(x)](x, factor, scale, out, scales, *x.shape, *strides, *sizes, num_warps=4)
 
 
 def dequantize(codes: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
@@ -145,22 +183,6 @@ def dequantize(codes: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
     with torch.cuda.device(codes.device):
         _value[_grid(out)](codes, scales, scale, out, rows, columns, ROWS, COLUMNS, BLOCK, num_warps=4)
     return out
-
-
-def fake_quantize(x: Tensor) -> Tensor:
-    """x [M, K], any strides -> what its codes under an outer scale for each row mean, in x's dtype."""
-    amax = x.abs().amax(-1).float()
-    out = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
-    _launch(x, amax, out, out, out, per_row=True, decode=True)
-    return out
-
-
-def _launch(x: Tensor, amax: Tensor, out: Tensor, scales: Tensor, scale: Tensor, per_row: bool, decode: bool) -> None:
-    with torch.cuda.device(x.device):
-        _quantize[_grid(x)](
-            x, amax, out, scales, scale, *x.shape, *x.stride(), int(per_row), decode, ROWS, COLUMNS, BLOCK,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
 
 
 def _grid(x: Tensor) -> tuple[int, int]:
