@@ -83,24 +83,27 @@ class Record:
         if sample.status is Status.PENDING:
             sample.status = _STATUS[mine[-1].response.finish]
         for spec in declared:
-            if spec.name not in sample.fields and any(spec.name in c.response.extras for c in mine):
+            if spec.name not in sample.fields and any(c.response.extras.get(spec.name) is not None for c in mine):
                 sample.fields[spec.name] = _assemble(spec, sample, mine)
 
 
 def _assemble(spec: Field, sample: Sample, calls: list[Call]) -> Any:
     total = rows(spec, len(sample.tokens), sample.response_length)
     offset = sample.prompt_length if spec.align == "response" else 0
-    pieces: list[Any] = [None] * total
-    for call in calls:
-        values = call.response.extras.get(spec.name)
-        if values is None:
-            continue
-        start = len(call.prompt) - offset if spec.align == "response" else 0
-        for i, row in enumerate(values):
-            if pieces[start + i] is None:
-                pieces[start + i] = row
+    found = [
+        (len(call.prompt) - offset if spec.align == "response" else 0, call.response.extras[spec.name])
+        for call in calls
+        if call.response.extras.get(spec.name) is not None
+    ]
     if spec.ragged:
-        return [np.zeros(0, spec.dtype) if p is None else np.asarray(p, spec.dtype) for p in pieces]
-    known = next(p for p in pieces if p is not None)
-    blank = np.full(np.shape(known), spec.pad, spec.dtype)
-    return np.stack([blank if p is None else np.asarray(p, spec.dtype) for p in pieces])
+        pieces: list[Any] = [np.zeros(0, spec.dtype)] * total
+        for start, values in reversed(found):  # the earliest call that knows a row has the last word
+            pieces[start : start + len(values)] = [np.asarray(row, spec.dtype) for row in values]
+        return pieces
+    arrays = [(start, np.asarray(values, spec.dtype)) for start, values in found]
+    shape = next((a.shape[1:] for _, a in arrays if len(a)), arrays[0][1].shape[1:])
+    out = np.full((total, *shape), spec.pad, spec.dtype)
+    for start, array in reversed(arrays):
+        if len(array):
+            out[start : start + len(array)] = array
+    return out

@@ -28,6 +28,7 @@ class R3:
     def __init__(self, options: R3Config) -> None:
         self.options = options
         self.buffer: RouteBuffer | None = None
+        self.counts: tuple[int | None, ...] = ()
         self._reported = 0
 
     @hookimpl
@@ -36,13 +37,12 @@ class R3:
         if routes is None:
             return
         routes = np.asarray(routes, ROUTES.dtype)
-        check_routes(
-            sample.index, routes, *(run.plan.fact(f"model.{n}", None) for n in ("num_experts", "moe_layers", "top_k"))
-        )
         if self.buffer is None:
             self.buffer = RouteBuffer(run.directory / "routes", self.options.buffer_size)
-        experts = int(run.plan.fact("model.num_experts", 0) or routes.max(initial=0) + 1)
-        sample.fields[ROUTES.name] = self.buffer.keep(routes, experts)
+            # asked once: this hook is called for every sample
+            self.counts = tuple(run.plan.fact(f"model.{n}", None) for n in ("num_experts", "moe_layers", "top_k"))
+        check_routes(sample.index, routes, *self.counts)
+        sample.fields[ROUTES.name] = self.buffer.keep(routes, self.counts[0] or int(routes.max(initial=0)) + 1)
 
     @hookimpl
     def on_step(self, metrics: dict[str, float]) -> None:
