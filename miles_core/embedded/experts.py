@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
+
+from miles_core.embedded.product import padded, times
 
 _SILU = type(ACT2FN["silu"])
 
@@ -247,49 +249,58 @@ class _SwiGLUExperts(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
         weight = weights.reshape(-1).index_select(0, routing.order).unsqueeze(1)
-        products = hidden.new_empty(len(routing.row), gate_up.shape[1])
-        out = hidden.new_empty(len(routing.row), down.shape[1])
+        products, outputs = [], []
         for expert, piece in _pieces(routing):
-            product = torch.mm(hidden.index_select(0, routing.row[piece]), gate_up[expert].t(), out=products[piece])
+            product = times(hidden.index_select(0, _padded_rows(routing, piece)), gate_up[expert].t())
             gate, up = product.chunk(2, 1)
-            torch.mm(silu(gate).mul_(up), down[expert].t(), out=out[piece]).mul_(weight[piece])
-        ctx.save_for_backward(hidden, weight, gate_up, down, products)
-        return _gather_sum(out, routing.place)
+            products.append(product)
+            output = times(silu(gate).mul_(up), down[expert].t())[: piece.stop - piece.start]
+            outputs.append(output.mul_(weight[piece]))
+        ctx.save_for_backward(hidden, weight, gate_up, down, *products)
+        return _gather_sum(torch.cat(outputs), routing.place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, gate_up, down, products = ctx.saved_tensors
+        hidden, weight, gate_up, down, *products = ctx.saved_tensors
         routing, needs = ctx.routing, ctx.needs_input_grad
-        grad_x = hidden.new_empty(len(products), hidden.shape[1]) if needs[0] else None
+        grad_x = []
         grad_weight = torch.empty_like(weight)
         grad_gate_up = torch.zeros_like(gate_up) if needs[2] else None
         grad_down = torch.zeros_like(down) if needs[3] else None
-        for expert, piece in _pieces(routing):
-            rows = routing.row[piece]
+        for (expert, piece), product in zip(_pieces(routing), products, strict=True):
+            count, rows = piece.stop - piece.start, _padded_rows(routing, piece)
+            # Rows added to round a piece's size have weight 0, and with it gradients 0.
+            scale = pad(weight[piece], (0, 0, 0, len(rows) - count))
             grad = grads[0].index_select(0, rows)
-            gate, up = products[piece].chunk(2, 1)
+            gate, up = product.chunk(2, 1)
             active = silu(gate)
             h = active * up
-            grad_h = torch.mm(grad, down[expert])
-            torch.sum(grad_h * h, 1, keepdim=True, dtype=weight.dtype, out=grad_weight[piece])
+            grad_h = times(grad, down[expert])
+            torch.sum((grad_h * h)[:count], 1, keepdim=True, dtype=weight.dtype, out=grad_weight[piece])
             if grad_down is not None:
-                torch.mm(grad.t(), h.mul_(weight[piece]), out=grad_down[expert])
-            grad_h.mul_(weight[piece])
-            grad_product = torch.empty_like(products[piece])
+                grad_down[expert] = times(grad.t(), h.mul_(scale))
+            grad_h.mul_(scale)
+            grad_product = torch.empty_like(product)
             grad_gate, grad_up = grad_product.chunk(2, 1)
             torch.mul(grad_h, active, out=grad_up)
             torch.ops.aten.silu_backward.grad_input(grad_h.mul_(up), gate, grad_input=grad_gate)
             if grad_gate_up is not None:
-                torch.mm(grad_product.t(), hidden.index_select(0, rows), out=grad_gate_up[expert])
-            if grad_x is not None:
-                torch.mm(grad_product, gate_up[expert], out=grad_x[piece])
+                grad_gate_up[expert] = times(grad_product.t(), hidden.index_select(0, rows))
+            if needs[0]:
+                grad_x.append(times(grad_product, gate_up[expert])[:count])
         return (
-            None if grad_x is None else _gather_sum(grad_x, routing.place),
+            _gather_sum(torch.cat(grad_x), routing.place) if needs[0] else None,
             grad_weight[routing.place].squeeze(-1) if needs[1] else None,
             grad_gate_up,
             grad_down,
             None,
         )
+
+
+def _padded_rows(routing: Routing, piece: slice) -> Tensor:
+    """The rows of a piece, and row 0 as often as rounding its size takes."""
+    count = piece.stop - piece.start
+    return pad(routing.row[piece], (0, padded(count) - count))
 
 
 def _pieces(routing: Routing) -> list[tuple[int, slice]]:

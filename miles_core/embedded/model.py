@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from miles_core.embedded.call import attention, no_mask, watch_layers
 from miles_core.embedded.dequantize import dequantized
 from miles_core.embedded.experts import grouped_experts
+from miles_core.embedded.product import use_fast_linear
 from miles_core.errors import CheckpointError
 
 NAME = "miles"
@@ -134,6 +135,7 @@ def prepare(model: nn.Module) -> nn.Module:
     model.eval()
     model.config.use_cache = False
     watch_layers(backbone(model), decoder_layers(model))
+    use_fast_linear(model)
     return model
 
 

@@ -46,6 +46,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_GROUPED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
+
+#: Further families, for their routers; the embedded backend refuses the attention of ``deepseek_v32`` and ``gpt_oss``.
+ROUTER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_moe": ("Glm4MoeConfig", {**_COMMON, **_GROUPED, "head_dim": 16}),
+    "mixtral": ("MixtralConfig", {**_COMMON, **_LOCAL_EXPERTS, "head_dim": 16}),
+    "minimax_m2": ("MiniMaxM2Config", {**_COMMON, **_LOCAL_EXPERTS, "head_dim": 16, "rotary_dim": 8}),
+    "deepseek_v32": ("DeepseekV32Config", {**_COMMON, **_GROUPED, **_LATENT, **_INDEXER, "num_key_value_heads": 4}),
+    "gpt_oss": ("GptOssConfig", {**_COMMON, **_LOCAL_EXPERTS, "head_dim": 16}),
+}
+
+
 def tiny_tokenizer() -> Any:
     """A tokenizer for 64 ids: padding 0, end 1, then one printable character each."""
     from tokenizers import Tokenizer, decoders, models
@@ -68,7 +91,7 @@ def tiny_checkpoint(family: str, directory: str | Path, seed: int = 0, **changes
     import torch
     import transformers
 
-    name, values = FAMILIES[family]
+    name, values = (FAMILIES | ROUTER_FAMILIES)[family]
     config = getattr(transformers, name)(**{**values, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

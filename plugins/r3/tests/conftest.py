@@ -1,4 +1,4 @@
-"""Tiny models of every family with a router that Transformers knows, beside those of ``miles_core.testing.tiny``."""
+"""One block of a tiny model, of every family with a router that Transformers knows."""
 
 import pytest
 import torch
@@ -6,39 +6,17 @@ import transformers
 
 from miles_core.embedded import call as calls
 from miles_core.embedded.model import NAME
-from miles_core.testing.tiny import _COMMON, FAMILIES
+from miles_core.testing.tiny import FAMILIES, ROUTER_FAMILIES
 from miles_core.train.trainer import Context
 from miles_r3 import ROUTES
 from miles_r3.embedded import RECORDED, REPLAY, moe_blocks, tap
 
 ROWS = 48
 
-_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
-_GROUPED = {
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-_INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
-
-for _name, _config, _values in (
-    ("glm4_moe", "Glm4MoeConfig", {**_GROUPED, "head_dim": 16}),
-    ("mixtral", "MixtralConfig", {**_EXPERTS, "head_dim": 16}),
-    ("minimax_m2", "MiniMaxM2Config", {**_EXPERTS, "head_dim": 16, "rotary_dim": 8}),
-    ("deepseek_v32", "DeepseekV32Config", {**_GROUPED, **_LATENT, **_INDEXER, "num_key_value_heads": 4}),
-    ("gpt_oss", "GptOssConfig", {**_EXPERTS, "head_dim": 16}),
-):
-    FAMILIES.setdefault(_name, (_config, {**_COMMON, **_values}))
-
 
 def make_block(family, deterministic=False, dtype=torch.float32):
     """The last mixture-of-experts block of a tapped tiny model, and ``run(kind, routes) -> Context`` through it alone."""
-    name, values = FAMILIES[family]
+    name, values = (FAMILIES | ROUTER_FAMILIES)[family]
     values = values | ({"n_routed_experts": 8} if "n_routed_experts" in values else {})
     backend = "eager" if family in ("gpt_oss", "deepseek_v32") else NAME
     torch.manual_seed(0)

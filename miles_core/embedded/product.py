@@ -1,0 +1,91 @@
+"""Matrix products in float32 on a CPU, by the faster of two libraries.
+
+PyTorch hands float32 products to MKL, which takes the AVX2 path on a processor that is not Intel's, where
+oneDNN, in the same build of PyTorch, uses 512-bit vectors (benchmarks/products.py). So on such processors, and from a few rows on, products go to
+oneDNN. The rule looks at the processor and at the shape, never at a stopwatch: a run must continue with the products it began with.
+
+A oneDNN product of a new shape costs a fifth of a millisecond for its code; ``padded`` keeps the number of shapes small.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: From this many rows on.
+_ROWS = 32
+
+
+@cache
+def available() -> bool:
+    """Whether oneDNN is the faster library here: 512-bit vectors, and a processor MKL does not use them on."""
+    try:
+        vendor = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return (
+        torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and "GenuineIntel" not in vendor
+    )
+
+
+def takes(x: Tensor, rows: int) -> bool:
+    """Whether a product with ``rows`` rows of ``x`` goes to oneDNN."""
+    return rows >= _ROWS and x.dtype == torch.float32 and x.device.type == "cpu" and available()
+
+
+def padded(rows: int) -> int:
+    """``rows`` rounded up to one of eight sizes an octave (at most an eighth more); as it is where it does not matter."""
+    if rows < _ROWS or not available():
+        return rows
+    step = 1 << max(rows.bit_length() - 4, 0)
+    return -(-rows // step) * step
+
+
+def times(a: Tensor, b: Tensor) -> Tensor:
+    """a [rows, inner] times b [inner, columns]; either may be a transposed view."""
+    if takes(a, len(a)):
+        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return torch.mm(a, b)
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` whose products, forward and backward, go through ``times``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        if not takes(input, input.numel() // max(input.shape[-1], 1)) or self.weight.dtype != input.dtype:
+            return super().forward(input)
+        return _Linear.apply(input, self.weight, self.bias)
+
+
+def use_fast_linear(model: nn.Module) -> None:
+    """Make the plain linear layers of ``model`` compute with ``Linear``; parameters, names and hooks stay."""
+    if available():
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Linear
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, weight.shape[0])
+        needs = ctx.needs_input_grad
+        return (
+            times(grad, weight).view(x.shape) if needs[0] else None,
+            times(grad.t(), x.reshape(-1, x.shape[-1])) if needs[1] else None,
+            grad.sum(0) if needs[2] else None,
+        )
