@@ -29,10 +29,10 @@ def work(directory: Path, steps: int, plugins: list[str], reporter: Reporter) ->
     original = loop.step
     reporter.send(ready=True)
 
-    async def held(run: Any, rollout: Any) -> None:
+    async def held(run: Any, *parts: Any) -> None:
         await asyncio.to_thread(reporter.wait)
         started = time.perf_counter()
-        await original(run, rollout)
+        await original(run, *parts)
         reporter.send(seconds=time.perf_counter() - started)
 
     loop.step = held
