@@ -4,7 +4,7 @@ PyTorch hands float32 products to MKL, which takes the AVX2 path on a processor 
 oneDNN, in the same build of PyTorch, uses 512-bit vectors (benchmarks/products.py). So on such processors, and from a few rows on, products go to
 oneDNN. The rule looks at the processor and at the shape, never at a stopwatch: a run must continue with the products it began with.
 
-A oneDNN product of a new shape costs a fifth of a millisecond for its code; ``padded`` keeps the number of shapes small.
+oneDNN generates code for each new shape; ``padded`` keeps the number of shapes small.
 """
 
 from __future__ import annotations
