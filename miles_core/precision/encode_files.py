@@ -1,8 +1,8 @@
 """Planning the conversion of a BF16 checkpoint to a number format.
 
 The tensors are those of the checkpoint, except that experts which it joins in one tensor are taken apart when any of
-them is quantised. What the format encodes together is read together, whichever files it is in. What is quantised is the
-BF16 model copy: a weight stored in FP32 or FP16 is rounded to BF16 first, everything else keeps its bytes.
+them is quantised. What the format encodes together is read together, whichever files it is in. The codec rounds a weight
+stored in FP32 or FP16 to BF16 before it quantises it; everything else keeps its bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from miles_core.precision.quantized_config import (
     unquantized_modules,
 )
 from miles_core.precision.shard_writer import Target, Write
-from miles_core.sync.encode import Codec, coupled
+from miles_core.sync.encode import COPY, Codec, coupled
 from miles_core.sync.unit import Unit
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -69,7 +69,7 @@ def plan(files: CheckpointFiles, codec: Codec) -> Conversion:
     units = _units(codec, weights, chosen)
     jobs = [_job(files, codec, unit, set(chosen)) for unit in units]
     items = [Item(n, w.shape, reasons[n] or "", w.nbytes, _after(codec, w, reasons[n])) for n, w in weights.items()]
-    rounded = sum(weights[name].entry.dtype != torch.bfloat16 for name in chosen)
+    rounded = sum(weights[name].entry.dtype != COPY for name in chosen)
     if rounded:
         notes.append(f"{rounded} weights are not stored in BF16 and are rounded to it first: BF16 is what is quantised")
     notes += _divided(shapes, set(chosen))
@@ -177,10 +177,10 @@ def _job(files: CheckpointFiles, codec: Codec, unit: list[_Weight], chosen: set[
         entry = unit[0].entry
         return Job([Target(entry.name, entry.dtype, entry.shape)], copy_steps(files, entry.name), before)
     targets = [t for w in unit for t in _targets(codec, w, w.name in chosen)]
-    return Job(targets, [_encode(files, codec, unit, chosen)], before)
+    return Job(targets, [_encode(files, codec, unit)], before)
 
 
-def _encode(files: CheckpointFiles, codec: Codec, unit: list[_Weight], chosen: set[str]) -> Step:
+def _encode(files: CheckpointFiles, codec: Codec, unit: list[_Weight]) -> Step:
     def step() -> list[Write]:
         slabs: dict[tuple[str, int], Tensor] = {}
         tensors = {}
@@ -190,8 +190,7 @@ def _encode(files: CheckpointFiles, codec: Codec, unit: list[_Weight], chosen: s
                     weight.entry.name, None if weight.expert is None else weight.expert.index
                 )
             tensor = slabs[weight.slab]
-            tensor = tensor if weight.expert is None else weight.expert.of(tensor)
-            tensors[weight.name] = tensor.to(torch.bfloat16) if weight.name in chosen else tensor
+            tensors[weight.name] = tensor if weight.expert is None else weight.expert.of(tensor)
         encoded = codec.encode_unit(Unit(tensors))
         return [Write(name, tensor) for e in encoded for name, tensor in e.parts.items()]
 

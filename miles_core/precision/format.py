@@ -7,7 +7,8 @@ computes with (``sync.encode``), which weights are left alone (``precision.selec
 pass (``testing.FormatContract``).
 
 A weight is a matrix [N, K] in the layout of the checkpoint: one row an output feature, blocks along K. What is
-encoded is the model copy of the weight, never an FP32 master kept beside it, and arithmetic is FP32.
+encoded is the BF16 model copy of the weight (``sync.encode`` rounds any other), never an FP32 master kept beside it, and
+arithmetic is FP32.
 """
 
 from __future__ import annotations

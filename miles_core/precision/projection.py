@@ -8,12 +8,12 @@ to its declared parity, and the weight it trains with, the one that is exported 
 
 from __future__ import annotations
 
-from miles_core.sync.encode import Codec
+from miles_core.sync.encode import COPY, Codec
 from miles_core.sync.unit import Unit
 
 
 def project(codec: Codec, unit: Unit) -> Unit:
-    """One unit of the export stream with its quantised weights on the grid, in their own dtype; the others as they are.
+    """One unit of the export stream with its quantised weights on the grid, BF16 numbers in their own dtype; the others as they are.
 
     Raises:
         MilesError, ConfigError: as ``Codec.encode_unit``.
@@ -21,5 +21,5 @@ def project(codec: Codec, unit: Unit) -> Unit:
     found = {}
     for encoded in codec.encode_unit(unit):
         plain = unit.tensors[encoded.name]
-        found[encoded.name] = codec.decode(encoded).to(plain.dtype) if encoded.format else plain
+        found[encoded.name] = codec.decode(encoded).to(COPY).to(plain.dtype) if encoded.format else plain
     return Unit(found)

@@ -1,7 +1,8 @@
 """Encoding the export stream with the run's number format, and reading it back.
 
 The same codec serves the weight sync (trainer encodes, engine decodes) and the trainer's own fake-quantised forward,
-so both sides compute with the same codes. Weights are encoded again at every sync; nothing is kept between two.
+so both sides compute with the same codes. What is quantised is the BF16 model copy: a weight held in another dtype is rounded
+to BF16 here, for every side. Weights are encoded again at every sync; nothing is kept between two.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from miles_core.precision.selector import Selector
 from miles_core.sync.unit import Encoded, Unit
 
 log = logging.getLogger(__name__)
+
+#: The model copy's dtype: what every number format quantises, whatever dtype a weight is held or stored in.
+COPY = torch.bfloat16
 
 
 class Codec:
@@ -64,16 +68,18 @@ class Codec:
 
     @torch.no_grad()
     def encode_unit(self, unit: Unit) -> list[Encoded]:
-        """One unit's tensors, in its order; coupled weights share their statistics."""
+        """One unit's tensors, in its order; each is rounded to BF16 before, coupled weights share their statistics."""
         format = self.format
         if format is None:
             return [Encoded(name, {name: tensor}) for name, tensor in unit.tensors.items()]
-        chosen = {n: t for n, t in unit.tensors.items() if self.selector(n, tuple(t.shape))}
+        chosen = {n: t.to(COPY) for n, t in unit.tensors.items() if self.selector(n, tuple(t.shape))}
         for name, tensor in chosen.items():
             _check(format, name, tensor)
         stats = _shared_stats(format, chosen, list(unit.tensors))
         return [
-            Encoded(n, named(n, format.quantize(t, stats[n])), format.name) if n in chosen else Encoded(n, {n: t})
+            Encoded(n, named(n, format.quantize(chosen[n], stats[n])), format.name)
+            if n in chosen
+            else Encoded(n, {n: t})
             for n, t in unit.tensors.items()
         ]
 

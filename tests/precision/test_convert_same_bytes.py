@@ -23,29 +23,31 @@ FAMILIES = ("qwen3_moe", "qwen3", "llama")
 FORMATS = sorted(providers())
 
 
-def bf16_checkpoint(family, directory):
-    """A tiny model with weights of very different sizes, stored in BF16."""
-    tiny_checkpoint(family, directory, dtype="bfloat16", **SIZES)
+def bf16_checkpoint(family, directory, dtype="bfloat16"):
+    """A tiny model with weights of very different sizes, stored in ``dtype``."""
+    tiny_checkpoint(family, directory, dtype=dtype, **SIZES)
     path = directory / "model.safetensors"
     stored = load_file(path)
     for i, (name, tensor) in enumerate(stored.items()):
         scale = torch.logspace(-3, 3, tensor.shape[0])[:, None] if tensor.ndim > 1 else 1.0
-        stored[name] = (tensor.float() * scale * (1 + i % 5)).to(torch.bfloat16)
+        stored[name] = (tensor.float() * scale * (1 + i % 5)).to(getattr(torch, dtype))
     save_file(stored, path, metadata={"format": "pt"})
     return directory
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, "bfloat16") for family in FAMILIES), ("qwen3_moe", "float32")]
+)
 @pytest.mark.parametrize("name", FORMATS)
-def test_converter_sync_trainer_and_engine_hold_the_same_bytes(tmp_path, name, family, capsys):
-    source, out = bf16_checkpoint(family, tmp_path / "bf16"), tmp_path / "out"
+def test_converter_sync_trainer_and_engine_hold_the_same_bytes(tmp_path, name, family, dtype, capsys):
+    source, out = bf16_checkpoint(family, tmp_path / "source", dtype), tmp_path / "out"
     words = ["convert", "--to", name, "--model-dir", str(source), "--save-dir", str(out), "--shard-size", "300KB"]
     code = cli.main(words)
     if code == 2 and "nothing to quantise" in capsys.readouterr().err:
         pytest.skip(f"{name} is not for dense models")
     assert code == 0
     converted = {n: t for file in out.glob("*.safetensors") for n, t in load_file(file).items()}
-    model = load_model(source, "bfloat16")
+    model = load_model(source, dtype)
     codec = codec_for(format_class(name), load(["--rollout-precision", name]))
 
     synced, values = {}, {}
@@ -64,7 +66,7 @@ def test_converter_sync_trainer_and_engine_hold_the_same_bytes(tmp_path, name, f
         expected = values[view.name]
         assert torch.equal(view.of(theirs[view.source].detach()), expected.float()), view.name
         if view.source in quantizer.sources:
-            assert torch.equal(view.of(quantizer.value(view.source)), expected.to(torch.bfloat16)), view.name
+            assert torch.equal(view.of(quantizer.value(view.source)), expected.to(model.dtype)), view.name
 
 
 @pytest.mark.parametrize("name", FORMATS)

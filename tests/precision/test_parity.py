@@ -119,3 +119,11 @@ def test_the_projection_lies_on_the_grid_and_leaves_the_rest():
     assert torch.equal(found[name].float(), codec.format.dequantize(codec.format.quantize(weight)))
     again = project(codec, Unit({name: found[name]})).tensors[name]
     assert torch.equal(again, found[name])  # exact in BF16 with power-of-two scales
+
+
+def test_what_is_projected_is_the_same_for_a_backend_that_reads_it_in_float32():
+    name, codec = "model.layers.0.mlp.down_proj.weight", Codec(Fp8(power_of_two_scales=False))
+    weight = torch.randn(128, 256)
+    found = project(codec, Unit({name: weight})).tensors[name]
+    copy = project(codec, Unit({name: weight.bfloat16()})).tensors[name]
+    assert found.dtype == torch.float32 and torch.equal(found, copy.float())

@@ -46,7 +46,7 @@ class Int8(Format):
 
 def units():
     generator = torch.Generator().manual_seed(0)
-    gate, up, down = (torch.randn(4, 6, generator=generator) * s for s in (1, 3, 1))
+    gate, up, down = ((torch.randn(4, 6, generator=generator) * s).bfloat16().float() for s in (1, 3, 1))
     return [Unit({GATE: gate, UP: up}), Unit({DOWN: down}), Unit({NORM: torch.ones(6)})]
 
 
@@ -123,3 +123,15 @@ def test_weights_are_encoded_anew_at_every_sync():
     weight.mul_(2)
     (after,) = codec.encode([Unit({DOWN: weight})])
     assert codec.decode(before).max() == 1 and codec.decode(after).max() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_quantised_is_the_bf16_rounding(dtype):
+    generator, codec = torch.Generator().manual_seed(1), Codec(Int8())
+    weight = torch.randn(8, 64, generator=generator, dtype=dtype)
+    (found,), (copy,) = (codec.encode_unit(Unit({DOWN: w})) for w in (weight, weight.bfloat16()))
+    assert all(torch.equal(found.parts[n], t) for n, t in copy.parts.items())
+    direct = codec.format.quantize(weight)
+    assert not torch.equal(direct["weight_codes"], found.parts[f"{PREFIX}.down_proj.weight_codes"])
+    (norm,) = codec.encode_unit(Unit({NORM: weight[0]}))
+    assert torch.equal(norm.parts[NORM], weight[0])
