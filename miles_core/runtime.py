@@ -27,6 +27,7 @@ from miles_core.data.sample import Sample
 from miles_core.plugin.detect import gpu_facts, model_facts
 from miles_core.precision.select import check_parity, make_codec
 from miles_core.rollout.engine import Engine
+from miles_core.same_model import check_same_model
 from miles_core.sync.transport import SyncReport, Transport
 from miles_core.train.emulation import AS_TRAINED, Emulation
 from miles_core.train.learner import Learner
@@ -112,6 +113,7 @@ class InlineRuntime(Runtime):
         engine: Engine = run.hooks.make("engine", options.engine, run=run, policy=policy)
         self.engines.append(engine)
         await engine.start()
+        check_same_model(run, policy, trainer, engine)
         check_parity(run, policy, trainer, engine)
         policy.engine = engine
         transport = run.hooks.make("transport", options.transport, run=run, policy=policy, engine=engine)

@@ -8,7 +8,7 @@ happens between two steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from miles_core.embedded import sampling as draw
 from miles_core.embedded.blame import first_in
 from miles_core.embedded.cache import follow
 from miles_core.embedded.decoder import Decoder, PlainDecoder, one_each
+from miles_core.embedded.model import facts_of
 from miles_core.embedded.prompts import Key, Prompt, Prompts, chunks
 from miles_core.embedded.runner import Fed, Runner
 from miles_core.embedded.scheduler import Row, Scheduler
@@ -167,6 +168,9 @@ class EmbeddedEngine(Engine):
     def quantizer(self, format: Format) -> FormatItself:
         """There is no other code here than the format's own."""
         return FormatItself(format)
+
+    def model_facts(self) -> Mapping[str, Any]:
+        return facts_of(self.model)
 
     # -- what a decoder calls ---------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from miles_core.embedded.dequantize import dequantized
 from miles_core.embedded.experts import grouped_experts
 from miles_core.embedded.product import use_fast_linear
 from miles_core.errors import CheckpointError
+from miles_core.plugin.detect import config_facts
 
 NAME = "miles"
 transformers.logging.set_verbosity_error()
@@ -152,6 +153,11 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
             f"{type(model).__name__} has no list of decoder layers; it cannot be run by the embedded backend"
         )
     return layers
+
+
+def facts_of(model: nn.Module) -> dict[str, Any]:
+    """``model.*`` facts of the configuration that the module was built from, by name."""
+    return {fact.name: fact.value for fact in config_facts(model.config.to_dict())}
 
 
 def transformers_version() -> str:

@@ -7,7 +7,7 @@ never its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from miles_core.embedded.blame import first_in_step
 from miles_core.embedded.emulate import emulating
 from miles_core.embedded.export import export_checkpoint
 from miles_core.embedded.logprobs import scatter, token_log_probs
-from miles_core.embedded.model import backbone, build_model, decoder_layers
+from miles_core.embedded.model import backbone, build_model, decoder_layers, facts_of
 from miles_core.embedded.optimizer import Optimizer, OptimizerConfig
 from miles_core.embedded.packing import Packing, pack
 from miles_core.embedded.split import split
@@ -199,6 +199,10 @@ class EmbeddedTrainer(Trainer):
     def quantizer(self, format: Format) -> FormatItself:
         """There is no other code here than the format's own."""
         return FormatItself(format)
+
+    def model_facts(self) -> Mapping[str, Any]:
+        """See ``Trainer.model_facts``."""
+        return facts_of(self.model)
 
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""

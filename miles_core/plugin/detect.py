@@ -183,7 +183,7 @@ def model_facts(checkpoint: str | None, flag: str = "--hf-checkpoint") -> list[F
         raise CheckpointError(f"{flag} {checkpoint}: its config.json cannot be read ({error})") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{flag} {checkpoint}: its config.json holds {type(config).__name__}, not an object")
-    return _model(config)
+    return config_facts(config)
 
 
 def _unknown_model(why: str) -> list[Fact]:
@@ -202,7 +202,8 @@ def _cached(name: str) -> Path | None:
     return snapshot if (snapshot / "config.json").exists() else None
 
 
-def _model(config: Mapping[str, Any]) -> list[Fact]:
+def config_facts(config: Mapping[str, Any]) -> list[Fact]:
+    """``model.*`` of a parsed ``config.json``, or of a Transformers configuration as a dictionary."""
     text = config.get("text_config")
     inner = {**config, **text} if isinstance(text, dict) else dict(config)
     found: dict[str, tuple[Any, str]] = {}

@@ -104,6 +104,12 @@ class Engine(ABC):
         which stops a run in that format (``precision.parity``)."""
         return None
 
+    def model_facts(self) -> Mapping[str, Any]:
+        """What it serves, as facts: ``model.num_experts`` and the others of ``same_model.COMPARED``, read from the
+        ``config.json`` (or the modules) it was started with; compared with the trainer's before the run. Empty when
+        the backend cannot say. Called after ``start``."""
+        return {}
+
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         """Take one message of a transport in another process: plain data whose meaning the two agree on (names and
         shapes of a bucket about to be broadcast, memory handles, a path). Sent between ``pause`` and ``resume``; with

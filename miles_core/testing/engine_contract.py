@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 
 from miles_core.errors import MilesError
+from miles_core.plugin.detect import model_facts
 from miles_core.rollout.engine import Engine, Request, Response, Sampling
 from miles_core.rollout.fields import SAMPLING_SUPPORT
+from miles_core.same_model import COMPARED
 from miles_core.sync.unit import Encoded
 from miles_core.testing.tiny import tiny_checkpoint, tiny_tokenizer
 
@@ -80,6 +82,14 @@ class EngineContract:
         engine = await self.make(checkpoint, Limits())
         await engine.start()
         return engine
+
+    def test_it_says_which_model_it_serves(self, engine: Engine, checkpoints: list[Path]) -> None:
+        said = engine.model_facts()
+        if not said:
+            pytest.skip("this engine does not say; the run cannot compare it with the trainer's model")
+        config = {f.name: f.value for f in model_facts(str(checkpoints[0]))}
+        compared = {f"model.{name}" for name in COMPARED} & said.keys()
+        assert compared and {name: said[name] for name in compared} == {name: config[name] for name in compared}
 
     # -- generation ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ return a zero that is connected to the model's output. ``miles_core.testing.Trai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,6 +184,10 @@ class Trainer(ABC):
         """This backend's own code for a number format, with the parity it declares; None when it declares nothing,
         which stops a run in that format (``precision.parity``)."""
         return None
+
+    def model_facts(self) -> Mapping[str, Any]:
+        """What it trains, as facts; see ``Engine.model_facts``."""
+        return {}
 
     def rebuild(self, layout: dict[str, Any]) -> None:
         """Compute in another precision from the next pass on: ``{"precision": name}``, as for ``Engine.rebuild``. Asked

@@ -52,7 +52,10 @@ class Worker:
             units, self.units = self.units, []
             await self.engine.update_weights(units, arguments["version"])
             return {}, b""
-        if method in ("start", "stop", "pause", "resume", "sleep", "wake"):
+        if method == "start":
+            await self.engine.start()
+            return dict(self.engine.model_facts()), b""
+        if method in ("stop", "pause", "resume", "sleep", "wake"):
             await getattr(self.engine, method)(**arguments)
             return {}, b""
         raise ValueError(f"unknown method {method!r}")

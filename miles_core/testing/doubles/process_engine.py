@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ class ProcessEngine(Engine):
     def __init__(self, checkpoint: str | Path, **limits: int) -> None:
         self._config = {"checkpoint": str(checkpoint), **limits}
         self._version = -1
+        self._facts: dict[str, Any] = {}
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -54,7 +55,7 @@ class ProcessEngine(Engine):
             sys.executable, "-m", module, json.dumps(self._config), stdin=pipe, stdout=pipe, limit=1 << 24
         )
         self._reader = asyncio.get_running_loop().create_task(self._read())
-        await self._call("start")
+        self._facts, _ = await self._call("start")
 
     async def stop(self) -> None:
         if self._process is None:
@@ -65,6 +66,9 @@ class ProcessEngine(Engine):
         await self._process.wait()
         await self._reader
         self._process = None
+
+    def model_facts(self) -> Mapping[str, Any]:
+        return self._facts
 
     async def generate(self, request: Request) -> Response:
         data, payload = await self._call("generate", frames.pack_request(request))
