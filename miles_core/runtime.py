@@ -28,6 +28,7 @@ from miles_core.plugin.detect import gpu_facts, model_facts
 from miles_core.precision.select import check_parity, make_codec
 from miles_core.rollout.engine import Engine
 from miles_core.same_model import check_same_model
+from miles_core.sync.kept import Kept, keep
 from miles_core.sync.transport import SyncReport, Transport
 from miles_core.train.emulation import AS_TRAINED, Emulation
 from miles_core.train.learner import Learner
@@ -61,6 +62,14 @@ class LearnerHandle(ABC):
         """The policy's log-probabilities of each sample's response tokens, [response_length] float32, 0 where its loss
         mask is 0; computed like those of a training step (pass ``verify``), or as ``emulation`` says. Fields that the
         samples carry take part, as in training; ones that they do not carry are not missed."""
+
+    #: the version that ``keep`` put aside last
+    kept_version: int | None = None
+
+    @abstractmethod
+    async def keep(self, version: int) -> None:
+        """Put a copy of the weights aside, as ``push`` would send them now, for passes with ``Emulation.kept``: one copy
+        in host memory, which replaces the last. ``version``: what the engine calls them (-1 before the first sync)."""
 
     @abstractmethod
     async def rebuild(self, precisions: Precisions) -> None:
@@ -132,6 +141,7 @@ class InlineLearner(LearnerHandle):
     def __init__(self, run: Run, learner: Learner, transport: Transport) -> None:
         self.run, self.learner, self.transport = run, learner, transport
         self.codec = make_codec(run, learner.policy)
+        self.kept: Kept | None = None
 
     async def learn(self, samples: Sequence[Sample]) -> Metrics:
         return means(self.learner.learn(samples, *optimiser_steps(samples, self.run.config.train)))
@@ -143,8 +153,12 @@ class InlineLearner(LearnerHandle):
         self.learner.trainer.reset_optimizer()
 
     async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
-        with self.learner.trainer.emulating(emulation, self.codec):
+        with self.learner.trainer.emulating(emulation, self.codec, self.kept):
             return self.learner.log_probs(samples)
+
+    async def keep(self, version: int) -> None:
+        self.kept = keep(self.learner.trainer.units(), self.codec, version)
+        self.kept_version = version
 
     async def rebuild(self, precisions: Precisions) -> None:
         self.learner.trainer.rebuild({"precision": precisions.train})

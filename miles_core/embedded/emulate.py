@@ -6,7 +6,7 @@ copy that is kept meanwhile lies in host memory. The optimiser's masters are nev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from miles_core.embedded.weights import load_units
 from miles_core.errors import MilesError
 from miles_core.precision.activation import RoundedInputs
 from miles_core.sync.encode import Codec
+from miles_core.sync.kept import Kept
+from miles_core.sync.unit import Encoded
 from miles_core.train.emulation import Emulation
 
 if TYPE_CHECKING:
@@ -26,23 +28,30 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def emulating(trainer: EmbeddedTrainer, emulation: Emulation, codec: Codec) -> Iterator[None]:
+def emulating(trainer: EmbeddedTrainer, emulation: Emulation, codec: Codec, kept: Kept | None = None) -> Iterator[None]:
     """While this is open, ``trainer.log_probs`` of the policy's model has the properties asked for.
 
     Args:
         trainer: its model is as before when this closes.
         emulation: see there.
         codec: the rollout's.
+        kept: weights put aside, for the switch of that name.
 
     Raises:
-        MilesError: ``held`` or ``through`` is no embedded engine of this process, or the format does not say how it
-            rounds activations.
+        MilesError: nothing was kept, ``held`` or ``through`` is no embedded engine of this process, or the format does
+            not say how it rounds activations.
     """
     with ExitStack() as stack:
-        if emulation.held is not None:
-            stack.enter_context(_weights(trainer.model, Codec(), _model_of(emulation.held)))
+        model = trainer.model
+        if emulation.kept:
+            if kept is None:
+                raise MilesError("no weights of an earlier version were kept")
+            stack.enter_context(_weights(model, kept.units, kept.codec))
+        elif emulation.held is not None:
+            plain = Codec()
+            stack.enter_context(_weights(model, plain.encode(export(_model_of(emulation.held))), plain))
         elif emulation.encoded:
-            stack.enter_context(_weights(trainer.model, codec, trainer.model))
+            stack.enter_context(_weights(model, codec.encode(export(model)), codec))
         if emulation.activations:
             stack.enter_context(_rounded_inputs(trainer.model, codec))
         if emulation.kv_dtype:
@@ -60,12 +69,12 @@ def _model_of(engine: Any) -> nn.Module:
 
 
 @contextmanager
-def _weights(model: nn.Module, codec: Codec, source: nn.Module) -> Iterator[None]:
-    """``model`` holds ``source``'s weights after a round trip through ``codec``."""
+def _weights(model: nn.Module, units: Iterable[Encoded], codec: Codec) -> Iterator[None]:
+    """``model`` holds the weights in ``units`` as ``codec`` decodes them."""
     held: dict[str, Tensor] = {n: t.detach() for n, t in sources(model).items()}
     kept = {n: t.to("cpu", copy=True) for n, t in held.items()}
     try:
-        load_units(model, codec.encode(export(source)), codec.decode)
+        load_units(model, units, codec.decode)
         yield
     finally:
         with torch.no_grad():

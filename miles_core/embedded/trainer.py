@@ -34,6 +34,7 @@ from miles_core.precision.parity import FormatItself
 from miles_core.precision.select import TrainedPrecision
 from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.sync.encode import Codec
+from miles_core.sync.kept import Kept
 from miles_core.sync.unit import Unit
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.emulation import Emulation
@@ -186,9 +187,9 @@ class EmbeddedTrainer(Trainer):
             found = first_in_step(self, batch, loss, tokens)
             raise NonFiniteError(f"{found} found by computing the step again, because {error}") from error
 
-    def emulating(self, emulation: Emulation, codec: Codec) -> AbstractContextManager[None]:
+    def emulating(self, emulation: Emulation, codec: Codec, kept: Kept | None = None) -> AbstractContextManager[None]:
         """See ``Trainer.emulating``."""
-        return emulating(self, emulation, codec)
+        return emulating(self, emulation, codec, kept)
 
     def rebuild(self, layout: dict[str, Any]) -> None:
         """See ``Trainer.rebuild``."""

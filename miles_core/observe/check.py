@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.data.sample import Sample
-from miles_core.observe.budget import Budget, budget
+from miles_core.observe.budget import Budget, budget, in_this_process
 from miles_core.observe.gap import Gap, measure
 from miles_core.observe.probe import bare, probe, probe_prompts
 from miles_core.observe.verify import check_version, check_versions_of, score
@@ -70,6 +70,8 @@ async def check(run: Run, with_budget: bool = False) -> list[Verification]:
         found = []
         for policy in run.policies:
             if run.resume_from is not None:
+                if with_budget and not in_this_process(policy.engine):
+                    await policy.learner.keep(-1)  # what the engine was started with
                 await policy.learner.load(run.resume_from / policy.name)
             policy.version = (await policy.learner.push(run.step)).version
             run.hooks.on("on_weights_synced", run=run, policy=policy, version=policy.version)

@@ -7,6 +7,7 @@ negative). A value that is not finite on either side counts as an infinite gap.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,6 +21,8 @@ WORST = 8
 #: Tokens of context on each side of a token that is shown.
 CONTEXT = 6
 _CLAMP = 20.0
+#: A coefficient of ``along`` with a larger standard error says nothing.
+KNOWN = 0.25
 
 Text = Callable[[list[int]], str]
 LogProbs = Sequence[np.ndarray]
@@ -107,6 +110,24 @@ def measure(engine: LogProbs, trainer: LogProbs, samples: Sequence[Sample] = (),
         quantiles={str(q): float(v) for q, v in zip(QUANTILES, quantiles, strict=True)},
         worst=() if text is None else _worst(size, engine, trainer, masks, samples, text),
     )
+
+
+def along(change: np.ndarray, step: np.ndarray) -> tuple[float, float]:
+    """How far ``change`` goes along ``step`` (both [tokens]): the least-squares coefficient and its standard error,
+    without the tenth of the tokens that moved most on either side: on a mixture of experts a token whose route flipped
+    moves by more than all others together. NaN where there is no step."""
+    if not len(step):
+        return math.nan, math.nan
+    kept = np.ones(len(step), bool)
+    for values in (np.abs(change), np.abs(step)):
+        kept &= values <= np.quantile(values, 0.9)
+    change, step = change[kept], step[kept]
+    length = float(step @ step)
+    if not length:
+        return math.nan, math.nan
+    moved = float(change @ step) / length
+    rest = change - moved * step
+    return moved, math.sqrt(float(rest @ rest) / max(len(step) - 1, 1) / length)
 
 
 def _flat(values: LogProbs, masks: Sequence[np.ndarray]) -> np.ndarray:

@@ -21,9 +21,9 @@ import numpy as np
 
 from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
-from miles_core.observe.budget import budget
+from miles_core.observe.budget import budget, in_this_process
 from miles_core.observe.budget_table import BUDGET_FILE
-from miles_core.observe.gap import Gap, LogProbs, measure
+from miles_core.observe.gap import KNOWN, Gap, LogProbs, along, measure
 from miles_core.observe.probe import bare, probe, probe_prompts
 from miles_core.stash import StashKey
 
@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 _STILL = 0.1
 #: ... and where the two agreed ten times better than they moved, it must have moved so far along.
 _ALMOST = 0.9
-#: A coefficient with a larger standard error says nothing and is not reported.
-_KNOWN = 0.25
 #: Below this movement of the trainer's log-probs (root mean square, nats) FP32 rounding hides the engine's.
 _SMALLEST = 1e-5
 #: ... and below this part of the mismatch, a low-precision engine may rightly not have moved at all.
@@ -86,6 +84,8 @@ async def verify(run: Run, policy: Policy) -> dict[str, float]:
     earlier[policy.name] = Earlier(
         alone, await policy.learner.log_probs(alone), await score(run, policy, alone), policy.precisions
     )
+    if not in_this_process(policy.engine):  # else the engine is asked for its weights
+        await policy.learner.keep(policy.version)
     return gap.metrics("verify") | ({} if moved is None else {"verify/moved": moved})
 
 
@@ -141,7 +141,7 @@ async def movement(run: Run, policy: Policy, last: Earlier) -> float | None:
     if size < _SMALLEST or size < _VISIBLE * mismatch:
         return None
     change = _difference(engine, last.engine)
-    moved, error = _coefficient(change, step)
+    moved, error = along(change, step)
     still = float(np.median(np.abs(change))) < _STILL * float(np.median(np.abs(step)))
     if still or (mismatch < _VISIBLE * size and moved + 3 * error < _ALMOST):
         what = "it still serves the previous weights" if still else "part of the update is missing"
@@ -151,22 +151,7 @@ async def movement(run: Run, policy: Policy, last: Earlier) -> float | None:
             f"{np.median(np.abs(step)):.2e} nats over {len(step)} tokens): "
             f"{what}; look at the transport, and compare with another (--transport copy)"
         )
-    return moved if error < _KNOWN else None
-
-
-def _coefficient(change: np.ndarray, step: np.ndarray) -> tuple[float, float]:
-    """Least squares of ``change`` on ``step`` and its standard error, without the tenth of the tokens that moved most
-    on either side: on a mixture of experts a token whose route flipped moves by more than all others together."""
-    kept = np.ones(len(step), bool)
-    for values in (np.abs(change), np.abs(step)):
-        kept &= values <= np.quantile(values, 0.9)
-    change, step = change[kept], step[kept]
-    length = float(step @ step)
-    if not length:
-        return math.nan, math.nan
-    moved = float(change @ step) / length
-    rest = change - moved * step
-    return moved, math.sqrt(float(rest @ rest) / max(len(step) - 1, 1) / length)
+    return moved if error < KNOWN else None
 
 
 async def write_budget(run: Run, policy: Policy) -> None:

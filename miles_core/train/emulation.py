@@ -19,6 +19,7 @@ class Emulation:
         encoded: compute with the weights as a sync would deliver them now: encoded in the rollout's number format and
             decoded again.
         held: an engine in this process; compute with the weights it really holds (and not with ``encoded``).
+        kept: compute with the weights that ``LearnerHandle.keep`` put aside (and not with ``encoded``).
         through: the same engine; compute through its modules, so that whatever they do beside holding weights counts.
         activations: round the inputs of quantised layers as the rollout's number format does.
         kv_dtype: round keys and values to this type; "" leaves them.
@@ -26,6 +27,7 @@ class Emulation:
 
     encoded: bool = False
     held: Any = None
+    kept: bool = False
     through: Any = None
     activations: bool = False
     kv_dtype: str = ""

@@ -29,6 +29,8 @@ from miles_core.train.emulation import AS_TRAINED, Emulation
 if TYPE_CHECKING:
     from miles_core.precision.format import Format
     from miles_core.precision.parity import Quantizer
+    from miles_core.sync.encode import Codec
+    from miles_core.sync.kept import Kept
 
 Pass = Literal["old", "ref", "train", "verify", "rollout"]
 
@@ -173,9 +175,9 @@ class Trainer(ABC):
     def export(self, directory: Path, tokenizer: Any) -> None:
         """Write a Hugging Face checkpoint with the tokenizer."""
 
-    def emulating(self, emulation: Emulation, codec: Any) -> AbstractContextManager[None]:
-        """While this is open, ``log_probs`` of the policy computes as ``emulation`` says; ``codec`` is the rollout's
-        (``miles_core.sync.encode.Codec``). MilesError names a switch that this backend does not have."""
+    def emulating(self, emulation: Emulation, codec: Codec, kept: Kept | None = None) -> AbstractContextManager[None]:
+        """While this is open, ``log_probs`` of the policy computes as ``emulation`` says; ``codec`` is the rollout's and
+        ``kept`` the weights of its switch of that name. MilesError names a switch that this backend does not have."""
         if emulation == AS_TRAINED:
             return nullcontext()
         raise MilesError(f"{type(self).__name__} cannot compute as the engine does")

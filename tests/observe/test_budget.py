@@ -1,12 +1,14 @@
 """Each planted fault is found under its own name."""
 
-import numpy as np
 import pytest
 import torch
 
 from miles_core.embedded.engine import EmbeddedEngine
+from miles_core.errors import MismatchError
 from miles_core.observe import budget as b
+from miles_core.observe.check import check
 from miles_core.observe.probe import probe, probe_prompts
+from miles_core.sync.transport import SyncReport
 
 NOISE = """
 import torch
@@ -170,7 +172,7 @@ class Elsewhere:
     """An engine as it looks from another process: no model to look into."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
-        self.generate = engine.generate
+        self.generate, self.update_weights, self.stop = engine.generate, engine.update_weights, engine.stop
         self.capabilities, self.kv_cache_dtype = engine.capabilities, engine.kv_cache_dtype
 
 
@@ -184,18 +186,144 @@ def test_an_engine_elsewhere_is_emulated(with_parts):
     assert min(c.abs_delta for c in found.causes if c.name in (b.WEIGHTS, b.ACTIVATIONS, b.CACHE)) > 0.02
     assert part[b.UNEXPLAINED] == pytest.approx(0, abs=0.02)
     assert b.KERNELS not in part
-    assert "trainer's process" in next(c.why for c in found.missing() if c.name == b.STALE)
+    why = next(c.why for c in found.missing() if c.name == b.STALE)
+    assert why == "the engine runs in another process, no weights of an earlier version were kept"
 
 
-def test_an_engine_elsewhere_that_is_stale(with_parts):
-    async def stale(run, policy):
-        samples = await probe(run, policy, probe_prompts(run), support=True)
-        plain = [np.asarray(x) for x in await policy.learner.log_probs([b.bare(s) for s in samples])]
-        perturb(policy.learner)
+async def next_version(policy, learner, arrives):
+    """An optimiser step and a sync that the engine acknowledges; the learner keeps the weights before it."""
+    await learner.keep(policy.version)
+    perturb(learner)
+    policy.version += 1
+    if arrives:
+        await learner.push(policy.version)
+
+
+def test_staleness_of_an_engine_elsewhere_is_told_from_the_weights_before(with_parts):
+    """The samples claim the current version each time; whether they are believed depends on what the engine sampled from."""
+
+    async def body(run, policy):
         policy.engine = Elsewhere(policy.engine)
-        unknown = await b.budget(run, policy, samples)
-        return unknown, await b.budget(run, policy, samples, earlier=plain)
+        found = []
+        for arrives in (True, False):
+            await next_version(policy, policy.learner, arrives)
+            samples = await probe(run, policy, probe_prompts(run), support=True)
+            for sample in samples:
+                sample.weight_versions = [(0, policy.version)]
+            found.append(await b.budget(run, policy, samples))
+        return found
 
-    unknown, known = with_parts(stale)
-    assert shares(unknown)[b.UNEXPLAINED] == pytest.approx(1, abs=1e-6)
-    assert shares(known)[b.STALE] == pytest.approx(1, abs=1e-3)
+    sound, stale = with_parts(body)
+    assert sound.total.mean_abs < 1e-5 and shares(sound)[b.STALE] == 0
+    assert stale.total.mean_abs > 0.01 and shares(stale)[b.STALE] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_staleness_beside_a_number_format(with_parts, arrives):
+    async def body(run, policy):
+        policy.engine = Elsewhere(policy.engine)
+        await next_version(policy, policy.learner, arrives)
+        samples = await probe(run, policy, probe_prompts(run), support=True)
+        for sample in samples:
+            sample.weight_versions = []  # an engine that stamps nothing
+        return await b.budget(run, policy, samples)
+
+    found = with_parts(body, ["fp8"], family="qwen3", rollout_precision="fp8")
+    part = {c.name: c.abs_delta for c in found.causes}
+    assert part[b.WEIGHTS] > 0.005 and part[b.ACTIVATIONS] > 0.005
+    assert part[b.STALE] == 0 if arrives else part[b.STALE] > 0.05
+    assert abs(shares(found)[b.UNEXPLAINED]) < 0.02
+
+
+def test_samples_of_some_workers_are_older(with_parts):
+    """One worker missed the update, whether or not it stamps its tokens so; an engine of an unknown age is not judged."""
+
+    async def body(run, policy):
+        old = await probe(run, policy, probe_prompts(run), support=True)
+        await next_version(policy, policy.learner, arrives=True)
+        new = await probe(run, policy, probe_prompts(run), support=True)
+        policy.engine = Elsewhere(policy.engine)
+        mixed = [*old[::2], *new[1::2]]
+        stamped = await b.budget(run, policy, mixed)
+        for sample in mixed:
+            sample.weight_versions = [(0, policy.version)]
+        claimed = await b.budget(run, policy, mixed)
+        mixed[0].weight_versions = [(0, -7)]
+        return stamped, claimed, await b.budget(run, policy, mixed)
+
+    stamped, claimed, unknown = with_parts(body)
+    assert shares(stamped)[b.STALE] == pytest.approx(1, abs=1e-3)
+    assert shares(claimed)[b.STALE] == pytest.approx(1, abs=1e-3)
+    why = next(c.why for c in unknown.missing() if c.name == b.STALE)
+    assert "the weights kept are version 0's, and the samples are of version -7" in why
+
+
+DROPS = """
+from miles_core.plugin.core import CORE
+from miles_core.plugin.manifest import Plugin
+from miles_core.testing.doubles.process_engine import ProcessEngine
+
+has = tuple(c for c in CORE.capabilities["engine"] if c != "score")  # else its scores would give it away
+plugin = Plugin(
+    "drops", "an engine in another process that drops an update", "0", "~=0.1",
+    provides={"engine": {"drops": "make"}}, capabilities={"engine": has},
+)
+
+
+class Drops(ProcessEngine):
+    capabilities = frozenset(has)
+
+    async def update_weights(self, units, version):
+        if version == 2:  # acknowledged, and stamped on its tokens by nobody
+            list(units)
+            self._version = version
+        else:
+            await super().update_weights(units, version)
+
+    async def generate(self, request):
+        response = await super().generate(request)
+        response.weight_versions = [(0, self._version)]
+        return response
+
+
+def make(run):
+    return Drops(run.config.model.hf_checkpoint)
+"""
+
+
+def test_a_run_names_staleness_of_an_engine_in_another_process(toy_run, tmp_path):
+    """Sound after versions 0 and 1; the update to version 2 is lost. A process starts in some seconds."""
+    (tmp_path / "drops.py").write_text(DROPS)
+    with pytest.raises(MismatchError) as stopped:
+        toy_run(
+            [str(tmp_path / "drops.py")],
+            engine="drops",
+            lr=1e-2,
+            steps=3,
+            verify_logprobs=True,
+            verify_logprobs_tolerance=1e-3,
+        )
+    assert "at weight version 2" in str(stopped.value) and "by cause: staleness 100%" in str(stopped.value)
+
+
+def test_verify_holds_a_loaded_run_against_the_weights_the_engine_started_with(with_parts):
+    """``miles verify --load --budget`` whose one sync is lost."""
+
+    async def body(run, policy):
+        learner, policy.engine = policy.learner, Elsewhere(policy.engine)
+        policy.engine.version, policy.engine.score = 0, None
+        policy.engine.capabilities -= {"score"}
+
+        async def load(directory):
+            perturb(learner)
+
+        async def lost(version):
+            return SyncReport(version, 0, 0, 0.0)
+
+        async def built():
+            pass
+
+        learner.load, learner.push, run.build_policies, run.resume_from = load, lost, built, run.directory
+        return (await check(run, with_budget=True))[0].budget
+
+    assert shares(with_parts(body))[b.STALE] == pytest.approx(1, abs=1e-3)
