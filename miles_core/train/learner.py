@@ -190,7 +190,9 @@ class Learner:
             batch.columns["correction"] = correction.factor
             add(metrics, numbers(correction.metrics))
         try:
-            add(metrics, self.trainer.step(batch))
+            found = self.trainer.step(batch)
+            # after the first step the policy is no longer the one that the engine sampled with
+            add(metrics, {n: pair for n, pair in found.items() if first or not n.startswith("mismatch/")})
         except NonFiniteError as error:
             raise NonFiniteError(f"training step {self.run.step + 1}: {error}") from error
         return metrics
