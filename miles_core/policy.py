@@ -6,11 +6,13 @@ route, sync version, checkpoint namespace) hangs here and not on the run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from miles_core.data.sample import Sample
+    from miles_core.precision.parity import SideParity
     from miles_core.precision.schedule import Precisions
     from miles_core.rollout.engine import Engine
     from miles_core.runtime import LearnerHandle
@@ -27,6 +29,7 @@ class Policy:
         engine: where its requests go.
         version: the last weight version synced; -1 before the first.
         trained: optimiser steps done, those of a warm start not counted.
+        parity: how each side with a number format quantises, measured when it was built.
         precisions: what its two sides compute in now; None is what they started with.
     """
 
@@ -36,6 +39,7 @@ class Policy:
     engine: Engine | None = field(default=None, repr=False)
     version: int = -1
     trained: int = 0
+    parity: Sequence[SideParity] = ()
     precisions: Precisions | None = None
 
     def own(self, groups: list[list[Sample]]) -> list[Sample]:

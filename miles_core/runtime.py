@@ -123,7 +123,7 @@ class InlineRuntime(Runtime):
         self.engines.append(engine)
         await engine.start()
         check_same_model(run, policy, trainer, engine)
-        check_parity(run, policy, trainer, engine)
+        policy.parity = check_parity(run, policy, trainer, engine)
         policy.engine = engine
         transport = run.hooks.make("transport", options.transport, run=run, policy=policy, engine=engine)
         policy.learner = InlineLearner(run, learner, transport)

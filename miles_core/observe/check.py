@@ -13,6 +13,7 @@ from miles_core.observe.budget import Budget, budget, in_this_process
 from miles_core.observe.gap import Gap, measure
 from miles_core.observe.probe import bare, probe, probe_prompts
 from miles_core.observe.verify import check_version, check_versions_of, score
+from miles_core.precision.parity import SideParity
 
 if TYPE_CHECKING:
     from miles_core.policy import Policy
@@ -28,6 +29,7 @@ class Verification:
         decoding: the engine's log-probs while decoding against its own scores of the whole sequence; None where it
             cannot score or the sampler is truncated.
         budget: when asked for.
+        parity: how each side with a number format quantises, against what it declares.
         engine, trainer: the log-probabilities themselves, one array a sample, for plots.
     """
 
@@ -39,6 +41,7 @@ class Verification:
     samples: Sequence[Sample]
     engine: Sequence[np.ndarray]
     trainer: Sequence[np.ndarray]
+    parity: Sequence[SideParity] = ()
 
     @property
     def ok(self) -> bool:
@@ -54,6 +57,7 @@ class Verification:
             "gap": self.gap.to_dict(),
             "decoding": self.decoding and self.decoding.to_dict(),
             "budget": self.budget and self.budget.to_dict(),
+            "parity": [side.to_dict() for side in self.parity],
         }
 
 
@@ -105,4 +109,5 @@ async def check_policy(
         samples=samples,
         engine=engine,
         trainer=trainer,
+        parity=policy.parity,
     )

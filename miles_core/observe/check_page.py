@@ -14,12 +14,17 @@ from miles_core.observe.budget_table import BUDGET_COLUMNS, budget_rows
 from miles_core.observe.check import Verification
 from miles_core.observe.gap import Gap
 from miles_core.observe.mismatch_plots import draw_budget, draw_gap
+from miles_core.precision.parity import TENSORS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 GAP_COLUMNS = ("", "tokens", "mean |Δ|", "max |Δ|", "KL k1", "KL k3", "median", "90 %", "99 %", "99.9 %")
+PARITY_COLUMNS = ("side", "format", "tensors", "declared", "measured", "values that differ", "worst probe")
 WORST_COLUMNS = ("sample", "token", "text", "engine", "trainer", "Δ", "before", "after")
+
+#: Columns of words; the others are numbers.
+_WORDS = {"", "cause", "text", "before", "after", "side", "format", "tensors", "declared", "measured", "worst probe"}
 
 
 def gap_rows(found: Verification) -> list[tuple[str, ...]]:
@@ -33,6 +38,19 @@ def gap_rows(found: Verification) -> list[tuple[str, ...]]:
 def _numbers(gap: Gap) -> tuple[str, ...]:
     numbers = (gap.mean_abs, gap.max_abs, gap.kl_k1, gap.kl_k3, *gap.quantiles.values())
     return str(gap.tokens), *(f"{n:.3g}" for n in numbers)
+
+
+def parity_rows(found: Verification) -> list[tuple[str, ...]]:
+    """What each side declares about its quantiser and what the probes say."""
+    return [
+        (
+            *(side.backend, side.format, what, str(declared), str(measured.parity)),
+            f"{measured.differing:.2%}",
+            measured.probe if measured.differing else "",
+        )
+        for side in found.parity
+        for what, declared, measured in zip(TENSORS, side.declared, side.measured, strict=True)
+    ]
 
 
 def worst_rows(gap: Gap) -> list[tuple[str, ...]]:
@@ -50,6 +68,9 @@ def worst_rows(gap: Gap) -> list[tuple[str, ...]]:
 def sections(found: Verification) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """(title, columns, rows) of every table."""
     yield "Log-probs of the same tokens on both sides, nats", GAP_COLUMNS, gap_rows(found)
+    if found.parity:
+        probes = dict.fromkeys(name for side in found.parity for name in side.probes)
+        yield f"Quantisers against the format, on the probes: {', '.join(probes)}", PARITY_COLUMNS, parity_rows(found)
     if found.budget is not None:
         yield "Mismatch budget", BUDGET_COLUMNS, budget_rows(found.budget.to_dict())
     yield "Worst tokens", WORST_COLUMNS, worst_rows(found.gap)
@@ -73,7 +94,7 @@ def tables(found: Verification) -> Iterator[Table]:
     for title, columns, rows in sections(found):
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
         for column in columns:
-            table.add_column(column, justify="left" if column in ("", "cause", "text", "before", "after") else "right")
+            table.add_column(column, justify="left" if column in _WORDS else "right")
         for row in rows:
             table.add_row(*map(Text, row))  # decoded text is no markup
         yield table

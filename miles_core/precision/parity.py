@@ -14,7 +14,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class Parity:
         return f"bounded({self.eps:.3g})" if self.kind == "bounded" else self.kind
 
 
+#: The kinds of tensors that are measured apart.
+TENSORS = ("weights", "activations")
 BYTES, VALUES = Parity("bytes"), Parity("values")
 
 
@@ -96,6 +98,29 @@ class Measured:
     differing: float
 
 
+@dataclass(frozen=True)
+class SideParity:
+    """One side of a run against its format: what it declares and what was measured, for (weights, activations)."""
+
+    backend: str
+    format: str
+    probes: tuple[str, ...]
+    declared: tuple[Parity, Parity]
+    measured: tuple[Measured, Measured]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        tensors = {}
+        for what, declared, found in zip(TENSORS, self.declared, self.measured, strict=True):
+            tensors[what] = {
+                "declared": str(declared),
+                "measured": str(found.parity),
+                "differing": found.differing,
+                "worst_probe": found.probe,
+            }
+        return {"backend": self.backend, "format": self.format, "probes": list(self.probes), **tensors}
+
+
 def probes(format: Format, real: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Name -> matrix [rows, K], BF16 numbers in FP32.
 
@@ -130,7 +155,9 @@ def measure(format: Format, quantizer: Quantizer, matrices: Mapping[str, Tensor]
     return _worst(weights), _worst(activations)
 
 
-def check(backend: str, format: Format, quantizer: Quantizer | None, real: Mapping[str, Tensor] | None = None) -> None:
+def check(
+    backend: str, format: Format, quantizer: Quantizer | None, real: Mapping[str, Tensor] | None = None
+) -> SideParity:
     """Stop the run where a backend quantises worse than it declares.
 
     Args:
@@ -138,6 +165,9 @@ def check(backend: str, format: Format, quantizer: Quantizer | None, real: Mappi
         format: the run's format.
         quantizer: the backend's, None when it declares nothing.
         real: one layer of the model by name.
+
+    Returns:
+        what was measured.
 
     Raises:
         MilesError: nothing is declared for this format, or a probe was worse than declared; names the probe.
@@ -147,9 +177,10 @@ def check(backend: str, format: Format, quantizer: Quantizer | None, real: Mappi
             f"{backend} declares no parity for {format.name}, so nobody knows whether it computes with the same "
             "numbers as the other side; use a backend that does, or bf16"
         )
-    found = measure(format, quantizer, probes(format, real))
+    matrices = probes(format, real)
+    found = measure(format, quantizer, matrices)
     declared = (quantizer.weights, quantizer.activations)
-    for what, is_declared, measured in zip(("weights", "activations"), declared, found, strict=True):
+    for what, is_declared, measured in zip(TENSORS, declared, found, strict=True):
         if not is_declared.covers(measured.parity):
             raise MilesError(
                 f"{backend} quantises {format.name} {what} differently than it declares: {is_declared} is declared, "
@@ -158,6 +189,7 @@ def check(backend: str, format: Format, quantizer: Quantizer | None, real: Mappi
                 "version it was declared for, or bf16"
             )
     log.info("%s, %s: weights %s, activations %s", backend, format.name, found[0].parity, found[1].parity)
+    return SideParity(backend, format.name, tuple(matrices), declared, found)
 
 
 def real_layer(units: Iterable[Unit], codec: Codec) -> dict[str, Tensor]:

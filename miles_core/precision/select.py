@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from miles_core.errors import ConfigError
 from miles_core.plugin.detect import model_facts
 from miles_core.precision.format import Format
-from miles_core.precision.parity import check, real_layer
+from miles_core.precision.parity import SideParity, check, real_layer
 from miles_core.precision.schedule import PLAIN, precisions
 from miles_core.precision.selector import Keep, Selector
 from miles_core.sync.encode import Codec
@@ -112,8 +112,8 @@ def kept(options: Precision, checkpoint: str | None) -> tuple[Keep, ...]:
     return tuple(found)
 
 
-def check_parity(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> None:
-    """Measure how both sides quantise, before anything is trained; see ``precision.parity``.
+def check_parity(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> list[SideParity]:
+    """Measure how both sides quantise, before anything is trained; see ``precision.parity``. Sides in bf16 are left out.
 
     Raises:
         MilesError: a side declares nothing, or is worse than it declares.
@@ -123,11 +123,13 @@ def check_parity(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> 
         (f"trainer {run.config.run.trainer}", run.config.train.precision, trainer.quantizer),
     )
     real: dict[str, Tensor] | None = None
+    found = []
     for backend, precision, quantizer in sides:
         codec = _codec(run, policy, precision)
         if codec.format is not None:
             real = real_layer(trainer.units(), codec) if real is None else real
-            check(backend, codec.format, quantizer(codec.format), real)
+            found.append(check(backend, codec.format, quantizer(codec.format), real))
+    return found
 
 
 def _codec(run: Run, policy: Policy | None, precision: str) -> Codec:

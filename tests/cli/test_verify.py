@@ -3,6 +3,8 @@ import json
 import pytest
 
 from miles_core.cli.main import main
+from miles_core.embedded.engine import EmbeddedEngine
+from miles_core.precision.parity import FormatItself, bounded
 from miles_core.testing.toy import toy_files
 
 FP8 = ("--plugins", "fp8", "--rollout-precision", "fp8", "--emulate-precision")
@@ -31,6 +33,37 @@ def test_beyond_the_tolerance_the_exit_code_says_so(verify):
     code, said = verify(*FP8, "--verify-logprobs-tolerance", "0.001")
     assert code == 1
     assert "is beyond the tolerance of 0.001" in said.out
+
+
+def test_parity_of_both_sides_is_measured_and_shown(verify, tmp_path):
+    both = (*FP8, "--train-precision", "fp8")
+    code, said = verify(*both, "--json")
+    (policy,) = json.loads(said.out)["policies"]
+    assert code == 0 and [side["backend"] for side in policy["parity"]] == ["engine embedded", "trainer embedded"]
+    for side in policy["parity"]:
+        assert side["format"] == "fp8" and len(side["probes"]) == 4 and side["probes"][0] == "random"
+        for what in ("weights", "activations"):
+            assert side[what] == {"declared": "bytes", "measured": "bytes", "differing": 0, "worst_probe": "random"}
+    page = (tmp_path / "out" / "verify.html").read_text()
+    assert "Quantisers against the format, on the probes: random, a tile of zeros, heavy tails, model.layers.0" in page
+
+
+@pytest.mark.parametrize("declared", [0.05, 1e-6])
+def test_an_engine_with_activations_of_its_own(verify, monkeypatch, tmp_path, declared):
+    class Plain(FormatItself):
+        activations = bounded(declared)
+
+        def activation(self, x):
+            return x
+
+    monkeypatch.setattr(EmbeddedEngine, "quantizer", lambda self, format: Plain(format))
+    code, said = verify(*FP8, "--verify-logprobs-tolerance", "5")
+    if declared < 0.01:
+        assert code not in (0, 1)
+        assert "quantises fp8 activations differently than it declares: bounded(1e-06)" in " ".join(said.err.split())
+    else:
+        page = (tmp_path / "out" / "verify.html").read_text()
+        assert code == 0 and "bounded(0.05)" in page and "bounded(0.0257)" in page
 
 
 def test_the_budget_as_json(verify, tmp_path):

@@ -77,7 +77,9 @@ def test_worse_than_declared_stops():
         check("engine double", Fp8(), Reciprocal(Fp8()), real)
     with pytest.raises(MilesError, match=r"measured is bounded"):
         check("engine double", Fp8(), Reciprocal(Fp8(), weights=bounded(1e-9)), real)
-    check("engine double", Fp8(), Reciprocal(Fp8(), weights=bounded(0.01)), real)
+    found = check("engine double", Fp8(), Reciprocal(Fp8(), weights=bounded(0.01)), real)
+    assert found.declared == (bounded(0.01), BYTES) and 0 < found.measured[0].parity.eps < 0.01
+    assert found.probes == ("random", "a tile of zeros", "heavy tails", "model.layers.7.mlp.up_proj.weight")
     check("engine double", Fp8(), FormatItself(Fp8()), real)
     with pytest.raises(MilesError, match="values of the probe 'random' differ"):
         check("trainer double", Fp8(), Finer(Fp8()))
