@@ -25,6 +25,7 @@ import numpy as np
 
 from miles_core.data.sample import Sample
 from miles_core.plugin.detect import gpu_facts, model_facts
+from miles_core.precision.schedule import current
 from miles_core.precision.select import check_parity, make_codec
 from miles_core.rollout.engine import Engine
 from miles_core.same_model import check_same_model
@@ -161,7 +162,8 @@ class InlineLearner(LearnerHandle):
         self.kept_version = version
 
     async def rebuild(self, precisions: Precisions) -> None:
-        self.learner.trainer.rebuild({"precision": precisions.train})
+        if precisions.train != current(self.run, self.learner.policy).train:
+            self.learner.trainer.rebuild({"precision": precisions.train})
         self.codec = make_codec(self.run, self.learner.policy, precisions.rollout)
 
     async def push(self, version: int) -> SyncReport:

@@ -75,7 +75,7 @@ class EmbeddedTrainer(Trainer):
         precision: of the models, where it may change.
     """
 
-    capabilities = frozenset({"entropy", "sampling_support"})
+    capabilities = frozenset({"entropy", "sampling_support", "rebuild"})
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.observe.gap import KNOWN, Gap, LogProbs, along, measure
 from miles_core.observe.probe import bare
-from miles_core.precision.schedule import PLAIN, precisions
+from miles_core.precision.schedule import PLAIN, current
 from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.train.emulation import Emulation
 
@@ -108,7 +108,7 @@ class _Chain:
     def __init__(self, run: Run, policy: Policy, samples: Sequence[Sample]) -> None:
         self.run, self.policy, self.samples = run, policy, samples
         self.engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
-        self.quantised = (policy.precisions or precisions(run.config, 0)).rollout != PLAIN
+        self.quantised = current(run, policy).rollout != PLAIN
         self.keep: list[str] = []
         self.emulation = Emulation()
         self.stale = np.zeros(len(samples), bool)

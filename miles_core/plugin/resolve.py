@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from miles_core import __version__
 from miles_core.errors import PlanError
 from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, backends_of, provider
-from miles_core.plugin.conflicts import claims, collisions, order, precision
+from miles_core.plugin.conflicts import BASE, claims, collisions, order, precision
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, distribution, nearest
 from miles_core.plugin.manifest import Plugin, Rule
@@ -97,6 +97,7 @@ def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, 
         _uses(checked, plugin)
         _hooks(checked, plugin)
     _orphans(checked, facts)
+    _warm_up(checked)
     _backends(checked)
     for policy in checked.facts.policies:
         scope, who = checked.facts.scope(policy), f" of {policy}" if len(checked.facts.policies) > 1 else ""
@@ -183,13 +184,31 @@ def _uses(checked: Checked, plugin: Plugin) -> None:
             because = nearest(capability, everything) or reason
             checked.problems.append(Problem(plugin.name, f"capability {wanted}, which no backend has", because))
         for kind in kinds:
-            backend = checked.facts.lookup(kind)
-            owner = provider(kind, backend.value, checked.manifests)
-            if owner is not None and capability not in owner.capabilities.get(kind, ()):
-                has = ", ".join(owner.capabilities.get(kind, ())) or "none"
-                values = (described(backend), (f"capabilities of {backend.value}", has, f"manifest of {owner.name}"))
-                needs = f"the {kind} capability {capability}"
-                checked.problems.append(Problem(plugin.name, needs, reason, values, choices=(kind,)))
+            _capability(checked, plugin.name, kind, capability, reason)
+
+
+def _capability(checked: Checked, who: str, kind: str, capability: str, reason: str) -> None:
+    """The selected backend of that kind must have it."""
+    backend = checked.facts.lookup(kind)
+    owner = provider(kind, backend.value, checked.manifests)
+    if owner is not None and capability not in owner.capabilities.get(kind, ()):
+        has = ", ".join(owner.capabilities.get(kind, ())) or "none"
+        values = (described(backend), (f"capabilities of {backend.value}", has, f"manifest of {owner.name}"))
+        needs = f"the {kind} capability {capability}"
+        checked.problems.append(Problem(who, needs, reason, values, choices=(kind,)))
+
+
+def _warm_up(checked: Checked) -> None:
+    """A precision warm-up ends with a switch, which each side that computes in a format must be able to make."""
+    steps = checked.facts.lookup("precision.warmup_steps")
+    if steps.state is not State.KNOWN or not steps.value:
+        return
+    for kind, side in zip(BACKENDS, SIDES, strict=False):
+        if checked.facts.value(side) != BASE:
+            reason = (
+                f"after {steps.value} optimiser steps it changes its precision while the run goes on ({steps.origin})"
+            )
+            _capability(checked, f"a warm-up to {side} {checked.facts.value(side)}", kind, "rebuild", reason)
 
 
 def _hooks(checked: Checked, plugin: Plugin) -> None:

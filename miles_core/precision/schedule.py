@@ -37,10 +37,15 @@ def precisions(config: Config, trained: int) -> Precisions:
     return Precisions(config.rollout.precision, config.train.precision)
 
 
+def current(run: Run, policy: Policy) -> Precisions:
+    """What both sides of a policy compute in now."""
+    return policy.precisions or precisions(run.config, 0)
+
+
 async def follow(run: Run, policy: Policy) -> None:
     """Bring both sides of a policy to the precision that is due; the engine then waits for its weights."""
     due = precisions(run.config, policy.trained)
-    now = policy.precisions or precisions(run.config, 0)
+    now = current(run, policy)
     if due == now:
         return
     assert policy.learner is not None and policy.engine is not None

@@ -87,7 +87,7 @@ class Response:
 
 class Engine(ABC):
     """A rollout engine. ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``,
-    ``token_versions``, ``draft``, ``keyed_sampling``."""
+    ``token_versions``, ``draft``, ``keyed_sampling``, ``rebuild``."""
 
     capabilities: frozenset[str] = frozenset()
     #: names of the transports whose messages ``receive`` takes
@@ -166,7 +166,7 @@ class Engine(ABC):
 
     async def rebuild(self, layout: dict[str, Any]) -> None:
         """Change the weight layout, ``{"precision": name}`` (a number format or ``bf16``); needs ``update_weights``
-        afterwards. In-flight requests must be paused or absent."""
+        afterwards. In-flight requests must be paused or absent. Capability ``rebuild``."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot change its weight layout while running: leave --warmup-steps out"
         )

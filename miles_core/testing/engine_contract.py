@@ -91,6 +91,9 @@ class EngineContract:
         compared = {f"model.{name}" for name in COMPARED} & said.keys()
         assert compared and {name: said[name] for name in compared} == {name: config[name] for name in compared}
 
+    def test_a_change_of_precision_is_declared_where_it_is_possible(self, engine: Engine) -> None:
+        assert ("rebuild" in engine.capabilities) == (type(engine).rebuild is not Engine.rebuild)
+
     # -- generation ---------------------------------------------------------------------------------------------------
 
     def test_a_response_has_tokens_log_probs_text_and_version(self, engine: Engine, runner: asyncio.Runner) -> None:

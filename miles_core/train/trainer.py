@@ -193,7 +193,7 @@ class Trainer(ABC):
 
     def rebuild(self, layout: dict[str, Any]) -> None:
         """Compute in another precision from the next pass on: ``{"precision": name}``, as for ``Engine.rebuild``. Asked
-        for by a precision warm-up."""
+        for by a precision warm-up. Capability ``rebuild``."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot change its precision while running: leave --warmup-steps out"
         )

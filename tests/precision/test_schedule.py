@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from miles_core.config.load import load
-from miles_core.errors import ConfigError, MilesError
+from miles_core.errors import ConfigError, MilesError, PlanError
 from miles_core.launch import launch
 from miles_core.plugin.prepare import applied, prepare
 from miles_core.precision.schedule import Precisions, precisions
@@ -88,6 +88,60 @@ def test_a_resumed_run_continues_in_its_phase_bit_for_bit(toy_run, tmp_path, sto
 def test_a_warm_up_without_a_format_is_refused():
     with pytest.raises(ConfigError, match=r"--warmup-steps.*a warm-up ends with quantisation switched on"):
         load(["--warmup-steps", "3"])
+
+
+FIXED = """
+from miles_core.embedded.build import make_engine
+from miles_core.embedded.trainer import make_trainer
+from miles_core.plugin.core import CORE
+from miles_core.plugin.manifest import Plugin
+from miles_core.rollout.engine import Engine
+from miles_core.train.trainer import Trainer
+
+plugin = Plugin(
+    "fixed", "backends that stay as they were built", "0", "~=0.1",
+    provides={"engine": {"fixed": "engine"}, "trainer": {"fixed": "trainer"}},
+    capabilities={
+        kind: tuple(c for c in CORE.capabilities[kind] if c != "rebuild") for kind in ("engine", "trainer")
+    },
+)
+
+
+def fixed(part, base):
+    part.rebuild = lambda layout: base.rebuild(part, layout)
+    return part
+
+
+def engine(run, policy):
+    return fixed(make_engine(run, policy), Engine)
+
+
+def trainer(run, policy):
+    return fixed(make_trainer(run, policy), Trainer)
+"""
+
+
+@pytest.fixture
+def fixed(tmp_path):
+    (tmp_path / "fixed.py").write_text(FIXED)
+    return [str(tmp_path / "fixed.py")]
+
+
+@pytest.mark.parametrize("kind", ["engine", "trainer"])
+def test_a_backend_that_cannot_switch_is_refused_before_the_run(plan, fixed, kind):
+    with pytest.raises(PlanError) as refused:
+        plan(fixed, **UNIFIED, warmup_steps=2, **{kind: "fixed"})
+    (problem,) = refused.value.problems
+    side = "rollout" if kind == "engine" else "train"
+    assert problem.headline == f"a warm-up to {side}.precision fp8 needs the {kind} capability rebuild"
+    assert "after 2 optimiser steps it changes its precision" in problem.because and "--warmup-steps" in problem.because
+    assert plan(fixed, **UNIFIED, **{kind: "fixed"})  # without a warm-up it may stay as it is
+
+
+def test_a_trainer_that_stays_in_bf16_need_not_switch(toy_run, fixed):
+    found = toy_run(fixed, **MIXED, trainer="fixed", steps=3, warmup_steps=2).run
+    weight, plain, _ = held(found)
+    assert not torch.equal(weight, plain)
 
 
 def test_an_engine_whose_layout_changed_waits_for_weights(toy_run):
