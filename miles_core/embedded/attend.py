@@ -15,10 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from miles_core.embedded.attention import attend_padded
 from miles_core.embedded.cache import Cache, round_up, to_device
+from miles_core.embedded.indexer import Indexed, chosen
+from miles_core.embedded.sight import Choice, Sight, causal
 from miles_core.train.trainer import Context
 
 _NEVER = -1e30
+#: Slabs of the cache with an indexer's keys.
+INDEX = "index"
 #: Own tokens are attended to in multiples of this: products over very few columns take a slow path on a CPU.
 _STEP = 16
 
@@ -51,23 +56,55 @@ class PromptCall:
         picked = flat if self.even else flat.index_select(0, self._pad)
         return picked.reshape(self.count, self.longest, *flat.shape[1:])
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sight: Sight | None = None
+    ) -> Tensor:
+        """See ``Call.attend``."""
         q, k, v = (self.pad(t[0].transpose(0, 1)).transpose(1, 2) for t in (query, key, value))
-        if self.cache is not None:
-            for kind, t in (("k", k), ("v", v)):
-                slab = self.cache.prefixes.slab((kind, module.layer_idx), t.shape[1], t.shape[3:], t)
-                first = int(self.slots[0])
-                slab[first : first + self.count, :, : self.longest] = t
-        dim = v.shape[3]
-        if dim < q.shape[3]:  # kernels that never form the [longest, longest] matrix want one size for all
-            v = nn.functional.pad(v, (0, q.shape[3] - dim))
-        out = nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )[..., :dim]
+        self._keep("k", module.layer_idx, k)
+        self._keep("v", module.layer_idx, v)
+        if sight is not None:
+            sight = sight.within(self.longest)
+        out = self._causal(q, k, v, scaling) if sight is None else self._masked(q, k, v, scaling, sight)
         flat = out.transpose(1, 2).reshape(self.count * self.longest, *out.shape[1:2], out.shape[3])
         if not self.even:
             flat = flat.index_select(0, self._unpad)
         return flat.unsqueeze(0)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        dim = v.shape[3]
+        if dim < q.shape[3]:  # kernels that never form the [longest, longest] matrix want one size for all
+            v = nn.functional.pad(v, (0, q.shape[3] - dim))
+        return nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )[..., :dim]
+
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, sight: Sight) -> Tensor:
+        mask = causal(self.longest, self.longest, sight.window, q.device)[None, None]
+        if sight.choice is not None:
+            mask = mask & sight.choice.masks
+        return attend_padded(q, k, v, mask, scaling, q.shape[1] != k.shape[1], sight.sinks)
+
+    def choose(self, indexed: Indexed) -> Choice:
+        """See ``Call.choose``."""
+        few = self.longest <= indexed.most
+        if few and self.cache is None:
+            return Choice()
+        padded = indexed.map(self.pad)
+        if few:
+            mask, keys = None, padded.keys()
+        else:
+            mask, keys = chosen(padded, None, causal(self.longest, self.longest, 0, padded.hidden.device)[None])
+        self._keep(INDEX, indexed.module.layer_idx, keys.unsqueeze(1))
+        return Choice(None if mask is None else mask.unsqueeze(1))
+
+    def _keep(self, kind: str, layer: int, entries: Tensor) -> None:
+        """Store entries [sequences, heads, longest, ...] in the cache, where there is one."""
+        if self.cache is None:
+            return
+        slab = self.cache.prefixes.slab((kind, layer), entries.shape[1], entries.shape[3:], entries)
+        first = int(self.slots[0])
+        slab[first : first + self.count, :, : self.longest] = entries
 
 
 @dataclass
@@ -92,6 +129,7 @@ class Layout:
         own.reserve(own.size, self.width)
         self.dense = bool((self.slots == np.arange(self.rows)).all())
         self.level = bool((self.after == self.after[0]).all())
+        self._windows: dict[int, Tensor] = {}
         self._groups()
 
     def _groups(self) -> None:
@@ -102,6 +140,7 @@ class Layout:
         within = np.arange(self.rows) - np.repeat(size.cumsum() - size, size)
         self.groups, self.members = len(used), int(size.max())
         lengths = prefixes.lengths[used]
+        self.prefixes = used[group]
         self.prefix_width = int(lengths.max())
         gather = np.zeros(self.groups * self.members, np.int64)
         place = group[order] * self.members + within
@@ -123,6 +162,29 @@ class Layout:
         ends = to_device(self.prefix_lengths - 1, self.device)[:, None].expand(-1, self.queries)
         hidden = torch.cat([self._beyond(self.prefix_width, ends), self._beyond(self.width, last)], -1)
         return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, _NEVER)
+
+    @cached_property
+    def longest(self) -> int:
+        """The most tokens that a query sees."""
+        return int((self.prefix_lengths + self.after).max())
+
+    def masked(self, sight: Sight) -> Tensor:
+        """``mask`` for queries that see less."""
+        mask = self.mask
+        if sight.window:
+            if sight.window not in self._windows:
+                self._windows[sight.window] = mask.masked_fill(self._before(sight.window), _NEVER)
+            mask = self._windows[sight.window]
+        return mask if sight.choice is None else mask.masked_fill(~sight.choice.masks, _NEVER)
+
+    def _before(self, window: int) -> Tensor:
+        """[rows, queries, prefix_width + width] True for tokens that left the window."""
+        prefix = to_device(self.prefix_lengths, self.device)[:, None, None]
+        last = (
+            to_device(self.before, self.device)[:, None, None] + torch.arange(self.queries, device=self.device)[:, None]
+        )
+        own = torch.arange(self.width, device=self.device) <= last - window
+        return torch.cat([torch.arange(self.prefix_width, device=self.device) <= prefix + last - window, own], -1)
 
     def _beyond(self, width: int, last: Tensor) -> Tensor:
         """[rows, queries, width] True for columns after ``last`` [rows, queries]."""
@@ -182,8 +244,13 @@ class DecodeCall:
     def __init__(self, ctx: Context, layout: Layout) -> None:
         self.ctx, self.layout = ctx, layout
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sight: Sight | None = None
+    ) -> Tensor:
+        """See ``Call.attend``."""
         lay = self.layout
+        if sight is not None:
+            sight = sight.within(lay.longest)
         own_k, own_v = (self._append(kind, module.layer_idx, t) for kind, t in (("k", key), ("v", value)))
         heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
         shared = heads // kv_heads
@@ -194,7 +261,7 @@ class DecodeCall:
         q = q.reshape(lay.rows, lay.queries, kv_heads, shared, dim).transpose(1, 2)
         q = q.reshape(lay.rows, kv_heads, lay.queries * shared, dim).contiguous()
 
-        weights = self._weights(q, module.layer_idx, own_k, shared, scaling).to(value.dtype)
+        weights = self._weights(q, module.layer_idx, own_k, shared, scaling, sight).to(value.dtype)
         of_prompt, of_own = weights.split([lay.prefix_width, lay.width], -1)
         slab = lay.cache.prefixes.slabs["v", module.layer_idx]
         v = _batch(slab, lay.groups, lay.prefix_slots, lay.prefix_width)
@@ -208,7 +275,31 @@ class DecodeCall:
             out = out.index_select(0, lay.query_unpad)
         return out.unsqueeze(0)
 
-    def _weights(self, q: Tensor, layer: int, own_k: Tensor, shared: int, scaling: float) -> Tensor:
+    def choose(self, indexed: Indexed) -> Choice:
+        """See ``Call.choose``."""
+        lay, layer = self.layout, indexed.module.layer_idx
+        few = lay.longest <= indexed.most
+
+        def extend(fed: Tensor) -> Tensor:
+            """Keep the fed tokens' keys [rows, queries, dim]; those of all tokens, as the columns of ``Layout.mask``."""
+            flat = fed.flatten(0, 1)
+            own = self._append(INDEX, layer, (flat if lay.even else flat.index_select(0, lay.query_unpad))[None, None])
+            if few:
+                return fed[:, :1]
+            prompts = lay.cache.prefixes.slabs[INDEX, layer][to_device(lay.prefixes, lay.device), 0, : lay.prefix_width]
+            own = own[: lay.rows] if lay.own_slots is None else own.index_select(0, lay.own_slots)
+            return torch.cat([prompts, own[:, 0, : lay.width]], 1)
+
+        if not lay.even:
+            indexed = indexed.map(torch.index_select, 0, lay.query_pad)
+        indexed = indexed.map(lambda x: x.view(lay.rows, lay.queries, *x.shape[1:]))
+        seen = lay.mask == 0
+        chosen = indexed.choose(extend, seen[:, :, :1] if few else seen)
+        return Choice(None if few else chosen)
+
+    def _weights(
+        self, q: Tensor, layer: int, own_k: Tensor, shared: int, scaling: float, sight: Sight | None
+    ) -> Tensor:
         """Softmax over prompt and own tokens, [rows, kv_heads, queries * shared, prefix_width + width] float32."""
         lay = self.layout
         rows, kv_heads, stacked, dim = q.shape
@@ -218,8 +309,14 @@ class DecodeCall:
         of_own = _product(q.view(rows * kv_heads, stacked, dim), k.transpose(1, 2))
         scores = torch.cat([of_prompt, of_own.view(rows, kv_heads, stacked, lay.width)], -1).mul_(scaling)
         by_query = scores.view(rows, kv_heads, lay.queries, shared, -1)
-        by_query += lay.mask[:, None, :, None]
-        return scores.softmax(-1)
+        if sight is None:
+            by_query += lay.mask[:, None, :, None]
+            return scores.softmax(-1)
+        by_query += lay.masked(sight)[:, None, :, None]
+        if sight.sinks is None:
+            return scores.softmax(-1)
+        sinks = sight.sinks.to(scores.dtype).view(kv_heads, 1, shared, 1).expand(rows, -1, lay.queries, -1, -1)
+        return torch.cat([by_query, sinks], -1).softmax(-1)[..., :-1].reshape(scores.shape)
 
     def _append(self, kind: str, layer: int, fed: Tensor) -> Tensor:
         """Write the fed tokens' keys or values; returns the slab."""

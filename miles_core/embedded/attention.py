@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from miles_core.embedded.flash import FlashPlan, flash, takes
+from miles_core.embedded.indexer import Indexed, chosen
 from miles_core.embedded.packing import Ints, Packing, Segments
+from miles_core.embedded.sight import Choice, Sight, causal, with_sinks
 from miles_core.train.trainer import Context
 
 #: A bucket's shortest segment is at least this part of its longest (or within _SLACK rows of it).
@@ -37,7 +39,8 @@ class Bucket:
         slot: first slot of this bucket in the slot order of all buckets.
         trunk_bucket: the trunk bucket that holds the trunks of these branches; -1 for trunks.
         trunk: [S] index of each branch's trunk within that bucket.
-        mask: [S or 1, 1, length, trunk length + length] True where a branch may look; None for trunks.
+        mask: [S or 1, 1, length, trunk length + length] True where a branch may look; None for trunks, which look at
+            everything up to themselves.
     """
 
     segments: Ints
@@ -65,6 +68,8 @@ class Buckets:
     """
 
     def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+        self._windows: dict[int, list[Tensor]] = {}
         self.trunks, self.branches, slots, pads = _buckets(packing)
         device = packing.rows.device
         self.slots = torch.from_numpy(slots).to(device)
@@ -72,7 +77,18 @@ class Buckets:
         inverse[slots[~pads]] = (~pads).nonzero()[0]
         self.inverse = torch.from_numpy(inverse).to(device)
         self.pads = torch.from_numpy(pads.nonzero()[0]).to(device)
-        _masks(self, packing, device)
+        for bucket in self.branches:
+            bucket.mask = _mask(self, packing, bucket)
+
+    def masks(self, sight: Sight) -> list[Tensor]:
+        """Where rows may look, like ``Bucket.mask``: of every trunk bucket, then of every branch bucket."""
+        if sight.choice is not None and not sight.window:
+            return sight.choice.masks
+        if sight.window not in self._windows:
+            every = [*self.trunks, *self.branches]
+            self._windows[sight.window] = [_mask(self, self._packing, b, sight.window) for b in every]
+        masks = self._windows[sight.window]
+        return masks if sight.choice is None else [a & b for a, b in zip(masks, sight.choice.masks, strict=True)]
 
 
 class PackedCall:
@@ -91,36 +107,75 @@ class PackedCall:
     def _flash(self) -> FlashPlan:
         return FlashPlan(self.packing)
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    @cached_property
+    def longest(self) -> int:
+        """The most keys that a row has, itself included."""
+        trunks, branches = self.packing.trunks, self.packing.branches
+        whole = trunks.length[branches.trunk] + branches.length
+        return int(max(trunks.length.max(initial=0), whole.max(initial=0)))
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sight: Sight | None = None
+    ) -> Tensor:
         """See ``Call.attend``."""
-        if takes(query):
+        if sight is not None:
+            sight = sight.within(self.longest)
+        if sight is None and takes(query):
             return flash(*(x[0].transpose(0, 1) for x in (query, key, value)), self._flash, scaling).unsqueeze(0)
         width, layout = value.shape[-1], self.buckets
         index = (layout.slots, layout.inverse, layout.pads)
         q, k, v = (Spread.apply(x[0].transpose(0, 1), *index) for x in (query, key, value))
+        every = [*layout.trunks, *layout.branches]
+        masks = [b.mask for b in every] if sight is None else layout.masks(sight)
+        sinks = None if sight is None else sight.sinks
         gqa = query.shape[1] != key.shape[1]
         keys, values, outputs = [], [], []
-        for bucket in layout.trunks:
+        for bucket, mask in zip(every, masks, strict=True):
             k_b, v_b = _take(k, bucket), _take(v, bucket)
             keys.append(k_b)
             values.append(v_b)
-            outputs.append(_attend(_take(q, bucket), k_b, v_b, None, scaling, gqa))
-        for bucket in layout.branches:
-            k_b = torch.cat([keys[bucket.trunk_bucket].index_select(0, bucket.trunk), _take(k, bucket)], 2)
-            v_b = torch.cat([values[bucket.trunk_bucket].index_select(0, bucket.trunk), _take(v, bucket)], 2)
-            outputs.append(_attend(_take(q, bucket), k_b, v_b, bucket.mask, scaling, gqa))
+            if bucket.trunk is not None:
+                k_b = torch.cat([keys[bucket.trunk_bucket].index_select(0, bucket.trunk), k_b], 2)
+                v_b = torch.cat([values[bucket.trunk_bucket].index_select(0, bucket.trunk), v_b], 2)
+            outputs.append(attend_padded(_take(q, bucket), k_b, v_b, mask, scaling, gqa, sinks))
         flat = torch.cat([o.transpose(1, 2).reshape(-1, query.shape[1], width) for o in outputs])
         return Collect.apply(flat, *index).unsqueeze(0)
+
+    def choose(self, indexed: Indexed) -> Choice:
+        """See ``Call.choose``."""
+        if self.longest <= indexed.most:
+            return Choice()
+        layout = self.buckets
+        flat = indexed.map(torch.index_select, 0, layout.slots)
+        keys, masks = [], []
+        for bucket in [*layout.trunks, *layout.branches]:
+            before = None if bucket.trunk is None else keys[bucket.trunk_bucket].index_select(0, bucket.trunk)
+            seen = _mask(self.buckets, self.packing, bucket) if bucket.mask is None else bucket.mask
+            mask, own = chosen(flat.map(_segments, bucket), before, seen[:, 0])
+            keys.append(own)
+            masks.append(mask.unsqueeze(1))
+        return Choice(masks)
 
 
 def _take(x: Tensor, bucket: Bucket) -> Tensor:
     """[slots, heads, dim] -> [segments, heads, length, dim] of one bucket."""
+    return _segments(x, bucket).transpose(1, 2)
+
+
+def _segments(x: Tensor, bucket: Bucket) -> Tensor:
+    """[slots, ...] -> [segments, length, ...] of one bucket."""
     s, length = bucket.shape
-    return x[bucket.slot : bucket.slot + s * length].view(s, length, *x.shape[1:]).transpose(1, 2)
+    return x[bucket.slot : bucket.slot + s * length].view(s, length, *x.shape[1:])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, gqa: bool) -> Tensor:
-    """q [segments, heads, length, dim], k and v [segments, kv heads, keys, dim]; causal without a mask."""
+def attend_padded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, gqa: bool, sinks: Tensor | None = None
+) -> Tensor:
+    """q [segments, heads, length, dim], k and v [segments, kv heads, keys, dim]; causal without a mask. ``sinks``: see ``Sight``."""
+    if sinks is not None:
+        if mask is None:
+            mask = causal(q.shape[2], k.shape[2], 0, q.device)[None, None]
+        q, k, v, mask = with_sinks(q, k, v, mask, sinks, scaling)
     if k.shape[2] <= _SHORT and q.device.type == "cpu":
         return ShortAttention.apply(q, k, v, mask, scaling)
     # The fused kernels want keys and values of one width (DeepSeek-V3 has 192 and 128).
@@ -238,8 +293,8 @@ def _buckets(packing: Packing) -> tuple[list[Bucket], list[Bucket], Ints, np.nda
     home = where[packing.branches.trunk]
     for i in np.unique(home):
         members = (home == i).nonzero()[0]
-        for chosen in _similar(packing.branches.length[members]):
-            bucket = make(packing.branches, members[chosen])
+        for similar in _similar(packing.branches.length[members]):
+            bucket = make(packing.branches, members[similar])
             bucket.trunk_bucket = int(i)
             bucket.trunk = torch.from_numpy(within[packing.branches.trunk[bucket.segments]]).to(packing.rows.device)
             branches.append(bucket)
@@ -258,18 +313,19 @@ def _similar(lengths: Ints) -> list[Ints]:
     return found
 
 
-def _masks(call: Buckets, packing: Packing, device: torch.device) -> None:
-    for bucket in call.branches:
-        home = call.trunks[bucket.trunk_bucket]
-        lengths = packing.trunks.length[packing.branches.trunk[bucket.segments]]
-        if (lengths == home.length).all():
-            lengths = lengths[:1]  # one mask for all
-        own = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=device).tril()
-        seen = torch.arange(home.length, device=device) < torch.from_numpy(lengths).to(device)[:, None]
-        bucket.mask = torch.cat(
-            [
-                seen[:, None, :].expand(-1, bucket.length, -1),
-                own.expand(len(lengths), -1, -1),
-            ],
-            2,
-        ).unsqueeze(1)
+def _mask(layout: Buckets, packing: Packing, bucket: Bucket, window: int = 0) -> Tensor:
+    """See ``Bucket.mask``; ``window`` as in ``Sight``."""
+    device = packing.rows.device
+    own = causal(bucket.length, bucket.length, window, device)
+    if bucket.trunk is None:
+        return own[None, None]
+    home = layout.trunks[bucket.trunk_bucket]
+    lengths = packing.trunks.length[packing.branches.trunk[bucket.segments]]
+    if (lengths == home.length).all():
+        lengths = lengths[:1]  # one mask for all
+    ends = torch.from_numpy(lengths).to(device)[:, None, None]
+    column = torch.arange(home.length, device=device)
+    seen = (column < ends).expand(-1, bucket.length, -1)
+    if window:
+        seen = seen & (column > ends + torch.arange(bucket.length, device=device)[:, None] - window)
+    return torch.cat([seen, own.expand(len(lengths), -1, -1)], 2).unsqueeze(1)

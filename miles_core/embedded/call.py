@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from miles_core.embedded.indexer import Indexed, watch_indexer
+from miles_core.embedded.sight import Choice, Sight, sight_of, window_mask
 from miles_core.errors import ConfigError
 from miles_core.train.trainer import Context
 
@@ -28,9 +30,14 @@ class Call(Protocol):
 
     ctx: Context
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sight: Sight | None = None
+    ) -> Tensor:
         """query [1, heads, rows, dim], key and value [1, kv_heads, rows, dim] of the rows computed in this call ->
-        [1, rows, heads, value_dim]. ``module.layer_idx`` says which layer asks."""
+        [1, rows, heads, value_dim]. ``module.layer_idx`` says which layer asks, ``sight`` what it has beyond plain attention."""
+
+    def choose(self, indexed: Indexed) -> Choice:
+        """The keys that an indexer picks for the rows of this call, as a later ``attend`` of it wants them."""
 
 
 _active = threading.local()
@@ -51,16 +58,25 @@ def watch_layers(backbone: nn.Module, layers: nn.ModuleList) -> None:
         for child in layer.children():
             if "Attention" in type(child).__name__:
                 child.register_forward_pre_hook(_enter, with_kwargs=True)
+                indexer = getattr(child, "indexer", None)
+                if indexer is not None:
+                    child.register_forward_pre_hook(_with_mask, with_kwargs=True)
+                    watch_indexer(indexer, lambda: _active.call)
     backbone.register_forward_hook(_leave, always_call=True)
 
 
 def _enter(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     call = kwargs.get("call")
-    _active.ctx = None if call is None else call.ctx
+    _active.call, _active.ctx = call, None if call is None else call.ctx
+
+
+def _with_mask(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Attention with an indexer reads its mask before it calls the attention function."""
+    return args, kwargs | {"attention_mask": window_mask(0)}
 
 
 def _leave(backbone: nn.Module, args: tuple, output: Any) -> None:
-    _active.ctx = None
+    _active.call = _active.ctx = None
 
 
 def attention(
@@ -76,16 +92,13 @@ def attention(
     """The attention function registered with Transformers under the name ``miles``."""
     if call is None:
         raise RuntimeError("this model attends through a Call; pass call=... (see miles_core.embedded.call)")
-    unsupported = [k for k in ("softcap", "s_aux") if kwargs.get(k) is not None]
-    if unsupported:
-        raise NotImplementedError(
-            f"{type(module).__name__} uses attention with {unsupported[0]}, which is not supported yet"
-        )
+    if kwargs.get("softcap") is not None:
+        raise NotImplementedError(f"{type(module).__name__} uses attention with softcap, which is not supported yet")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if KV_DTYPE in call.ctx.state:
         key, value = (as_cached(x, call.ctx.state[KV_DTYPE]) for x in (key, value))
-    return call.attend(module, query, key, value, scaling), None
+    return call.attend(module, query, key, value, scaling, sight_of(attention_mask, kwargs)), None
 
 
 def as_cached(x: Tensor, dtype: str) -> Tensor:
@@ -103,6 +116,6 @@ def check_kv_dtype(dtype: str) -> str:
     return dtype
 
 
-def no_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """The mask function registered under the same name: a Call knows who sees whom."""
-    return None
+def no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """The mask function registered under the same name: a Call knows who sees whom, but not how wide a layer's window is."""
+    return None if local_size is None else window_mask(local_size)

@@ -21,11 +21,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from miles_core.embedded.call import attention, no_mask, watch_layers
 from miles_core.embedded.dequantize import dequantized
 from miles_core.embedded.experts import grouped_experts
+from miles_core.embedded.indexer import KNOWN
 from miles_core.embedded.product import use_fast_linear
 from miles_core.errors import CheckpointError
 from miles_core.plugin.detect import config_facts
 
 NAME = "miles"
+#: Values of a configuration's ``layer_types`` that attention here knows; the last two are one thing in different releases.
+_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention"}
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
@@ -127,17 +130,31 @@ def load_model(
 
 def prepare(model: nn.Module) -> nn.Module:
     """Make a freshly built model usable by engine and trainer (once an instance)."""
-    indexer = next((n for n, m in model.named_modules() if type(m).__name__.endswith("Indexer")), None)
-    if indexer is not None:
-        raise CheckpointError(
-            f"{type(model).__name__} chooses the keys of its sparse attention ({indexer}), which the embedded backend does not "
-            "do; use another engine and trainer"
-        )
+    _refuse_unknown_attention(model)
     model.eval()
     model.config.use_cache = False
     watch_layers(backbone(model), decoder_layers(model))
     use_fast_linear(model)
     return model
+
+
+def _refuse_unknown_attention(model: nn.Module) -> None:
+    """CheckpointError for layers that would be computed as if each token saw all before it, and should not be."""
+    indexer = next(
+        (n for n, m in model.named_modules() if type(m).__name__.endswith("Indexer") and type(m).__name__ not in KNOWN),
+        None,
+    )
+    if indexer is not None:
+        raise CheckpointError(
+            f"{type(model).__name__} chooses the keys of its sparse attention ({indexer}) in a way that the embedded backend "
+            "does not know; use another engine and trainer"
+        )
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
+    if kinds:
+        raise CheckpointError(
+            f"{type(model).__name__} has layers of type {', '.join(sorted(kinds))} (layer_types in config.json), which the "
+            "embedded backend does not compute; use another engine and trainer"
+        )
 
 
 def backbone(model: nn.Module) -> nn.Module:

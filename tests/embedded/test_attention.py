@@ -11,6 +11,7 @@ from miles_core.data.sample import Sample
 from miles_core.embedded import attention
 from miles_core.embedded.attention import PackedCall
 from miles_core.embedded.packing import pack
+from miles_core.embedded.sight import Sight
 from miles_core.train.trainer import Context
 
 
@@ -26,8 +27,8 @@ def layout(lengths=((5, (7, 3, 1)), (9, (2, 30)), (40, (1,)), (3, (20, 18, 19, 6
     return batch, pack(batch)
 
 
-def dense(batch, packing, query, key, value, scaling):
-    """The same, one sample at a time, over its rows."""
+def dense(batch, packing, query, key, value, scaling, window=0, sinks=None):
+    """The same, one sample at a time, over its rows; sinks are one more column of scores, dropped after the softmax."""
     repeat = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
     out = torch.zeros(query.shape[2], query.shape[1], value.shape[3], dtype=query.dtype)
@@ -35,16 +36,19 @@ def dense(batch, packing, query, key, value, scaling):
         rows = packing.row_of[start : start + length]
         rows = rows[rows >= 0]
         q, k, v = (x[0][:, rows] for x in (query, key, value))
-        scores = (q @ k.transpose(1, 2) * scaling).masked_fill(
-            ~torch.ones(len(rows), len(rows)).tril().bool(), -torch.inf
-        )
-        out = out.index_copy(0, rows, (scores.softmax(-1) @ v).transpose(0, 1))
+        at = torch.arange(len(rows))
+        seen = (at <= at[:, None]) & (at > at[:, None] - (window or len(rows)))
+        scores = (q @ k.transpose(1, 2) * scaling).masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(rows), 1)], -1)
+        out = out.index_copy(0, rows, (scores.softmax(-1)[..., : len(rows)] @ v).transpose(0, 1))
     return out[None]
 
 
 @pytest.mark.parametrize("short", [0, 64, 10_000])
 @pytest.mark.parametrize(("heads", "kv", "dim", "width"), [(4, 2, 8, 8), (4, 4, 12, 8), (2, 1, 6, 10)])
-def test_equal_to_dense_attention(monkeypatch, heads, kv, dim, width, short):
+@pytest.mark.parametrize(("window", "with_sinks"), [(0, False), (0, True), (4, False), (12, True), (10_000, False)])
+def test_equal_to_dense_attention(monkeypatch, heads, kv, dim, width, short, window, with_sinks):
     monkeypatch.setattr(attention, "_SHORT", short)
     batch, packing = layout()
     call = PackedCall(Context("train", (0,), packing.rows), packing)
@@ -54,7 +58,12 @@ def test_equal_to_dense_attention(monkeypatch, heads, kv, dim, width, short):
         torch.randn(1, rows, h, d, generator=generator, dtype=torch.float64).transpose(1, 2).requires_grad_()
         for h, d in ((heads, dim), (kv, dim), (kv, width))
     ]
-    ours, theirs = call.attend(nn.Identity(), *inputs, 0.3), dense(batch, packing, *inputs, 0.3)
+    sinks = None
+    if with_sinks:
+        sinks = torch.randn(heads, generator=generator, dtype=torch.float64).requires_grad_()
+    ours = call.attend(nn.Identity(), *inputs, 0.3, Sight(window, sinks) if window or with_sinks else None)
+    theirs = dense(batch, packing, *inputs, 0.3, window, sinks)
+    inputs += [sinks] * with_sinks
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     weight = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
     for a, b in zip(

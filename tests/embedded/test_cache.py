@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from miles_core.embedded.attend import DecodeCall, Layout, PromptCall
 from miles_core.embedded.cache import Cache
+from miles_core.embedded.sight import Sight
 from miles_core.train.trainer import Context
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 6, 5
@@ -24,11 +25,14 @@ class Mirror:
     def __init__(self, prompt_k, prompt_v):
         self.k, self.v = [*prompt_k], [*prompt_v]
 
-    def attend(self, query, scaling):
-        k, v = torch.stack(self.k), torch.stack(self.v)  # [t, kv_heads, dim]
+    def attend(self, query, scaling, sight=None):
+        sight = sight or Sight()
+        k, v = (torch.stack(x[-sight.window :]) for x in (self.k, self.v))  # [t, kv_heads, dim]
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
-        weights = (torch.einsum("hd,thd->ht", query, k) * scaling).softmax(-1)
-        return torch.einsum("ht,the->he", weights, v)
+        scores = torch.einsum("hd,thd->ht", query, k) * scaling
+        if sight.sinks is not None:
+            scores = torch.cat([scores, sight.sinks[:, None]], 1)
+        return torch.einsum("ht,the->he", scores.softmax(-1)[:, : len(k)], v)
 
 
 def draw(tokens, generator):
@@ -47,35 +51,38 @@ def context(tokens):
 class Pool:
     """Drives a cache and its mirror together."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, sight=None):
+        self.sight = sight
         self.cache, self.rows, self.g = Cache(), [], torch.Generator().manual_seed(seed)
 
     def admit(self, lengths, members):
         slots = self.cache.add_prefixes(lengths)
         q, k, v = draw(sum(lengths), self.g)
         call = PromptCall(context(sum(lengths)), lengths, self.cache, slots)
-        out = call.attend(Layer(), as_model(q), as_model(k), as_model(v), 0.3)[0]
+        out = call.attend(Layer(), as_model(q), as_model(k), as_model(v), 0.3, self.sight)[0]
         ends = np.cumsum(lengths)
         for slot, length, end in zip(slots, lengths, ends, strict=True):
             mirror = Mirror([], [])
             for i in range(end - length, end):
                 mirror.k.append(k[i])
                 mirror.v.append(v[i])
-                torch.testing.assert_close(out[i], mirror.attend(q[i], 0.3), atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(out[i], mirror.attend(q[i], 0.3, self.sight), atol=1e-5, rtol=1e-4)
             self.cache.add_rows([slot] * members)
             self.rows += [Mirror(mirror.k, mirror.v) for _ in range(members)]
 
     def feed(self, slots, counts):
         layout = Layout(self.cache, np.asarray(slots), np.asarray(counts), torch.device("cpu"))
         q, k, v = draw(sum(counts), self.g)
-        out = DecodeCall(context(sum(counts)), layout).attend(Layer(), as_model(q), as_model(k), as_model(v), 0.3)[0]
+        call = DecodeCall(context(sum(counts)), layout)
+        out = call.attend(Layer(), as_model(q), as_model(k), as_model(v), 0.3, self.sight)[0]
         self.cache.own.lengths[slots] += counts
         at = 0
         for slot, count in zip(slots, counts, strict=True):
             for _ in range(count):
                 self.rows[slot].k.append(k[at])
                 self.rows[slot].v.append(v[at])
-                torch.testing.assert_close(out[at], self.rows[slot].attend(q[at], 0.3), atol=1e-5, rtol=1e-4)
+                expected = self.rows[slot].attend(q[at], 0.3, self.sight)
+                torch.testing.assert_close(out[at], expected, atol=1e-5, rtol=1e-4)
                 at += 1
 
     def remove(self, dead):
@@ -85,10 +92,13 @@ class Pool:
         del self.rows[self.cache.rows :]
 
 
-@settings(max_examples=25, deadline=None)
-@given(data=st.data(), seed=st.integers(0, 1000))
-def test_any_sequence_of_admissions_steps_truncations_and_departures(data, seed):
-    pool = Pool(seed)
+SIGHTS = [None, Sight(7), Sight(0, torch.tensor([0.5, -1.0, 3.0, 0.0])), Sight(3, torch.tensor([0.5, -1.0, 3.0, 0.0]))]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 1000), sight=st.sampled_from(SIGHTS))
+def test_any_sequence_of_admissions_steps_truncations_and_departures(data, seed, sight):
+    pool = Pool(seed, sight)
     for _ in range(data.draw(st.integers(2, 8))):
         count = len(pool.rows)
         action = data.draw(st.sampled_from(["admit", "step", "ragged", "some", "remove", "truncate"]))

@@ -1,4 +1,4 @@
-"""The embedded trainer: the contract for four families, and what is its own."""
+"""The embedded trainer: the contract for five families, and what is its own."""
 
 import pytest
 import torch
@@ -57,6 +57,15 @@ class TestLlama(_Embedded):
 
 class TestDeepseekV3(_Embedded):
     family = "deepseek_v3"
+
+
+class TestDeepseekV32(_Embedded):
+    family = "deepseek_v32"
+    frozen = ".indexer."
+
+
+class TestGptOss(_Embedded):
+    family = "gpt_oss"
 
 
 @pytest.fixture(scope="module")

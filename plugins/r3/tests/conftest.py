@@ -18,10 +18,9 @@ def make_block(family, deterministic=False, dtype=torch.float32):
     """The last mixture-of-experts block of a tapped tiny model, and ``run(kind, routes) -> Context`` through it alone."""
     name, values = (FAMILIES | ROUTER_FAMILIES)[family]
     values = values | ({"n_routed_experts": 8} if "n_routed_experts" in values else {})
-    backend = "eager" if family in ("gpt_oss", "deepseek_v32") else NAME
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, name)(**values), dtype=dtype, attn_implementation=backend, experts_implementation=NAME
+        getattr(transformers, name)(**values), dtype=dtype, attn_implementation=NAME, experts_implementation=NAME
     ).eval()
     with torch.no_grad():
         for parameter_name, parameter in [*model.named_parameters(), *model.named_buffers()]:
