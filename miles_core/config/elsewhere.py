@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from miles_core.config.schema import Option, Schema, did_you_mean
+
+_OFF = ("", "0", "false", "off", "no", "f", "n")
 
 
 @lru_cache(maxsize=1)
@@ -45,6 +48,18 @@ def explain_flag(flag: str, schema: Schema) -> str:
     if owner is not None and owner not in schema.manifests:
         return f"{flag} belongs to the plugin {owner}, which is not installed: {pip_command(owner)}{nearest}"
     return f"unknown flag {flag}{nearest or '; miles train --help lists all flags'}"
+
+
+def explain_environment(environment: Mapping[str, str], schema: Schema) -> list[str]:
+    """One sentence for each variable that is set and belongs to a plugin that is not installed: ignored in silence it
+    would make another run of this one. A switch that is off asks for nothing."""
+    return [
+        f"environment variable {name}={environment[name]}: it belongs to the plugin {plugin}, which is not installed: "
+        f"{pip_command(plugin)}, or unset it"
+        for plugin, names in _table()["environment"].items()
+        for name in names
+        if plugin not in schema.manifests and environment.get(name, "").lower() not in _OFF
+    ]
 
 
 def explain_value(option: Option, value: object, schema: Schema) -> str | None:

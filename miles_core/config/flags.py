@@ -126,7 +126,8 @@ def build_parser(schema: Schema, command: str = "miles train", extra: Sequence[t
                 shown.add(flag.spelling)
                 _add(section, flag)
         for alias in schema.aliases.values():
-            if alias.owner == owner and alias.spelling not in shown:
+            home = owner != CORE or next(iter(alias.values)).partition(".")[0] == table
+            if alias.owner == owner and home and alias.spelling not in shown:
                 shown.add(alias.spelling)
                 _add_alias(section, schema, alias.spelling)
     rest = [alias for alias in schema.aliases if alias not in shown]

@@ -43,7 +43,9 @@ def load(
         found, wrong = file.assignments(files[path], schema, path, rank)
         given.assignments += found
         problems += wrong
-    given.assignments += _from_environment(schema, os.environ if environment is None else environment)
+    environment = os.environ if environment is None else environment
+    given.assignments += _from_environment(schema, environment)
+    problems += elsewhere.explain_environment(environment, schema)
     loading = _Loading(schema, given.assignments, problems)
     config = loading.config()
     problems += broken(config.facts())
@@ -128,6 +130,7 @@ class _Loading:
         self.origins: dict[str, str] = {}
         self.chosen: set[str] = set()
         self.passthrough: dict[str, Any] = {}
+        self.wrong: set[str] = set()  # flags whose value was refused
 
     def config(self) -> Config:
         by_path: dict[str, list[Assignment]] = {}
@@ -157,7 +160,9 @@ class _Loading:
                 return
             checked = [(value.check(option, a.raw, a.origin), a) for a in rivals]
         except ConfigError as error:
-            self.problems.append(self._explained(option, rivals, str(error)))
+            if option.flag not in self.wrong:  # a flag of several packages is refused once
+                self.problems.append(self._explained(option, rivals, str(error)))
+            self.wrong.add(option.flag)
             return
         self.values[path] = checked[-1][0]
         for other, assignment in checked[:-1]:
@@ -217,7 +222,9 @@ class _Loading:
             option = self.schema.options.get(path)
             owners = self.schema.flag_of(path).owners if option else (self.schema.owners[path.partition(".")[0]],)
             harmless = option is not None and option.info.enables and self.values.get(path) in (None, False)
-            if possible & set(owners) or not last.chosen or harmless:
+            # a value that would have enabled the plugin, had it been a right one
+            refused = option is not None and option.flag in self.wrong and bool(option.info.part or option.info.enables)
+            if possible & set(owners) or not last.chosen or harmless or refused:
                 continue
             command = ",".join([*self.values.get(PLUGINS, ()), owners[0]])
             who = " or ".join(owners)

@@ -19,6 +19,7 @@ from typing import Any
 from miles_core.config.groups import GROUPS
 from miles_core.config.option import METADATA_KEY, OptionInfo
 from miles_core.errors import PluginError
+from miles_core.plugin.core import CORE as MANIFEST
 from miles_core.plugin.manifest import Plugin
 
 CORE = "core"
@@ -191,7 +192,7 @@ def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
         PluginError: two packages declare one flag differently, or a manifest refers to an option that nobody has.
     """
     found = manifests.values() if isinstance(manifests, Mapping) else manifests
-    plugins = [plugin for plugin in found if plugin.name != CORE]  # core's manifest has no options of its own
+    plugins = [plugin for plugin in found if plugin.name != CORE]  # core's options are GROUPS
     names = manifests if isinstance(manifests, Mapping) else {plugin.name: plugin for plugin in plugins}
     tables = {**GROUPS, **{plugin.name: plugin.config for plugin in plugins if plugin.config is not None}}
     owners = {**dict.fromkeys(GROUPS, CORE), **{plugin.name: plugin.name for plugin in plugins}}
@@ -209,7 +210,7 @@ def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
         owners=owners,
         options={option.path: merged[option.path] for option in options},
         flags=flags,
-        aliases=_aliases(plugins, flags),
+        aliases=_aliases([MANIFEST, *plugins], flags),
         environment=_only_once(plugins, "environment"),
         passthrough=_only_once(plugins, "passthrough"),
         manifests=names,

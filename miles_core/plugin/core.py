@@ -40,4 +40,5 @@ CORE = Plugin(
         "runtime": (),
     },
     pairs=(Pair("bf16", "bf16"),),
+    aliases={"--bf16": {"model.dtype": "bfloat16"}},
 )

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from miles_core.config import elsewhere
+from miles_core.config.load import load
 from miles_core.config.schema import collect
+from miles_core.errors import ConfigError
 from miles_core.plugin.manifest import Plugin
 
 
@@ -72,3 +74,15 @@ def test_every_flag_that_a_sentence_recommends_exists():
         assert sentence.strip() and not sentence.endswith(".")
         for flag in re.findall(r"--[a-z0-9-]+", sentence):
             assert flag in known, (flag, sentence)
+
+
+def test_a_variable_of_an_absent_plugin_is_explained():
+    absent, installed = collect([]), collect([Plugin(name="int4", summary="", version="1", core=">=0")])
+    given = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "OPEN_TRAINING_INT4_GROUP_SIZE": "32", "OTHER": "1"}
+    said = elsewhere.explain_environment(given, absent)
+    assert len(said) == 2 and "environment variable OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1" in said[0]
+    assert "pip install miles-plugin-int4, or unset it" in said[1]
+    assert elsewhere.explain_environment(given, installed) == []  # its manifest declares what they set
+    assert elsewhere.explain_environment({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "0"}, absent) == []
+    with pytest.raises(ConfigError, match="OPEN_TRAINING_INT4_GROUP_SIZE=32: it belongs to the plugin int4"):
+        load([], manifests=[], environment={"OPEN_TRAINING_INT4_GROUP_SIZE": "32"})

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from miles_core.config.groups import GROUPS
+from miles_core.config.load import load
 from miles_core.config.schema import collect
 from miles_core.config.value import check
+from miles_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SNAPSHOT = Path(__file__).with_name("flags.snapshot.txt")
@@ -44,13 +46,20 @@ def test_every_group_has_a_summary():
 
 def test_every_flag_is_in_the_documentation(schema):
     page = (ROOT / "docs" / "flags.md").read_text()
-    for spelling in schema.flags:
+    for spelling in (*schema.flags, *schema.aliases):
         assert f"`{spelling}" in page, spelling
 
 
 def test_the_flags_are_those_of_the_snapshot(schema):
     """A flag that comes or goes is a decision: add it to the snapshot, docs/flags.md and the changelog together."""
-    assert sorted(schema.flags) == SNAPSHOT.read_text().split()
+    assert sorted([*schema.flags, *schema.aliases]) == SNAPSHOT.read_text().split()
+
+
+def test_bf16_is_the_dtype_of_the_models_copy():
+    config = load(["--bf16"], manifests=[])
+    assert (config.model.dtype, config.origin("model.dtype")) == ("bfloat16", "--bf16")
+    with pytest.raises(ConfigError, match=r"model.dtype is given twice: bfloat16 \(--bf16\) and float32"):
+        load(["--bf16", "--dtype", "float32"], manifests=[])
 
 
 def test_options_are_read_without_torch():

@@ -33,6 +33,19 @@ plugin = Plugin(
     formats={"fp8": "miles_fp8.format:Fp8"},
     provides={"fp8_recipe": {"blockwise": "miles_fp8.format:Fp8"}},
     sets={"rollout.precision": _RECIPE, "train.precision": _RECIPE},
+    requires=(
+        Rule(
+            needs="fp8.dynamic_scaling",
+            because="a scale from earlier batches (delayed scaling) would make a token's numbers depend on what was computed "
+            "before, and engine and trainer would disagree: leave --no-fp8-dynamic-scaling out",
+        ),
+        Rule(
+            needs="trainer == megatron",
+            when="fp8.transformer_impl == transformer_engine",
+            because="TransformerEngine's modules are those of the Megatron trainer; the embedded one computes in its own "
+            "(--transformer-impl local)",
+        ),
+    ),
     claims={"precision": "a run has one low-precision format"},
     pairs=(
         Pair("fp8", "bf16", rules=(_TENSOR_CORES,), recommends=_DRIFT),

@@ -21,6 +21,17 @@ class Fp8Config:
     format: Literal["e4m3"] = option(
         "e4m3", flag="--fp8-format", help="element type; e4m3 in the forward pass, the backward pass stays in full"
     )
+    dynamic_scaling: bool = option(
+        True,
+        flag="--fp8-dynamic-scaling",
+        help="scales come from the numbers themselves, at every use; there is no delayed scaling",
+    )
+    transformer_impl: Literal["local", "transformer_engine"] | None = option(
+        None,
+        flag="--transformer-impl",
+        help="modules that the trainer computes with: local is what --trainer embedded has, transformer_engine needs "
+        "--trainer megatron",
+    )
     skip_layers: tuple[str, ...] = option(
         (),
         flag="--fp8-skip-layers",

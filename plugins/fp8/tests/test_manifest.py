@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import miles_fp8
-from miles_core.errors import PlanError
+from miles_core.errors import ConfigError, PlanError
 from miles_core.plugin.load import import_target
 from miles_core.precision.format import Format
 from miles_fp8 import plugin
@@ -49,3 +49,25 @@ def test_the_recipe_selects_fp8_on_both_sides(plan):
     assert {(s.path, s.value) for s in accepted.sets} == {("rollout.precision", "fp8"), ("train.precision", "fp8")}
     with pytest.raises(PlanError, match="--fp8-recipe blockwise is block-wise FP8 on both sides"):
         plan(fp8_recipe="blockwise", train_precision="bf16", emulate_precision=True)
+
+
+def test_scaling_is_dynamic(plan):
+    assert plan(rollout_fp8=True, fp8_dynamic_scaling=True, emulate_precision=True)
+    with pytest.raises(PlanError, match=r"fp8 needs fp8\.dynamic_scaling") as refusal:
+        plan(rollout_fp8=True, fp8_dynamic_scaling=False, emulate_precision=True)
+    assert "--no-fp8-dynamic-scaling" in str(refusal.value) and "delayed scaling" in str(refusal.value)
+
+
+def test_the_trainers_modules_are_its_own(plan):
+    assert plan(rollout_fp8=True, transformer_impl="local", bf16=True, emulate_precision=True)
+    with pytest.raises(PlanError, match=r"fp8 needs trainer == megatron") as refusal:
+        plan(rollout_fp8=True, transformer_impl="transformer_engine", emulate_precision=True)
+    assert "trainer = embedded" in str(refusal.value)
+    with pytest.raises(ConfigError, match=r"--transformer-impl local: it belongs to the plugin fp8 or mxfp8"):
+        plan(transformer_impl="local")
+
+
+def test_a_recipe_that_nobody_has_is_one_sentence(plan):
+    with pytest.raises(ConfigError) as refused:
+        plan(fp8_recipe="xyz")
+    assert str(refused.value) == ("--fp8-recipe xyz: fp8.recipe cannot be 'xyz'; it is one of blockwise or mxfp8")

@@ -35,6 +35,17 @@ plugin = Plugin(
     sets={"rollout.precision": _RECIPE, "train.precision": _RECIPE},
     requires=(
         Rule(
+            needs="mxfp8.dynamic_scaling",
+            because="a scale from earlier batches (delayed scaling) would make a token's numbers depend on what was computed "
+            "before, and engine and trainer would disagree: leave --no-fp8-dynamic-scaling out",
+        ),
+        Rule(
+            needs="trainer == megatron",
+            when="mxfp8.transformer_impl == transformer_engine",
+            because="TransformerEngine's modules are those of the Megatron trainer; the embedded one computes in its own "
+            "(--transformer-impl local)",
+        ),
+        Rule(
             needs="rollout.precision == mxfp8",
             when="train.precision == mxfp8",
             because="MXFP8 training is only exact against MXFP8 rollout",

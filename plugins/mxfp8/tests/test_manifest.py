@@ -67,3 +67,19 @@ def test_replay_and_corrections_are_recommended_where_the_sides_differ(plan):
     mixed = plan(facts=["model.moe=true"], rollout_mxfp8=True, emulate_precision=True).advice
     assert any("r3" in line for line in mixed) and any("tis" in line for line in mixed)
     assert plan(facts=["model.moe=true"], **BOTH, emulate_precision=True).advice == ()
+
+
+def test_scaling_is_dynamic(plan):
+    assert plan(rollout_mxfp8=True, fp8_dynamic_scaling=True, emulate_precision=True)
+    with pytest.raises(PlanError, match=r"mxfp8 needs mxfp8\.dynamic_scaling") as refusal:
+        plan(rollout_mxfp8=True, fp8_dynamic_scaling=False, emulate_precision=True)
+    assert "--no-fp8-dynamic-scaling" in str(refusal.value) and "delayed scaling" in str(refusal.value)
+
+
+def test_the_trainers_modules_are_its_own(plan):
+    assert plan(rollout_mxfp8=True, transformer_impl="local", bf16=True, emulate_precision=True)
+    with pytest.raises(PlanError, match=r"mxfp8 needs trainer == megatron") as refusal:
+        plan(rollout_mxfp8=True, transformer_impl="transformer_engine", emulate_precision=True)
+    assert "trainer = embedded" in str(refusal.value)
+    with pytest.raises(ConfigError, match=r"--transformer-impl local: it belongs to the plugin fp8 or mxfp8"):
+        plan(transformer_impl="local")
