@@ -42,7 +42,7 @@ class CausalCall:
     def __init__(self):
         self.ctx = Context("train", (0, 1), torch.arange(5))
 
-    def attend(self, module, query, key, value, scaling):
+    def attend(self, module, query, key, value, scaling, sight=None):
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )

@@ -20,6 +20,14 @@ class TestEmbeddedEngine(EngineContract):
         return EmbeddedEngine(model, Settings(detokenizer(tiny_tokenizer()), eos=[1], **vars(limits)))
 
 
+class TestSinksAndWindows(TestEmbeddedEngine):
+    family = "gpt_oss"
+
+
+class TestIndexer(TestEmbeddedEngine):
+    family = "deepseek_v32"
+
+
 class TestProcessEngine(EngineContract):
     extra = ROUTES
 
