@@ -35,6 +35,11 @@ plugin = Plugin(
     sets={"rollout.precision": _RECIPE, "train.precision": _RECIPE},
     requires=(
         Rule(
+            needs="fp8.activation_form == divide",
+            when="fp8.power_of_two_scales",
+            because="dividing by a power of two is exact, so every form gives the same codes and naming one would do nothing",
+        ),
+        Rule(
             needs="fp8.dynamic_scaling",
             because="a scale from earlier batches (delayed scaling) would make a token's numbers depend on what was computed "
             "before, and engine and trainer would disagree: leave --no-fp8-dynamic-scaling out",

@@ -38,6 +38,12 @@ class Fp8Config:
         help="weights to leave in bf16 on both sides: parts of parameter names (_ does not count), or globs with *",
         metavar="NAME,...",
     )
+    activation_form: Literal["divide", "reciprocal", "ratio"] = option(
+        "divide",
+        flag="--fp8-activation-form",
+        help="how activations are divided by their scale, on both sides: divide; reciprocal (x * (1 / scale)) and ratio "
+        "(x * (448 / amax)) as stock engine kernels do",
+    )
     power_of_two_scales: bool = option(
         False,
         flag="--fp8-power-of-two-scales",

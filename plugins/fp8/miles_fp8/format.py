@@ -53,6 +53,7 @@ class Fp8(Format):
     Args:
         power_of_two_scales: round scales up to powers of two.
         skip: selectors of weights to leave alone.
+        activation_form: ``divide`` (this module's rule), or one of ``activation_form.FORMS``.
     """
 
     name = "fp8"
@@ -60,8 +61,11 @@ class Fp8(Format):
     error = 0.03
     skip_origin = "--fp8-skip-layers"
 
-    def __init__(self, power_of_two_scales: bool = False, skip: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, power_of_two_scales: bool = False, skip: tuple[str, ...] = (), activation_form: str = "divide"
+    ) -> None:
         self.power_of_two_scales = power_of_two_scales
+        self.activation_form = activation_form
         self.skip = skip
         # A tile whose largest value rounds down to 224 would get the next smaller exponent: same values, other codes.
         self.exact = not power_of_two_scales
@@ -69,7 +73,7 @@ class Fp8(Format):
     @classmethod
     def from_config(cls, config: Config) -> Fp8:
         options = config.plugin("fp8")
-        return cls(options.power_of_two_scales, options.skip_layers)
+        return cls(options.power_of_two_scales, options.skip_layers, options.activation_form)
 
     @classmethod
     def recognises(cls, block: Mapping[str, Any]) -> bool:
@@ -113,6 +117,10 @@ class Fp8(Format):
 
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         """As the base class says, in blocks of 1 x 128; the last block of a row may be shorter."""
+        if self.activation_form != "divide":
+            from miles_fp8 import activation_form  # which imports this module
+
+            return activation_form.fake_quantize(x, self.activation_form)
         columns = x.shape[-1]
         if usable(x, KERNEL_CAPABILITY):
             from miles_fp8 import kernels  # needs Triton
