@@ -1,14 +1,16 @@
 """Matrix products in float32 on a CPU, by the faster of two libraries.
 
-PyTorch hands float32 products to MKL, which takes the AVX2 path on a processor that is not Intel's, where
-oneDNN, in the same build of PyTorch, uses 512-bit vectors (benchmarks/products.py). So on such processors, and from a few rows on, products go to
-oneDNN. The rule looks at the processor and at the shape, never at a stopwatch: a run must continue with the products it began with.
+PyTorch hands float32 products to MKL, which takes the AVX2 path on a processor that is not Intel's, where oneDNN, in the same
+build of PyTorch, uses 512-bit vectors (benchmarks/products.py). So on processors with units that wide, and from a few rows on,
+products go to oneDNN. The rule looks at the processor and at the shape, never at a stopwatch: a run must continue with the
+products it began with.
 
 oneDNN generates code for each new shape; ``padded`` keeps the number of shapes small.
 """
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,17 +24,24 @@ _ROWS = 32
 
 @cache
 def available() -> bool:
-    """Whether oneDNN is the faster library here: 512-bit vectors, and a processor MKL does not use them on."""
+    """Whether oneDNN is the faster library here: 512-bit units, on a processor MKL does not use them on."""
     try:
-        vendor = Path("/proc/cpuinfo").read_text()
+        processor = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and "GenuineIntel" not in vendor
+        and has_wide_units(processor)
     )
+
+
+def has_wide_units(processor: str) -> bool:
+    """Whether ``/proc/cpuinfo`` describes an AMD processor that computes 512 bits at once: Zen 5 (family 26) and later. Zen 4
+    works such vectors off in halves, and MKL is as fast there."""
+    family = re.search(r"^cpu family\s*: (\d+)$", processor, re.MULTILINE)
+    return "AuthenticAMD" in processor and family is not None and int(family[1]) >= 26
 
 
 def takes(x: Tensor, rows: int) -> bool:

@@ -52,3 +52,13 @@ def test_other_dtypes_stay_with_torch():
     assert not product.takes(x, 64)
     assert not product.takes(x.bfloat16(), 64)
     assert torch.equal(product.times(x, x.t()), x @ x.t())
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "wide"),
+    [("AuthenticAMD", 26, True), ("AuthenticAMD", 25, False), ("GenuineIntel", 26, False), ("AuthenticAMD", 27, True)],
+)
+def test_onednn_is_chosen_by_the_width_of_the_processors_units(vendor, family, wide):
+    text = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
+    assert product.has_wide_units(text) is wide
+    assert not product.has_wide_units("processor\t: 0\n")
