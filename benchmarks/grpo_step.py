@@ -25,8 +25,8 @@ from measure import Reporter, Worker, alternate, finish, installed, medians, opt
 PROMPTS, SAMPLES, TOKENS, LR = 64, 8, 16, 1e-6
 
 
-def work_with_miles(checkpoint: str, prompts: str, steps: int, plugins: str, reporter: Reporter) -> None:
-    """Run ``miles train``, held before each step."""
+def work_with_miles(checkpoint: str, prompts: str, steps: int, more: str, reporter: Reporter) -> None:
+    """Run ``miles train``, with ``more`` flags, held before each step."""
     from miles_core import loop
     from miles_core.cli import train
     from miles_core.observe.metrics import read
@@ -54,7 +54,7 @@ def work_with_miles(checkpoint: str, prompts: str, steps: int, plugins: str, rep
             --rollout-max-response-len {TOKENS} --max-running-requests {PROMPTS * SAMPLES} --lr {LR}
             --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
             --use-dynamic-batch-size --max-tokens-per-gpu 65536 --seed 0 --log-level warning"""
-        train.run([*flags.split(), *(["--plugins", plugins] if plugins else [])])
+        train.run([*flags.split(), *more.split()])
 
 
 def work_with_trl(checkpoint: str, prompts: str, steps: int, reporter: Reporter, experts: str, batch: int) -> None:
@@ -157,7 +157,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         here = str(Path(__file__).resolve())
         commands = {"miles": [sys.executable, here, "--worker", "miles", *common]}
         for plugins in given.plugins:
-            commands[f"miles {plugins}"] = [*commands["miles"], "--worker-plugins", plugins]
+            commands[f"miles {plugins}"] = [*commands["miles"], f"--worker-flags=--plugins {plugins}"]
         extra = ["--trl-experts", given.trl_experts, "--trl-batch", str(given.trl_batch)]
         commands["trl"] = [given.trl_python, here, "--worker", "trl", *common, *extra]
         workers = [Worker(name, command, given.threads) for name, command in commands.items()]
@@ -192,12 +192,12 @@ def main() -> None:
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
     parser.add_argument("--trl-experts", default="grouped_mm", help="Transformers' experts implementation for TRL")
     parser.add_argument("--trl-batch", type=int, default=PROMPTS * SAMPLES, help="TRL's micro-batch")
-    for name in ("--worker", "--checkpoint", "--prompts", "--worker-plugins"):
+    for name in ("--worker", "--checkpoint", "--prompts", "--worker-flags"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker == "miles":
-        work_with_miles(given.checkpoint, given.prompts, given.steps, given.worker_plugins, Reporter())
+        work_with_miles(given.checkpoint, given.prompts, given.steps, given.worker_flags, Reporter())
     elif given.worker == "trl":
         reporter = Reporter()
         work_with_trl(given.checkpoint, given.prompts, given.steps, reporter, given.trl_experts, given.trl_batch)
