@@ -23,6 +23,7 @@ from miles_core.embedded.balance import Balance
 from miles_core.embedded.blame import first_in_step
 from miles_core.embedded.emulate import emulating
 from miles_core.embedded.export import export_checkpoint
+from miles_core.embedded.loads import Loads
 from miles_core.embedded.logprobs import scatter, token_log_probs
 from miles_core.embedded.model import backbone, build_model, decoder_layers, facts_of
 from miles_core.embedded.optimizer import Optimizer, OptimizerConfig
@@ -90,6 +91,7 @@ class EmbeddedTrainer(Trainer):
         self.layers = tuple(range(len(decoder_layers(model))))
         self.optimizer = Optimizer(model, config.optimizer)
         self.balance = Balance(model, config.aux_loss_coef) if config.aux_loss_coef > 0 else None
+        self.loads = Loads(model)
         self._make_reference = reference
         self._reference: nn.Module | None = None
         if config.recompute:
@@ -124,12 +126,15 @@ class EmbeddedTrainer(Trainer):
         watch = self.balance if ctx.kind == "train" else None
         if watch is not None:
             watch.open(ctx)
+        if ctx.kind == "train":
+            self.loads.open(ctx, packing)
         hidden = backbone(chunk)(
             input_ids=micro_batch.tokens[ctx.rows].unsqueeze(0),
             position_ids=packing.positions.unsqueeze(0),
             use_cache=False,
             call=call,
         ).last_hidden_state[0]
+        self.loads.close(ctx)
         aux = {} if watch is None else watch.close(ctx, micro_batch, packing)
         return replace(self.predict(chunk, hidden, micro_batch, ctx), aux=aux)
 
@@ -247,6 +252,7 @@ class EmbeddedTrainer(Trainer):
         """Takes the optimiser step; the step's metrics with it."""
         stepped = self.parts.optimizer_step()
         metrics = {n: (float(a), float(b)) for n, (a, b) in totals.items()}
+        metrics |= {f"train/{name}": pair for name, pair in self.loads.take(self.sum).items()}
         return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
 
     def _split(self, batch: Batch) -> list[list[int]]:

@@ -208,7 +208,7 @@ RULES = (
         "*/expert_imbalance",
         above(4.0, 5),
         "the busiest expert gets {value} times its share of the tokens",
-        "raise --aux-loss-coef, or bound what an expert takes (--moe-capacity-factor)",
+        "raise --aux-loss-coef (0.001 to 0.01)",
     ),
     Rule(
         "low-acceptance",
