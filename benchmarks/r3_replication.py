@@ -5,14 +5,13 @@ The demo's mixture of experts learns two-digit addition after one supervised war
 the same prompts. ``bf16`` quantises nothing and ``fp8-both`` quantises both sides alike. Reported per arm, over all steps
 and seeds, as mean and 95 % t-interval over seeds: KL(rollout || train) by k3, before the first update of each rollout;
 the share of routers at which the trainer would have chosen other experts (only r3 records the engine's, so its arms); reward of
-the last steps, and its paired difference from ``plain``. The overhead of r3 is the ratio of the step times of two processes that
-take turns, with and without it. The last line is one JSON object.
+the last steps, and its paired difference from ``plain``. What r3 costs a step is measured by ``r3_overhead.py``. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import io
 import math
 import statistics
@@ -22,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import Reporter, Worker, alternate, finish, installed, options
+from measure import finish, installed, options
 
 DRIFT = ["--rollout-precision", "fp8"]
 ARMS = {
@@ -77,45 +76,6 @@ def warm_start(place: Path, given: argparse.Namespace) -> Path:
     return place / "warmed"
 
 
-def work(given: argparse.Namespace) -> None:
-    """A worker of the overhead measurement: ``miles train`` held before each step."""
-    from miles_core import loop
-
-    reporter, original = Reporter(), loop.step
-    reporter.send(ready=True)
-
-    async def held(run: Any, rollout: Any, evaluator: Any) -> None:
-        await asyncio.to_thread(reporter.wait)
-        started = time.perf_counter()
-        await original(run, rollout, evaluator)
-        reporter.send(seconds=time.perf_counter() - started)
-
-    loop.step = held
-    place = Path(given.directory)
-    words = arguments(place, place / "warmed", place / f"overhead-{given.worker}", given, given.turns + 10)
-    train([*words, *ARMS[given.worker]])
-
-
-def overhead(place: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Ratio of r3's step time to that without, turn by turn: median and quartiles."""
-    base = [sys.executable, str(Path(__file__).resolve()), "--directory", str(place), "--turns", str(given.turns)]
-    for name in ("prompts", "mini_steps", "lr", "dtype"):
-        base += [f"--{name.replace('_', '-')}", str(getattr(given, name))]
-    workers = [Worker(name, [*base, "--worker", name], given.threads) for name in ("plain", "r3")]
-    try:
-        reports = alternate(workers, given.turns, 3)
-    finally:
-        for worker in workers:
-            worker.close()
-    ratios = [b["seconds"] / a["seconds"] for a, b in zip(reports["plain"], reports["r3"], strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
-    return {
-        "ratio_median": round(quartiles[1], 4),
-        "ratio_quartiles": [round(quartiles[0], 4), round(quartiles[2], 4)],
-        "seconds": {name: round(statistics.median(r["seconds"] for r in found), 4) for name, found in reports.items()},
-    }
-
-
 def interval(values: list[float], digits: int = 5) -> list[float | None]:
     """[mean, half width of its 95 % t-interval over seeds]; None for one seed."""
     if len(values) < 2:
@@ -160,20 +120,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the model's copy")
     parser.add_argument("--sft-steps", type=int, default=300)
-    parser.add_argument(
-        "--turns", type=int, default=20, help="measured steps of each side of the overhead; 0 leaves it out"
-    )
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    for name in ("--worker", "--directory"):
-        parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.set_defaults(threads=1)
     given = parser.parse_args()
     import torch
 
     torch.set_num_threads(given.threads)
-    if given.worker:
-        work(given)
-        return
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         model = warm_start(place, given)
@@ -192,8 +144,6 @@ def main() -> None:
             },
             "arms": summary(runs),
         }
-        if given.turns:
-            result["r3_step_time"] = overhead(place, given)
     plugins = (f"miles-plugin-{name}" for name in ("r3", "tis", "fp8"))
     finish("r3_replication", result, given.save, lambda: installed("miles-core", *plugins, "torch", "transformers"))
 
