@@ -149,7 +149,14 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
             f"{type(model).__name__} chooses the keys of its sparse attention ({indexer}) in a way that the embedded backend "
             "does not know; use another engine and trainer"
         )
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
+    config = model.config.get_text_config()
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is not None:
+        raise CheckpointError(
+            f"{type(model).__name__} caps the scores of its attention (attn_logit_softcapping = {cap} in config.json), which the "
+            "embedded backend does not do; use another engine and trainer"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         raise CheckpointError(
             f"{type(model).__name__} has layers of type {', '.join(sorted(kinds))} (layer_types in config.json), which the "

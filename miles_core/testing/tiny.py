@@ -37,6 +37,15 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 # With many heads no two keys get the same score, which is 0 where no head likes them.
 _INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 5}
 
@@ -47,7 +56,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", {**_COMMON, **_MOE, "head_dim": 16, "num_experts": 4, "norm_topk_prob": True}),
     "deepseek_v3": ("DeepseekV3Config", {**_COMMON, **_GROUPED, **_LATENT}),
     "deepseek_v32": ("DeepseekV32Config", {**_COMMON, **_GROUPED, **_LATENT, **_INDEXER}),
-    "gpt_oss": ("GptOssConfig", {**_COMMON, **_LOCAL_EXPERTS, "head_dim": 16, "sliding_window": 5}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**_COMMON, **_LOCAL_EXPERTS, "head_dim": 16, "sliding_window": 5, "rope_parameters": _YARN},
+    ),
 }
 
 #: Further families, which differ from these in their routers.

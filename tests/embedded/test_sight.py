@@ -16,6 +16,7 @@ from miles_core.embedded.attention import attend_padded
 from miles_core.embedded.engine import EmbeddedEngine, Settings
 from miles_core.embedded.model import load_model, prepare
 from miles_core.embedded.optimizer import OptimizerConfig
+from miles_core.embedded.runner import Runner
 from miles_core.embedded.sight import Sight, causal, with_sinks
 from miles_core.embedded.trainer import EmbeddedTrainer, TrainerConfig
 from miles_core.errors import CheckpointError
@@ -96,6 +97,26 @@ def test_generation_and_scoring_equal_transformers(case):
         np.testing.assert_allclose(scores, expected, atol=1e-5)
         differences.append(np.abs(log_probs(plain, tokens) - expected).max())
     assert max(differences) > 0.1  # or none of this would show that windows and indexers are at work
+
+
+def test_rows_fed_several_tokens_at_once_equal_transformers(case):
+    """As a drafting decoder feeds them: another number of tokens for each row, some of which are dropped again."""
+    checkpoint, reference, _ = case
+    runner = Runner(load_model(checkpoint))
+    runner.prompts([PROMPTS[0], PROMPTS[2]], set())
+    slots = runner.cache.add_rows([1, 0, 1])
+    texts = [list(PROMPTS[i]) for i in (2, 0, 2)]
+    generator = torch.Generator().manual_seed(5)
+    for counts, dropped in (((3, 1, 7), (1, 0, 4)), ((1, 1, 1), (0, 0, 0)), ((6, 2, 2), (0, 0, 0))):
+        fed = [torch.randint(2, 60, (n,), generator=generator).tolist() for n in counts]
+        logits = runner.forward(slots, fed, set()).logits.split(list(counts))
+        for i, drop in enumerate(dropped):
+            whole = texts[i] + fed[i]
+            with torch.no_grad():
+                expected = reference(torch.tensor([whole])).logits[0, len(texts[i]) :]
+            torch.testing.assert_close(logits[i].log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=3e-5)
+            texts[i] = whole[: len(whole) - drop]
+        runner.cache.own.lengths[slots] -= np.array(dropped)
 
 
 def samples():
@@ -194,6 +215,14 @@ def test_layers_that_do_more_than_attend_are_refused():
         transformers.Qwen3NextConfig(**COMMON, **MOE, head_dim=16), attn_implementation="miles"
     )
     with pytest.raises(CheckpointError, match="layers of type linear_attention"):
+        prepare(model)
+
+
+def test_capped_scores_are_refused():
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.Gemma2Config(**COMMON, head_dim=16), attn_implementation="miles"
+    )
+    with pytest.raises(CheckpointError, match=r"attn_logit_softcapping = 50\.0"):
         prepare(model)
 
 
