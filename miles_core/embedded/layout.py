@@ -4,11 +4,14 @@ Transformers stores all experts of a layer in one parameter, gate and up joined;
 projection. Transformers declares how the one is made from the other, and every such declaration we can use comes down to slices: a
 checkpoint tensor is a view of one module tensor. So the conversion is run once, on tensors without data, and what is kept is
 the list of views. Export and load are then the same list read in either direction, with no arithmetic and no copy of the rule.
+
+Some families' checkpoints have all experts of a layer in one tensor too. Number formats take them apart
+(``precision.fused_experts``), which comes down to slices likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -18,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
 from miles_core.errors import CheckpointError
+from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
 from miles_core.sync.unit import Unit
 
 #: Final names of the two halves that a number format encodes with one scale: gate and up.
@@ -40,6 +44,12 @@ class View:
         """The view of the module tensor."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
+    def part(self, expert: Expert) -> View:
+        """One matrix of this view, which holds all experts."""
+        stride, offset = expert.within(self.stride[1:])
+        offset += self.offset + expert.index * self.stride[0]
+        return View(expert.name, self.source, expert.shape, stride, offset)
+
 
 def views(model: nn.Module) -> list[View]:
     """Every tensor of the model's checkpoint, in module order, tied ones once; derived once and again if modules change."""
@@ -48,6 +58,16 @@ def views(model: nn.Module) -> list[View]:
     if known is None or known[0] != shapes:
         known = _known[model] = (shapes, _derive(model))
     return known[1]
+
+
+def matrices(model: nn.Module, experts: Callable[[str, tuple[int, ...]], list[Expert]]) -> list[View]:
+    """``views``, but tensors that hold all experts taken apart.
+
+    Args:
+        model: prepared by ``miles_core.embedded.model``.
+        experts: checkpoint name and shape -> what is in it, as ``Codec.experts``.
+    """
+    return [v for view in views(model) for v in [view.part(x) for x in experts(view.name, view.size)] or [view]]
 
 
 def sources(model: nn.Module) -> dict[str, Tensor]:
@@ -66,7 +86,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def export(model: nn.Module) -> Iterator[Unit]:
     """The checkpoint's tensors, as views of the model's memory: one a unit, but gate and up of one MLP or expert together."""
     state = {n: t.detach() for n, t in sources(model).items()}
-    for members in _units(views(model)):
+    for members in together(views(model)):
         yield Unit({v.name: v.of(state[v.source]) for v in members})
 
 
@@ -78,18 +98,36 @@ class Loader:
         self._views = {v.name: v for v in views(model)}
         self._tied = tied_names(model)
         self._missing = dict.fromkeys(self._views)
+        self._family = Family.of(model.config.to_dict())
+        self._parts: dict[str, View] | None = None
+        self._inside: dict[str, tuple[str, list[View]]] = {}
 
     @torch.no_grad()
     def put(self, name: str, tensor: Tensor) -> None:
-        """Copy one checkpoint tensor in; CheckpointError when the model has no such tensor or its shape is another."""
+        """Copy one checkpoint tensor in, or one matrix of a tensor that holds all experts; CheckpointError when the model
+        has no such tensor or its shape is another."""
         name = name if name in self._views else self._tied.get(name, name)
-        view = self._views.get(name)
+        view = self._views.get(name) or self._part(name)
         if view is None:
             raise CheckpointError(f"the model has no tensor {name}; the weights are of another model")
         if tuple(tensor.shape) != view.size:
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the model's is {list(view.size)}")
         view.of(self._state[view.source]).copy_(tensor)
         self._missing.pop(name, None)
+
+    def _part(self, name: str) -> View | None:
+        """The view of one expert's matrix; from its first on, a joined tensor is expected matrix by matrix."""
+        if self._parts is None:
+            self._parts = {}
+            for view in [v for v in self._views.values() if self._family.layout and is_joined(v.name, v.size)]:
+                parts = [view.part(x) for x in take_apart(view.name, view.size, self._family)]
+                self._parts |= {part.name: part for part in parts}
+                self._inside |= {part.name: (view.name, parts) for part in parts}
+        whole, parts = self._inside.get(name, ("", []))
+        if whole in self._missing:
+            del self._missing[whole]
+            self._missing |= dict.fromkeys(part.name for part in parts)
+        return self._parts.get(name)
 
     def missing(self) -> list[str]:
         """Names not put so far, in order."""
@@ -125,7 +163,8 @@ def _derive(model: nn.Module) -> list[View]:
     return sorted(found, key=lambda v: (order[v.source], v.offset, v.name))
 
 
-def _units(every: list[View]) -> Iterator[list[View]]:
+def together(every: list[View]) -> Iterator[list[View]]:
+    """Checkpoint tensors one by one, but gate and up of one MLP or expert together."""
     by_name = {v.name: v for v in every}
     second = {b: a for a, b in _COUPLED.items()}
     for view in every:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.embedded.experts import INPUT_ROUNDING
-from miles_core.embedded.layout import View, views
+from miles_core.embedded.layout import View, matrices
 from miles_core.errors import ConfigError
 from miles_core.sync.encode import Codec
 
@@ -46,8 +46,8 @@ class RoundedInputs:
         if codec.format is None or not codec.format.quantizes_activations:
             return
         self._round = codec.format.fake_quantize_activation
-        for source, members in _by_source(model).items():
-            chosen = [codec.selector(view.name, view.size) for view in members]
+        for source, members in _by_source(model, codec).items():
+            chosen = [codec.quantises(view.name, view.size) for view in members]
             if any(chosen):
                 self._attach(model, source, members, chosen)
 
@@ -123,9 +123,9 @@ class _StraightThrough(torch.autograd.Function):
         return gradient[0], None
 
 
-def _by_source(model: nn.Module) -> dict[str, list[View]]:
+def _by_source(model: nn.Module, codec: Codec) -> dict[str, list[View]]:
     found: dict[str, list[View]] = {}
-    for view in views(model):
+    for view in matrices(model, codec.experts):
         found.setdefault(view.source, []).append(view)
     return found
 

@@ -17,7 +17,7 @@ from miles_core.errors import CheckpointError
 from miles_core.precision.checkpoint_files import CheckpointFiles, Entry
 from miles_core.precision.convert import Conversion, Item, Job, Step, check_finite, copy_steps
 from miles_core.precision.format import Format
-from miles_core.precision.fused_experts import Joined, put_together
+from miles_core.precision.fused_experts import Family, Joined, put_together
 from miles_core.precision.installed import recognise
 from miles_core.precision.quantized_config import other_files, plain_files, quantization_block
 from miles_core.precision.schedule import PLAIN
@@ -60,7 +60,7 @@ class QuantizedFiles:
                 f"{files.directory}: its configuration says {format.name}, but no tensor is stored so (a weight has "
                 f"{' and '.join(suffixes)})"
             )
-        self.joined = put_together(self.shapes, str(files.config.get("model_type", "")))
+        self.joined = put_together(self.shapes, Family.of(files.config))
 
     def _add(self, stem: str, parts: dict[str, Entry]) -> None:
         found = {s: e.shape for s, e in parts.items()}

@@ -8,6 +8,7 @@ stored in FP32 or FP16 to BF16 before it quantises it; everything else keeps its
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from miles_core.errors import CheckpointError, ConfigError
 from miles_core.precision.checkpoint_files import CheckpointFiles, Entry
 from miles_core.precision.convert import Conversion, Item, Job, Step, copy_steps
 from miles_core.precision.format import part_name
-from miles_core.precision.fused_experts import Expert, is_joined, take_apart
+from miles_core.precision.fused_experts import Expert, Family, is_joined
+from miles_core.precision.installed import recognise
 from miles_core.precision.quantized_config import (
     other_files,
     quantization_block,
@@ -63,7 +65,7 @@ def plan(files: CheckpointFiles, codec: Codec) -> Conversion:
     weights = {w.name: w for w in _weights(files, codec)}
     shapes = {w.name: w.shape for w in weights.values()}
     notes = codec.check(shapes)
-    reasons = {name: codec.selector.reason(name, shape) for name, shape in shapes.items()}
+    reasons = {name: codec.reason(name, shape) for name, shape in shapes.items()}
     chosen = [name for name, reason in reasons.items() if reason is None]
     _refuse_unstorable(codec, chosen, shapes)
     units = _units(codec, weights, chosen)
@@ -73,6 +75,8 @@ def plan(files: CheckpointFiles, codec: Codec) -> Conversion:
     if rounded:
         notes.append(f"{rounded} weights are not stored in BF16 and are rounded to it first: BF16 is what is quantised")
     notes += _divided(shapes, set(chosen))
+    if codec.family.layout and codec.family.layout.caution and any(w.expert for w in weights.values()):
+        notes.append(codec.family.layout.caution)
     modules = unquantized_modules(shapes, chosen)
     texts = quantized_files(files.config, format, modules)
     return Conversion(format.name, files, jobs, items, texts, other_files(files.directory, texts), notes)
@@ -80,44 +84,33 @@ def plan(files: CheckpointFiles, codec: Codec) -> Conversion:
 
 def _refuse_quantised(files: CheckpointFiles) -> None:
     block = quantization_block(files.directory, files.config)
-    coded = next((e for e in files.entries.values() if e.name.endswith(".weight") and e.dtype not in _WIDE), None)
+    weights = [e for e in files.entries.values() if e.name.endswith(".weight") or is_joined(e.name, e.shape)]
+    coded = next((e for e in weights if e.dtype not in _WIDE), None)
     if block is None and coded is None:
         return
     how = f"quant_method {block.get('quant_method', 'unnamed')!r} in its configuration" if block else ""
     how = how or (f"{coded.name} is {str(coded.dtype).removeprefix('torch.')}" if coded else "")
     raise CheckpointError(
-        f"--model-dir {files.directory} is already quantised ({how}), and quantising twice would add errors: convert it "
-        "with --to bf16 first, or start from its BF16 weights"
+        f"--model-dir {files.directory} is already quantised ({how}), and quantising twice would add errors: "
+        f"{_way_back(block)} its BF16 weights"
     )
 
 
+def _way_back(block: dict[str, Any] | None) -> str:
+    try:
+        recognise(block or {}, "")
+    except CheckpointError:
+        return "no installed number format reads it, so start from"
+    return "convert it with --to bf16 first, or start from"
+
+
 def _weights(files: CheckpointFiles, codec: Codec) -> list[_Weight]:
-    joined = [e for e in files.entries.values() if is_joined(e.name, e.shape)]
-    family = str(files.config.get("model_type", ""))
-    apart: dict[str, list[Expert]] = {}
-    for entry in joined:
-        try:
-            apart[entry.name] = take_apart(entry.name, entry.shape, family)
-        except CheckpointError:
-            if not _left_alone(codec, entry):
-                raise
-    if not any(codec.selector(x.name, x.shape) for experts in apart.values() for x in experts):
-        apart = {}  # joined tensors stay as they are when nothing in any of them is quantised
+    codec.settle({e.name: e.shape for e in files.entries.values()}, Family.of(files.config))
     found = []
     for entry in files.entries.values():
-        if entry.name in apart:
-            found += [_Weight(x.name, x.shape, entry, x) for x in apart[entry.name]]
-        else:
-            found.append(_Weight(entry.name, entry.shape, entry))
+        experts = codec.experts(entry.name, entry.shape)
+        found += [_Weight(x.name, x.shape, entry, x) for x in experts] or [_Weight(entry.name, entry.shape, entry)]
     return found
-
-
-def _left_alone(codec: Codec, entry: Entry) -> bool:
-    """Whether a tensor that cannot be taken apart need not be."""
-    try:
-        return not codec.selector(entry.name, entry.shape)
-    except ConfigError:
-        return False
 
 
 def _refuse_unstorable(codec: Codec, chosen: list[str], shapes: dict[str, tuple[int, ...]]) -> None:

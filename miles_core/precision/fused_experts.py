@@ -1,35 +1,91 @@
-"""Checkpoints that store all experts of a layer in one tensor.
+"""Experts that a checkpoint stores in one tensor.
 
 Most families have a matrix for each expert and projection, and that is also what engines read from a quantised
 checkpoint: ``experts.7.gate_proj.weight``, with its scales beside it. Some families join them in BF16: every expert's
 gate and up in ``experts.gate_up_proj``, every down in ``experts.down_proj``. Blocks of a number format run along K, the
-input features, and each expert is quantised apart; so joined tensors are taken apart before they are quantised, and put
-together again when a checkpoint is dequantised. Whether a family stores an expert as [outputs, inputs] or transposed
-cannot be seen from a shape, so families are listed by name and any other is refused.
+input features, and each expert is quantised apart, gate apart from up; so joined tensors are taken apart before they are
+quantised, and put together again when a checkpoint is dequantised. Which rows are gate and which way round an expert is
+stored cannot be seen from a shape, so families are listed by name and any other is refused. Biases stay as they are.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from miles_core.errors import CheckpointError
 
-#: ``model_type`` -> whether experts are stored transposed: gate_up_proj [E, H, 2I], not [E, 2I, H]; gate comes first.
-TRANSPOSED = {
-    "llama4": True,
-    "llama4_text": True,
-    "qwen3_vl_moe": True,
-    "qwen3_vl_moe_text": True,
-    "qwen3_5_moe": False,
-    "qwen3_5_moe_text": False,
+
+@dataclass(frozen=True)
+class Layout:
+    """How a family joins its experts.
+
+    Attributes:
+        transposed: an expert is [inputs, outputs]: gate_up_proj [E, H, 2I] and down_proj [E, I, H], not [E, 2I, H] and
+            [E, H, I].
+        interleaved: the outputs of gate and up take turns; otherwise all of gate come first.
+        caution: what users of a quantised checkpoint should know.
+    """
+
+    transposed: bool
+    interleaved: bool = False
+    caution: str = ""
+
+
+_GPT_OSS = Layout(
+    True,
+    interleaved=True,
+    caution="SGLang reads experts of gpt_oss only as its own checkpoints join them, in BF16 or MXFP4: one with quantised "
+    "experts is for miles' embedded engine and trainer; leave the experts alone to serve it with SGLang",
+)
+
+#: ``model_type`` -> how its published checkpoints join experts.
+LAYOUTS = {
+    "gemma4": Layout(False),
+    "gemma4_text": Layout(False),
+    "gpt_oss": _GPT_OSS,
+    "llama4": Layout(True),
+    "llama4_text": Layout(True),
+    "qwen3_5_moe": Layout(False),
+    "qwen3_5_moe_text": Layout(False),
+    "qwen3_vl_moe": Layout(True),
+    "qwen3_vl_moe_text": Layout(True),
 }
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _JOINED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What must be known of a model to take its experts apart.
+
+    Attributes:
+        model_type: as in its configuration; of its language model where only that joins experts.
+        hidden: the model's width, which tells the two ways round apart where a family is found in both; 0 unknown.
+    """
+
+    model_type: str = ""
+    hidden: int = 0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Family:
+        """From a ``config.json``."""
+        text = config.get("text_config")
+        text = text if isinstance(text, Mapping) else {}
+        names = [str(part.get("model_type", "")) for part in (config, text)]
+        hidden = config.get("hidden_size") or text.get("hidden_size") or 0
+        return cls(next((n for n in names if n in LAYOUTS), names[0]), int(hidden))
+
+    @property
+    def layout(self) -> Layout | None:
+        """How it joins experts; None when it does not, or nobody knows."""
+        return LAYOUTS.get(self.model_type)
 
 
 @dataclass(frozen=True)
@@ -42,7 +98,7 @@ class Expert:
         source: the joined tensor.
         index: which expert.
         half: 0 gate, 1 up, None the whole slab.
-        transposed: whether the slab is [inputs, outputs].
+        transposed, interleaved: as in ``Layout``.
     """
 
     name: str
@@ -51,11 +107,21 @@ class Expert:
     index: int
     half: int | None
     transposed: bool
+    interleaved: bool
+
+    def within(self, stride: tuple[int, ...]) -> tuple[tuple[int, int], int]:
+        """Strides and offset (elements) of the matrix in its expert's slab, which has ``stride``."""
+        row, column = (stride[1], stride[0]) if self.transposed else (stride[0], stride[1])
+        if self.half is None:
+            return (row, column), 0
+        if self.interleaved:
+            return (2 * row, column), self.half * row
+        return (row, column), self.half * self.shape[0] * row
 
     def of(self, slab: Tensor) -> Tensor:
         """The matrix, a view of its expert's slab ``source[index]``."""
-        matrix = slab.T if self.transposed else slab
-        return matrix if self.half is None else matrix.chunk(2)[self.half]
+        stride, offset = self.within(slab.stride())
+        return slab.as_strided(self.shape, stride, slab.storage_offset() + offset)
 
 
 def is_joined(name: str, shape: tuple[int, ...]) -> bool:
@@ -63,33 +129,46 @@ def is_joined(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 2 and "experts" in name
 
 
-def take_apart(name: str, shape: tuple[int, ...], model_type: str) -> list[Expert]:
+def take_apart(name: str, shape: tuple[int, ...], family: Family) -> list[Expert]:
     """The matrices in a joined tensor: expert by expert, gate before up.
 
     Raises:
         CheckpointError: a family, a name or a shape that is not known.
     """
-    found = _JOINED.fullmatch(name)
-    if model_type not in TRANSPOSED or found is None or len(shape) != 3:
+    found, layout = _JOINED.fullmatch(name), family.layout
+    if layout is None or found is None or len(shape) != 3:
         raise CheckpointError(
-            f"{name} {list(shape)} holds all experts of a layer, and how model_type {model_type!r} joins them is not "
-            f"known (known: {', '.join(sorted(TRANSPOSED))}, with experts.gate_up_proj and experts.down_proj); "
-            "convert from a checkpoint with a tensor for each expert, or leave the experts alone"
+            f"{name} {list(shape)} holds all experts of a layer, and how model_type {family.model_type!r} joins them is "
+            f"not known (known: {', '.join(sorted(LAYOUTS))}, with experts.gate_up_proj and experts.down_proj); use a "
+            "checkpoint with a tensor for each expert, or leave the experts alone"
         )
-    transposed = TRANSPOSED[model_type]
+    stem, down = found[1], found[2] == DOWN
+    transposed = _transposed(name, shape, family, layout, down)
     rows, columns = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
-    if found[2] == DOWN:
-        return [
-            Expert(f"{found[1]}.{e}.down_proj.weight", (rows, columns), name, e, None, transposed)
-            for e in range(shape[0])
-        ]
-    if rows % 2:
+    if not down and rows % 2:
         raise CheckpointError(f"{name} {list(shape)} should hold gate and up in equal halves of {rows}")
+    parts: tuple[tuple[int | None, str], ...] = ((None, "down_proj"),) if down else ((0, "gate_proj"), (1, "up_proj"))
+    size = (rows, columns) if down else (rows // 2, columns)
     return [
-        Expert(f"{found[1]}.{e}.{part}.weight", (rows // 2, columns), name, e, half, transposed)
+        Expert(f"{stem}.{e}.{part}.weight", size, name, e, half, transposed, layout.interleaved)
         for e in range(shape[0])
-        for half, part in enumerate(("gate_proj", "up_proj"))
+        for half, part in parts
     ]
+
+
+def _transposed(name: str, shape: tuple[int, ...], family: Family, layout: Layout, down: bool) -> bool:
+    """Whether this tensor is stored transposed: as the family does, unless only the other way fits the model's width.
+
+    Transformers saves qwen3_vl_moe the other way round than its published checkpoints are."""
+    if not family.hidden:
+        return layout.transposed
+    fits = {way: shape[1 if way != down else 2] == family.hidden for way in (True, False)}
+    if not any(fits.values()):
+        raise CheckpointError(
+            f"{name} {list(shape)} does not fit the model's hidden_size of {family.hidden} either way round; "
+            "config.json and weights are of different models"
+        )
+    return layout.transposed if fits[layout.transposed] else not layout.transposed
 
 
 @dataclass(frozen=True)
@@ -99,15 +178,18 @@ class Joined:
     name: str
     shape: tuple[int, int, int]
     members: tuple[tuple[str, ...], ...]
-    transposed: bool
+    layout: Layout
 
     def slab(self, matrices: list[Tensor]) -> Tensor:
         """The slab of one expert from its members."""
-        whole = torch.cat(matrices) if len(matrices) > 1 else matrices[0]
-        return whole.T.contiguous() if self.transposed else whole
+        if len(matrices) > 1:
+            whole = torch.stack(matrices, 1).flatten(0, 1) if self.layout.interleaved else torch.cat(matrices)
+        else:
+            whole = matrices[0]
+        return whole.T.contiguous() if self.layout.transposed else whole
 
 
-def put_together(shapes: dict[str, tuple[int, ...]], model_type: str) -> list[Joined]:
+def put_together(shapes: dict[str, tuple[int, ...]], family: Family) -> list[Joined]:
     """The joined tensors that this family's own checkpoints have in place of single experts' matrices.
 
     Args:
@@ -116,7 +198,8 @@ def put_together(shapes: dict[str, tuple[int, ...]], model_type: str) -> list[Jo
     Raises:
         CheckpointError: an expert is missing.
     """
-    if model_type not in TRANSPOSED:
+    layout = family.layout
+    if layout is None:
         return []
     count: dict[str, int] = {}
     for name in shapes:
@@ -131,6 +214,6 @@ def put_together(shapes: dict[str, tuple[int, ...]], model_type: str) -> list[Jo
                 raise CheckpointError(f"{lost} is missing: {stem} has {experts} experts elsewhere in the checkpoint")
             rows = sum(shapes[m][0] for m in members[0])
             columns = shapes[members[0][0]][1]
-            shape = (experts, columns, rows) if TRANSPOSED[model_type] else (experts, rows, columns)
-            made.append(Joined(f"{stem}.{joined}", shape, members, TRANSPOSED[model_type]))
+            shape = (experts, columns, rows) if layout.transposed else (experts, rows, columns)
+            made.append(Joined(f"{stem}.{joined}", shape, members, layout))
     return made

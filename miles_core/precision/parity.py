@@ -196,9 +196,10 @@ def real_layer(units: Iterable[Unit], codec: Codec) -> dict[str, Tensor]:
     """The first quantised matrix of an export stream, a piece of it, by name; the stream is read to its end."""
     found: dict[str, Tensor] = {}
     for unit in units:
-        for name, tensor in unit.tensors.items():
-            if not found and tensor.ndim == 2 and codec.selector(name, tuple(tensor.shape)):
-                found[name] = tensor[:_ROWS].detach().clone()
+        for part in () if found else codec.parts(unit):
+            for name, tensor in part.tensors.items():
+                if not found and codec.quantises(name, tuple(tensor.shape)):
+                    found[name] = tensor[:_ROWS].detach().clone()
     return found
 
 

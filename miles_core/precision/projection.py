@@ -18,8 +18,16 @@ def project(codec: Codec, unit: Unit) -> Unit:
     Raises:
         MilesError, ConfigError: as ``Codec.encode_unit``.
     """
-    found = {}
+    found = dict(unit.tensors)
+    experts = {x.name: x for name, t in unit.tensors.items() for x in codec.experts(name, tuple(t.shape))}
     for encoded in codec.encode_unit(unit):
-        plain = unit.tensors[encoded.name]
-        found[encoded.name] = codec.decode(encoded).to(COPY).to(plain.dtype) if encoded.format else plain
+        if not encoded.format:
+            continue
+        value, expert = codec.decode(encoded).to(COPY), experts.get(encoded.name)
+        if expert is None:
+            found[encoded.name] = value.to(unit.tensors[encoded.name].dtype)
+            continue
+        if found[expert.source] is unit.tensors[expert.source]:
+            found[expert.source] = found[expert.source].clone()
+        expert.of(found[expert.source][expert.index]).copy_(value)
     return Unit(found)

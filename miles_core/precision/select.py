@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from miles_core.errors import ConfigError
 from miles_core.plugin.detect import model_facts
+from miles_core.precision.checkpoint_files import CONFIG, CheckpointFiles, read_json
 from miles_core.precision.format import Format
+from miles_core.precision.fused_experts import Family
 from miles_core.precision.parity import SideParity, check, real_layer
 from miles_core.precision.schedule import PLAIN, precisions
 from miles_core.precision.selector import Keep, Selector
@@ -76,14 +79,19 @@ def codec_for(format: type[Format], config: Config, checkpoint: str | None = Non
     Args:
         format: the number format.
         config: its own options, and core's of precision.
-        checkpoint: the model's, whose ``config.json`` says how many layers there are.
+        checkpoint: the model's, whose ``config.json`` says how many layers there are and how experts are joined.
 
     Raises:
         ConfigError: a layer range that does not fit the model.
     """
     made = format.from_config(config)
     keep = kept(config.precision, checkpoint)
-    return Codec(made, Selector(made.skip, made.skip_origin, made.only, made.only_origin, keep))
+    codec = Codec(made, Selector(made.skip, made.skip_origin, made.only, made.only_origin, keep))
+    if checkpoint and (Path(checkpoint) / CONFIG).is_file():
+        family = Family.of(read_json(Path(checkpoint) / CONFIG))
+        entries = CheckpointFiles(checkpoint, "--hf-checkpoint").entries.values() if family.layout else ()
+        codec.settle({e.name: e.shape for e in entries if e.dtype.is_floating_point}, family)
+    return codec
 
 
 def kept(options: Precision, checkpoint: str | None) -> tuple[Keep, ...]:

@@ -110,18 +110,26 @@ class Selector:
         """Why the tensor keeps its precision; None when it is quantised.
 
         Raises:
-            ConfigError: experts stored in one tensor, which no format can encode expert by expert yet.
+            ConfigError: experts stored in one tensor, which the codec did not take apart.
         """
+        left_alone = self._left_alone(name, shape)
+        if left_alone is None and len(shape) > 2:
+            raise ConfigError(
+                f"{name} {list(shape)} holds all experts of a layer, and each expert is quantised apart: use bf16, or "
+                f"leave them alone with {self.origin}"
+            )
+        return left_alone
+
+    def spares(self, name: str, shape: Shape) -> bool:
+        """Whether the tensor keeps its precision under the name it has, be it one matrix or experts in one tensor."""
+        return self._left_alone(name, shape) is not None
+
+    def _left_alone(self, name: str, shape: Shape) -> str | None:
         left_alone = _always(name, shape)
         if left_alone is None and not self._eligible(name, shape):
             left_alone = f"{self.only_origin}: not among {', '.join(self.only)}"
         if left_alone is None:
             left_alone = next((f"{k.origin}: {found}" for k in self.keep if (found := k.finds(name))), None)
-        if left_alone is None and len(shape) > 2:
-            raise ConfigError(
-                f"{name} {list(shape)} holds all experts in one checkpoint tensor, which cannot be quantised yet "
-                f"(each expert is quantised apart): use bf16, or leave them alone with {self.origin}"
-            )
         return left_alone
 
     def _eligible(self, name: str, shape: Shape) -> bool:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from miles_core.embedded.layout import View, export, views
+from miles_core.embedded.layout import View, matrices, together, views
 from miles_core.precision.activation import RoundedInputs
-from miles_core.precision.selector import Selector
+from miles_core.precision.fused_experts import Family
 from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Unit
 
@@ -48,9 +48,10 @@ class FakeQuantizer:
 
     def __init__(self, model: nn.Module, codec: Codec) -> None:
         self.model, self.codec = model, codec
-        known = {view.name: view for view in views(model)}
-        codec.check({name: view.size for name, view in known.items()})
-        self._groups = _groups([[known[n] for n in u.tensors] for u in export(model)], codec.selector)
+        shapes = {view.name: view.size for view in views(model)}
+        codec.settle(shapes, Family.of(model.config.to_dict()))
+        codec.check(shapes)
+        self._groups = _groups(list(together(matrices(model, codec.experts))), codec)
         self._owners = {s: _owner(model, s) for s in self._groups}
         self.inputs = RoundedInputs(model, codec)
         self._values: dict[str, Tensor] = {}
@@ -164,9 +165,9 @@ def install(model: nn.Module, codec: Codec) -> FakeQuantizer:
     return quantizer
 
 
-def _groups(units: list[list[View]], selector: Selector) -> dict[str, _Group]:
+def _groups(units: list[list[View]], codec: Codec) -> dict[str, _Group]:
     """source -> its group, for every parameter with a quantised tensor."""
-    chosen = [u for u in units if any(selector(v.name, v.size) for v in u)]
+    chosen = [u for u in units if any(codec.quantises(v.name, v.size) for v in u)]
     label: dict[str, str] = {}
     for unit in chosen:
         sources = [v.source for v in unit]

@@ -48,8 +48,26 @@ def test_a_size_the_format_cannot_store_is_named_with_those_that_fit(checkpoint,
     ],
 )
 def test_an_already_quantised_checkpoint_is_refused(checkpoint, tensors, config):
-    with pytest.raises(CheckpointError, match=r"already quantised \(quant_method 'awq'.*--to bf16 first"):
+    with pytest.raises(CheckpointError, match=r"already quantised \(quant_method 'awq'.*no installed .* from its BF16"):
         plan(checkpoint({"model.safetensors": tensors}, **config))
+
+
+@pytest.mark.usefixtures("pair8")
+def test_an_already_quantised_checkpoint_that_can_be_dequantised_says_how(checkpoint, tensors):
+    block = {"quantization_config": {"quant_method": "pair8"}}
+    with pytest.raises(CheckpointError, match=r"already quantised \(quant_method 'pair8'.*--to bf16 first"):
+        plan(checkpoint({"model.safetensors": tensors}, **block))
+
+
+@pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "mxfp4"}}])
+def test_the_mxfp4_checkpoints_of_gpt_oss_are_refused_as_quantised(checkpoint, config):
+    stem = "model.layers.0.mlp.experts.gate_up_proj"
+    coded = {f"{stem}_blocks": torch.zeros(2, 8, 1, 16, dtype=torch.uint8)}
+    coded |= {f"{stem}_scales": torch.zeros(2, 8, 1, dtype=torch.uint8)}
+    source = checkpoint({"model.safetensors": coded}, model_type="gpt_oss", hidden_size=32, **config)
+    how = "quant_method 'mxfp4'" if config else f"{stem}_(blocks|scales) is uint8"
+    with pytest.raises(CheckpointError, match=rf"already quantised \({how}.*no installed number format reads it"):
+        plan(source)
 
 
 def test_quantised_weights_are_seen_without_a_word_in_the_configuration(checkpoint, tensors):
@@ -88,15 +106,20 @@ def test_a_checkpoint_that_no_installed_format_recognises_is_refused(checkpoint,
     assert decode_files.open_quantized(checkpoint({"model.safetensors": tensors}, name="plain")) is None
 
 
-def joined(weight, transposed):
+def joined(weight, transposed, interleaved=False):
     """Two experts, H = 4 inputs, I = 6: as the family joins them, and apart."""
     apart = {}
     for expert in range(2):
         for part, shape in (("gate_proj", (6, 4)), ("up_proj", (6, 4)), ("down_proj", (4, 6))):
             apart[f"{EXPERTS}.{expert}.{part}.weight"] = weight(*shape)
 
+    def slab(*matrices):
+        if not interleaved:
+            return torch.cat(matrices)
+        return torch.stack([row for rows in zip(*matrices, strict=True) for row in rows])  # gate, up, gate, up, ...
+
     def slabs(*parts):
-        found = [torch.cat([apart[f"{EXPERTS}.{e}.{p}.weight"] for p in parts]) for e in range(2)]
+        found = [slab(*(apart[f"{EXPERTS}.{e}.{p}.weight"] for p in parts)) for e in range(2)]
         return torch.stack([slab.T if transposed else slab for slab in found]).contiguous()
 
     whole = {f"{EXPERTS}.gate_up_proj": slabs("gate_proj", "up_proj"), f"{EXPERTS}.down_proj": slabs("down_proj")}
@@ -104,11 +127,13 @@ def joined(weight, transposed):
 
 
 @pytest.mark.usefixtures("pair8")
-@pytest.mark.parametrize(("family", "transposed"), [("llama4", True), ("qwen3_5_moe", False)])
+@pytest.mark.parametrize(
+    ("family", "transposed"), [("llama4", True), ("qwen3_5_moe", False), ("gpt_oss", True), ("gemma4", False)]
+)
 def test_joined_experts_are_quantised_apart_along_k_and_joined_again(checkpoint, weight, tmp_path, family, transposed):
-    whole, apart = joined(weight, transposed)
-    rest = {"model.norm.weight": weight(4)}
-    source = checkpoint({"model.safetensors": whole | rest}, model_type=family)
+    whole, apart = joined(weight, transposed, interleaved=family == "gpt_oss")
+    rest = {"model.norm.weight": weight(4), f"{EXPERTS}.gate_up_proj_bias": weight(2, 12)}
+    source = checkpoint({"model.safetensors": whole | rest}, model_type=family, text_config={"hidden_size": 4})
     convert.run(plan(source), tmp_path / "out", workers=1)
     same = checkpoint({"model.safetensors": apart | rest}, name="apart")
     convert.run(plan(same), tmp_path / "same", workers=1)
@@ -128,8 +153,8 @@ def test_joined_experts_are_quantised_apart_along_k_and_joined_again(checkpoint,
 
 def test_joined_experts_of_an_unknown_family_are_refused_unless_left_alone(checkpoint, weight):
     whole, _ = joined(weight, True)
-    source = checkpoint({"model.safetensors": whole | {"a.q_proj.weight": weight(4, 4)}}, model_type="gpt_oss")
-    with pytest.raises(CheckpointError, match=r"down_proj \[2, 6, 4\] holds all experts .*'gpt_oss'.*llama4"):
+    source = checkpoint({"model.safetensors": whole | {"a.q_proj.weight": weight(4, 4)}}, model_type="aria")
+    with pytest.raises(CheckpointError, match=r"down_proj \[2, 6, 4\] holds all experts .*'aria'.*llama4"):
         plan(source)
     conversion = plan(source, Selector(("experts",)))
     assert [i.name for i in conversion.changed] == ["a.q_proj.weight"]
@@ -171,3 +196,24 @@ def test_experts_left_alone_are_named_one_by_one_and_as_the_module_engines_have(
     ignored = json.loads(plan(source, Selector(("layers.0.",))).texts["config.json"])["quantization_config"]["ignore"]
     first = [name.removesuffix(".weight") for name in names[:2]]
     assert ignored == [*first, "layers.0.mlp.experts", "lm_head"]
+
+
+def test_users_of_gpt_oss_are_told_who_reads_quantised_experts(checkpoint, weight):
+    whole, _ = joined(weight, True, interleaved=True)
+    source = checkpoint({"model.safetensors": whole | {"a.q_proj.weight": weight(4, 4)}}, model_type="gpt_oss")
+    assert any("SGLang reads experts of gpt_oss only as its own" in note for note in plan(source).notes)
+    assert plan(source, Selector(("experts",))).notes == []
+
+
+def test_joined_experts_stay_together_where_none_is_quantised_whatever_selected_them(checkpoint, weight):
+    whole, _ = joined(weight, True)
+    source = checkpoint({"model.safetensors": whole | {"a.q_proj.weight": weight(4, 4)}}, model_type="llama4")
+    conversion = plan(source, Selector(("*.experts.*.gate_proj.weight", "up_proj", "*.experts.*.down_proj.*")))
+    assert {t.name for job in conversion.jobs for t in job.targets} >= set(whole)
+    reasons = {item.name: item.reason for item in conversion.items}
+    assert "*.experts.*.gate_proj.weight" in reasons[f"{EXPERTS}.gate_up_proj"]
+    partly = plan(source, Selector(("*.experts.0.*", "down_proj")))  # one expert is enough to take all apart
+    assert {item.name for item in partly.changed if "experts" in item.name} == {
+        f"{EXPERTS}.1.{part}.weight" for part in ("gate_proj", "up_proj")
+    }
+    assert not {t.name for job in partly.jobs for t in job.targets} & set(whole)
