@@ -166,7 +166,8 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
 
 def backbone(model: nn.Module) -> nn.Module:
     """The decoder stack below ``lm_head``."""
-    return getattr(model, model.base_model_prefix)
+    named: nn.Module | None = getattr(model, model.base_model_prefix, None)
+    return model.model if named is None else named  # Llama 4 is named after the model with vision
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core.embedded.experts import INPUT_ROUNDING
-from miles_core.embedded.layout import View, matrices
+from miles_core.embedded.experts import INPUT_ROUNDING, round_inputs
+from miles_core.embedded.layout import View, matrices, views
 from miles_core.errors import ConfigError
+from miles_core.precision.fused_experts import Family
 from miles_core.sync.encode import Codec
 
 #: Weight of an experts module -> experts whose input is rounded, [experts] bool; None is all of them.
@@ -76,7 +77,7 @@ class RoundedInputs:
         elif parameter is not None and parameter.ndim == 3:
             if module not in self._experts:
                 self._experts[module] = getattr(module, INPUT_ROUNDING, None)
-                module.__dict__[INPUT_ROUNDING] = _ExpertInputs(self)
+                round_inputs(module, _ExpertInputs(self))
             module.__dict__[INPUT_ROUNDING].chosen[attribute] = _experts_of(parameter, members, chosen)
         else:
             raise ConfigError(
@@ -123,9 +124,15 @@ class _StraightThrough(torch.autograd.Function):
         return gradient[0], None
 
 
+def encoded_views(model: nn.Module, codec: Codec) -> list[View]:
+    """What ``codec`` encodes of a model: its checkpoint tensors, with experts apart where they are taken apart."""
+    codec.settle({view.name: view.size for view in views(model)}, Family.of(model.config.to_dict()))
+    return matrices(model, codec.experts)
+
+
 def _by_source(model: nn.Module, codec: Codec) -> dict[str, list[View]]:
     found: dict[str, list[View]] = {}
-    for view in matrices(model, codec.experts):
+    for view in encoded_views(model, codec):
         found.setdefault(view.source, []).append(view)
     return found
 

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from miles_core.embedded.layout import View, matrices, together, views
-from miles_core.precision.activation import RoundedInputs
-from miles_core.precision.fused_experts import Family
+from miles_core.embedded.layout import View, together, views
+from miles_core.precision.activation import RoundedInputs, encoded_views
 from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Unit
 
@@ -48,10 +47,9 @@ class FakeQuantizer:
 
     def __init__(self, model: nn.Module, codec: Codec) -> None:
         self.model, self.codec = model, codec
-        shapes = {view.name: view.size for view in views(model)}
-        codec.settle(shapes, Family.of(model.config.to_dict()))
-        codec.check(shapes)
-        self._groups = _groups(list(together(matrices(model, codec.experts))), codec)
+        encoded = encoded_views(model, codec)
+        codec.check({view.name: view.size for view in views(model)})
+        self._groups = _groups(list(together(encoded)), codec)
         self._owners = {s: _owner(model, s) for s in self._groups}
         self.inputs = RoundedInputs(model, codec)
         self._values: dict[str, Tensor] = {}

@@ -44,7 +44,7 @@ class Codec:
                 selector = Selector(format.skip, format.skip_origin, format.only, format.only_origin)
         self.selector = selector
         self.family = Family()
-        self._apart = format is not None
+        self._apart = True
         self._checked = False
 
     def settle(self, shapes: Mapping[str, Shape], family: Family) -> None:
