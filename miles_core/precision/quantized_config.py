@@ -9,6 +9,7 @@ from typing import Any
 
 from miles_core.precision.checkpoint_files import CONFIG, INDEX
 from miles_core.precision.format import Format
+from miles_core.precision.selector import tower
 
 #: Keys of config.json, at its top or in a part such as ``text_config``, that describe quantised weights.
 _KEYS = ("quantization_config", "compression_config")
@@ -71,7 +72,8 @@ def other_files(directory: Path, without: Iterable[str] = ()) -> dict[str, Path]
 def unquantized_modules(shapes: Mapping[str, tuple[int, ...]], quantized: Iterable[str]) -> list[str]:
     """Linear modules that keep their precision, as an engine must know them: every matrix of the checkpoint that is not
     quantised and no embedding, and ``lm_head`` also where it is tied and so not in the checkpoint. Engines hold all
-    experts of a layer in one module, so where none of them is quantised that module is named too."""
+    experts of a layer in one module, so where none of them is quantised that module is named too; and so are towers of
+    other modalities, because engines place them, and join matrices in them, under paths of their own."""
     chosen = set(quantized)
     left: dict[str, None] = {}
     experts: dict[str, bool] = {}  # module of all experts of a layer -> whether none of them is quantised
@@ -82,6 +84,7 @@ def unquantized_modules(shapes: Mapping[str, tuple[int, ...]], quantized: Iterab
             experts[module] = experts.get(module, True) and name not in chosen
         if name not in chosen and "embed" not in name and (joined or (len(shape) == 2 and name.endswith(".weight"))):
             left[name.removesuffix(".weight")] = None
+    left |= dict.fromkeys(module for name in shapes if (module := tower(name)) is not None)
     left |= dict.fromkeys(module for module, plain in experts.items() if plain)
     return list(left) if any(name.endswith("lm_head") for name in left) else [*left, "lm_head"]
 

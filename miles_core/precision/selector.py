@@ -1,10 +1,10 @@
 """Which weights a number format applies to.
 
 A number format applies to the matrices of linear layers and experts. Norms, embeddings, ``lm_head``, routers, biases,
-1-D tensors and MTP's ``eh_proj`` always keep their precision; a run adds selectors and layer ranges of its own. One dialect, over
-Hugging Face parameter names: a selector with a ``*`` is a glob for the whole name, any other is a substring, and
-``_`` does not count (``layer_norm`` finds ``input_layernorm``). Engine and trainer ask the same selector, so both
-leave the same weights alone.
+1-D tensors, MTP's ``eh_proj`` and the towers of other modalities always keep their precision; a run adds selectors and
+layer ranges of its own. One dialect, over Hugging Face parameter names: a selector with a ``*`` is a glob for the whole
+name, any other is a substring, and ``_`` does not count (``layer_norm`` finds ``input_layernorm``). Engine and trainer
+ask the same selector, so both leave the same weights alone.
 """
 
 from __future__ import annotations
@@ -31,6 +31,16 @@ NEVER = (
     "*.shared_expert_gate.weight",
     "*.indexer.weights_proj.weight",
     "eh_proj",
+)
+
+#: Module of another modality, or what joins it to the language model: a part of a name outside of the decoder's layers.
+_TOWER = re.compile(
+    r"(?:^|\.)("
+    r"(?:vision|visual|image|video|audio|speech)"
+    r"(?:_(?:tower|model|encoder|backbone|transformer|tokenizer|language_adapter|adapter|projector|projection(?:_layer)?|resampler))?"
+    r"|(?:multi_modal|multimodal|mm|vit_large)_projector|projector|connector|aligner|resampler|patch_merger|mlp1|vpm|apm"
+    r"|sam_model|talker|token2wav|code2wav|tts"
+    r")\."
 )
 
 #: Selectors people give by habit, which may match nothing (tied embeddings, another family's names).
@@ -75,6 +85,12 @@ def matches(selector: str, name: str) -> bool:
     if "*" in selector:
         return fnmatchcase(name, selector)
     return selector.replace("_", "") in name.replace("_", "")
+
+
+def tower(name: str) -> str | None:
+    """The module of another modality (``visual``, ``multi_modal_projector``, ...) that a parameter belongs to."""
+    found = None if _LAYER.match(name) else _TOWER.search(name)
+    return found[1] if found else None
 
 
 class Selector:
@@ -172,6 +188,8 @@ class Selector:
 
 def _always(name: str, shape: Shape) -> str | None:
     """Why no run quantises this tensor; None when it may."""
+    if (other := tower(name)) is not None:
+        return f"never quantised: {other} is not of the language model"
     rule = next((rule for rule in NEVER if matches(rule, name)), None)
     if rule is not None:
         return f"never quantised: {rule}"

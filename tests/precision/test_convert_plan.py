@@ -217,3 +217,70 @@ def test_joined_experts_stay_together_where_none_is_quantised_whatever_selected_
         f"{EXPERTS}.1.{part}.weight" for part in ("gate_proj", "up_proj")
     }
     assert not {t.name for job in partly.jobs for t in job.targets} & set(whole)
+
+
+#: What is kept beside the language model, as the families name it; ``layers.0`` in each is a layer of the decoder.
+MULTIMODAL = {
+    "gemma3": (
+        "language_model.model.layers.0.self_attn.q_proj.weight",
+        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
+        "multi_modal_projector.mm_input_projection.weight",
+    ),
+    "gemma3n": (
+        "model.language_model.layers.0.mlp.up_proj.weight",
+        "model.audio_tower.conformer.0.attention.attn.q_proj.weight",
+        "model.vision_tower.timm_model.blocks.0.0.conv_pw.weight",
+    ),
+    "llama4": (
+        "language_model.model.layers.0.self_attn.q_proj.weight",
+        "vision_model.model.layers.0.mlp.fc1.weight",
+        "multi_modal_projector.linear_1.weight",
+    ),
+    "glm4v_moe": (
+        "model.language_model.layers.0.self_attn.q_proj.weight",
+        "model.visual.blocks.0.attn.qkv.weight",
+        "model.visual.merger.gate_proj.weight",
+    ),
+    "qwen2_5_vl": (
+        "model.layers.0.self_attn.q_proj.weight",
+        "visual.blocks.0.mlp.up_proj.weight",
+        "visual.merger.mlp.0.weight",
+    ),
+    "qwen3_omni_moe": (
+        "thinker.model.layers.0.self_attn.q_proj.weight",
+        "thinker.audio_tower.layers.0.self_attn.q_proj.weight",
+        "talker.model.layers.0.mlp.up_proj.weight",
+    ),
+    "kimi_vl": (
+        "language_model.model.layers.0.self_attn.q_proj.weight",
+        "vision_tower.encoder.blocks.0.wqkv.weight",
+        "mm_projector.proj.0.weight",
+    ),
+    "internvl": (
+        "language_model.model.layers.0.self_attn.q_proj.weight",
+        "vision_model.a.attn.qkv.weight",
+        "mlp1.1.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_towers_of_other_modalities_keep_their_precision_and_are_named(checkpoint, weight, family):
+    text, *others = MULTIMODAL[family]
+    shapes = {text: (4, 4)} | dict.fromkeys(others, (3, 5))  # which the format could not even store
+    conversion = plan(checkpoint({"model.safetensors": {n: weight(*s) for n, s in shapes.items()}}, model_type=family))
+    assert [item.name for item in conversion.changed] == [text]
+    reasons = {item.name: item.reason for item in conversion.items if item.reason}
+    assert set(reasons) == set(others)
+    assert all(reason.endswith("is not of the language model") for reason in reasons.values())
+    ignored = json.loads(conversion.texts["config.json"])["quantization_config"]["ignore"]
+    assert {name.removesuffix(".weight") for name in others} < set(ignored)
+    towers = {reason.split()[2] for reason in reasons.values()}
+    assert towers < set(ignored) and all(f".{t}." in f".{n}" for n, r in reasons.items() for t in [r.split()[2]])
+    assert not any(text.startswith(module) for module in ignored)
+
+
+def test_what_a_decoder_layer_calls_by_a_towers_name_is_quantised(checkpoint, weight):
+    names = ["model.layers.0.mlp.vision_moe.up_proj.weight", "model.layers.0.connector.weight"]
+    conversion = plan(checkpoint({"model.safetensors": {n: weight(4, 4) for n in names}}))
+    assert [item.name for item in conversion.changed] == names
