@@ -40,8 +40,8 @@ class Layout:
 _GPT_OSS = Layout(
     True,
     interleaved=True,
-    caution="SGLang reads experts of gpt_oss only as its own checkpoints join them, in BF16 or MXFP4: one with quantised "
-    "experts is for miles' embedded engine and trainer; leave the experts alone to serve it with SGLang",
+    caution="production engines read experts of gpt_oss only joined, as its own checkpoints have them: one with quantised "
+    "experts is for the embedded engine and trainer; leave the experts alone to serve it elsewhere",
 )
 
 #: ``model_type`` -> how its published checkpoints join experts.

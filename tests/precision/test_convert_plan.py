@@ -201,7 +201,7 @@ def test_experts_left_alone_are_named_one_by_one_and_as_the_module_engines_have(
 def test_users_of_gpt_oss_are_told_who_reads_quantised_experts(checkpoint, weight):
     whole, _ = joined(weight, True, interleaved=True)
     source = checkpoint({"model.safetensors": whole | {"a.q_proj.weight": weight(4, 4)}}, model_type="gpt_oss")
-    assert any("SGLang reads experts of gpt_oss only as its own" in note for note in plan(source).notes)
+    assert any("engines read experts of gpt_oss only joined" in note for note in plan(source).notes)
     assert plan(source, Selector(("experts",))).notes == []
 
 
@@ -227,7 +227,7 @@ MULTIMODAL = {
         "multi_modal_projector.mm_input_projection.weight",
     ),
     "gemma3n": (
-        "model.language_model.layers.0.mlp.up_proj.weight",
+        "model.language_model.layers.0.mlp.down_proj.weight",
         "model.audio_tower.conformer.0.attention.attn.q_proj.weight",
         "model.vision_tower.timm_model.blocks.0.0.conv_pw.weight",
     ),
@@ -281,6 +281,6 @@ def test_towers_of_other_modalities_keep_their_precision_and_are_named(checkpoin
 
 
 def test_what_a_decoder_layer_calls_by_a_towers_name_is_quantised(checkpoint, weight):
-    names = ["model.layers.0.mlp.vision_moe.up_proj.weight", "model.layers.0.connector.weight"]
+    names = ["model.layers.0.mlp.vision_moe.down_proj.weight", "model.layers.0.connector.weight"]
     conversion = plan(checkpoint({"model.safetensors": {n: weight(4, 4) for n in names}}))
     assert [item.name for item in conversion.changed] == names
