@@ -113,7 +113,7 @@ class Runner:
         prompts = _read(cache.prefixes, name, prefix_slots)
         own = _read(cache.own, name, slots)
         if own is None:
-            return [prompts[w] for w in which]
+            return [prompts[w].copy() for w in which]
         return [np.concatenate([prompts[w], o]) for w, o in zip(which, own, strict=True)]
 
     def _context(self, tokens: int) -> Context:
@@ -138,10 +138,11 @@ def _field_slab(store: Store, name: str, like: Tensor) -> Tensor:
 
 
 def _read(store: Store, name: str, slots: np.ndarray) -> list[np.ndarray] | None:
+    """Views, one a slot, of a copy of what the slots hold."""
     slab = store.slabs.get(("field", name))
     if slab is None:
         return None
     lengths = store.lengths[slots]
     picked = slab[to_device(slots, slab.device), 0, : int(lengths.max(initial=0))].cpu()
     rows = (picked.float() if picked.dtype == torch.bfloat16 else picked).numpy()
-    return [r[:n].copy() for r, n in zip(rows, lengths, strict=True)]
+    return [r[:n] for r, n in zip(rows, lengths.tolist(), strict=True)]
