@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from measure import ROOT, finish, installed, options
 #: SGLang generates from a checkpoint as we read it when it is that much nearer than an unrelated model.
 NEAR = 0.25
 PROMPTS, TOKENS, VOCABULARY = 16, 48, 64
+#: The line by which the worker says that the checkpoint is loaded.
+STARTED = "SGLang has started"
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
 FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
     "dense": ("qwen3", {}),
@@ -105,9 +107,10 @@ def main() -> None:
     setup = {"server": server(given), "prompts": PROMPTS, "tokens": TOKENS, "kernel_build_seconds": built}
     versions = lambda: installed("torch", "transformers", "miles-core")  # noqa: E731
     finish("sglang_interop", {**setup, "cases": rows}, given.save, versions, given.variant)
-    far = [row["case"] for row in rows if row.get("near") is False]
-    if far:
+    if far := [row["case"] for row in rows if row.get("near") is False]:
         sys.exit(f"SGLang generates from other numbers than the embedded engine: {', '.join(far)}")
+    if failed := [row["case"] for row in rows if "failed" in row]:
+        sys.exit(f"SGLang started and did not answer: {', '.join(failed)}")
 
 
 def server(given: Any) -> dict[str, Any]:
@@ -145,7 +148,7 @@ def measured(case: Case, place: Path, given: Any) -> dict[str, Any]:
         checkpoint(case, place, seed, form) for form in (False, True) for seed in (0, 1)
     )
     said = ask_sglang(stored, place, given)
-    if "refused" in said:
+    if "refused" in said or "failed" in said:
         return {"case": str(case), **said}
     numbers = {name: said[name] for name in said if name not in ("prompts", "greedy", "sampled")}
     row: dict[str, Any] = {"case": str(case), "stored_bytes": stored_bytes(stored), **numbers}
@@ -195,15 +198,20 @@ def ask_sglang(path: Path, place: Path, given: Any) -> dict[str, Any]:
     answer.unlink(missing_ok=True)
     command = [given.sglang_python, ROOT / "benchmarks" / "sglang_worker.py", place / "job.json", answer]
     print(f"SGLang: {path.name}", file=sys.stderr, flush=True)
-    with log.open("w") as out:
-        code = subprocess.run(command, stdout=out, stderr=out, timeout=given.timeout, check=False).returncode
+    with log.open("w") as out, suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, stdout=out, stderr=out, timeout=given.timeout, check=False)
     if answer.exists():
         return {"prompts": prompts, **json.loads(answer.read_text(encoding="utf-8"))}
     lines = log.read_text(errors="replace").splitlines()
-    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
-    if not errors:
-        sys.exit("\n".join([*lines[-40:], f"SGLang ended with exit code {code} and no error"]))
-    return {"refused": errors[-1]}
+    print("\n".join(lines[-60:]), file=sys.stderr)
+    return {"failed" if STARTED in lines else "refused": why(lines)}
+
+
+def why(lines: list[str]) -> str:
+    """The scheduler's own error of a log, or what stands last in it."""
+    first = next((i for i, line in enumerate(lines) if "Scheduler hit an exception" in line), 0)
+    errors = [line for line in lines[first:] if line.partition(":")[0].endswith(("Error", "Exception"))]
+    return (errors or lines or ["nothing was logged"])[0 if errors else -1]
 
 
 def embedded(case: Case, path: Path, rounds: bool, said: dict[str, Any], given: Any) -> dict[str, Any]:

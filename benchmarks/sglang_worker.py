@@ -37,6 +37,7 @@ def answer(job: dict[str, Any], out: Path) -> None:
         "device": device(torch),
         "start_seconds": round(time.perf_counter() - start, 1),
     }
+    print("SGLang has started", file=sys.stderr, flush=True)
     try:
         short = {"temperature": 0.0, "max_new_tokens": 2, "ignore_eos": True}
         start = time.perf_counter()
