@@ -3,9 +3,12 @@
 A tiny random model (Qwen3 and Qwen3-MoE, shapes that SGLang's kernels accept) is converted by ``miles convert``. SGLang, in
 a process of its own (``--sglang-python``), answers 16 prompts greedily and at temperature 1. The embedded engine then scores
 the same tokens, from the same files: as it emulates the format, with the weights alone in the format, with the BF16
-source, and with the same format of a model from another seed. Reported is the mean of |log p(SGLang) - log p(embedded)|;
-the last of the four says how large it is when two models have nothing in common. The exit code is 1 when SGLang generates
-but is nearer to that than a quarter. A format that SGLang refuses on this machine is reported with its sentence.
+source, and with the same format of a model from another seed.
+
+Reported is the mean of |log p(SGLang) - log p(embedded)|. Two numbers say what it means: how large it is for the model from
+another seed, and ``own_noise``, how large it is between the embedded engine in BF16 and in FP32. The exit code is 1 when
+SGLang is farther from both readings of the format than a quarter of the former. A format that SGLang refuses on this machine
+is reported with its sentence.
 
 SGLang 0.5.17 compiles its Marlin kernels (INT4, and NVFP4 before sm_100) in the first request that needs them, for many
 minutes; ``--build-kernels`` does it beforehand, on all cores, and says how long it took.
@@ -139,7 +142,9 @@ def built_kernels(given: Any) -> dict[str, float]:
     said = {name: process.communicate()[0] for name, process in running.items()}
     if failed := [name for name in names if running[name].returncode]:
         sys.exit(f"SGLang's kernels did not compile: {', '.join(failed)}; see above")
-    return {name: float(text.split()[-1]) for name, text in said.items()}
+    seconds = {name: float(text.split()[-1]) for name, text in said.items()}
+    print(f"compiled {seconds}", file=sys.stderr, flush=True)
+    return seconds
 
 
 def measured(case: Case, place: Path, given: Any) -> dict[str, Any]:
@@ -165,6 +170,7 @@ def measured(case: Case, place: Path, given: Any) -> dict[str, Any]:
     row["greedy"]["tokens_equal_to_other_model"] = common(said["greedy"], scored["other_model"]["generated"])
     means = {name: row["sampled"][name]["mean"] for name in readings}
     row["of_other_model"] = {n: round(means[n] / means["other_model"], 4) for n in readings if n != "other_model"}
+    row["own_noise"] = own_noise(case, stored, given)
     row["near"] = min(means["emulated"], means["weights_only"]) < NEAR * means["other_model"]
     return row
 
@@ -188,11 +194,15 @@ def checkpoint(case: Case, place: Path, seed: int, converted: bool) -> Path:
     return target
 
 
+def prompts() -> list[list[int]]:
+    """Random token ids, 8 to 24 of them each, the same every time."""
+    random = np.random.default_rng(0)
+    return [random.integers(2, VOCABULARY, random.integers(8, 25)).tolist() for _ in range(PROMPTS)]
+
+
 def ask_sglang(path: Path, place: Path, given: Any) -> dict[str, Any]:
     """What SGLang answered from ``path``, or ``refused`` with the last error it logged."""
-    random = np.random.default_rng(0)
-    prompts = [random.integers(2, VOCABULARY, random.integers(8, 25)).tolist() for _ in range(PROMPTS)]
-    job = {"options": {"model_path": str(path), **server(given)}, "prompts": prompts, "tokens": TOKENS}
+    job = {"options": {"model_path": str(path), **server(given)}, "prompts": prompts(), "tokens": TOKENS}
     (place / "job.json").write_text(json.dumps(job), encoding="utf-8")
     answer, log = place / "answer.json", place / "sglang.log"
     answer.unlink(missing_ok=True)
@@ -201,7 +211,7 @@ def ask_sglang(path: Path, place: Path, given: Any) -> dict[str, Any]:
     with log.open("w") as out, suppress(subprocess.TimeoutExpired):
         subprocess.run(command, stdout=out, stderr=out, timeout=given.timeout, check=False)
     if answer.exists():
-        return {"prompts": prompts, **json.loads(answer.read_text(encoding="utf-8"))}
+        return {"prompts": prompts(), **json.loads(answer.read_text(encoding="utf-8"))}
     lines = log.read_text(errors="replace").splitlines()
     print("\n".join(lines[-60:]), file=sys.stderr)
     return {"failed" if STARTED in lines else "refused": why(lines)}
@@ -215,7 +225,12 @@ def why(lines: list[str]) -> str:
 
 
 def embedded(case: Case, path: Path, rounds: bool, said: dict[str, Any], given: Any) -> dict[str, Any]:
-    """The embedded engine's log-probabilities of SGLang's tokens, and its own greedy tokens.
+    """The embedded engine's log-probabilities of SGLang's tokens, and its own greedy tokens."""
+    return asyncio.run(replies(engine_for(case, path, rounds, given), said))
+
+
+def engine_for(case: Case, path: Path, rounds: bool, given: Any, dtype: str = "bfloat16") -> Any:
+    """An embedded engine with the weights in ``path``.
 
     ``rounds``: inputs of quantised matrices are rounded where the format says so."""
     from miles_core.config.load import load
@@ -229,9 +244,27 @@ def embedded(case: Case, path: Path, rounds: bool, said: dict[str, Any], given: 
     if rounds and case.format != "bf16":
         config = load(["--rollout-precision", case.format, *case.words.split()])
         codec = codec_for(format_class(case.format), config, str(path))
-    model = load_model(path, "bfloat16", resolve_device(given.device))
-    engine = EmbeddedEngine(model, Settings(detokenize=lambda tokens: "", codec=codec))
-    return asyncio.run(replies(engine, said))
+    model = load_model(path, dtype, resolve_device(given.device))
+    return EmbeddedEngine(model, Settings(detokenize=lambda tokens: "", codec=codec))
+
+
+def own_noise(case: Case, path: Path, given: Any) -> float:
+    """What BF16 arithmetic alone does: the mean |difference| between the emulation in BF16 and in FP32, over tokens that
+    the first sampled. Two correct implementations of the format in BF16 can be this far apart."""
+    from miles_core.rollout.engine import Request, Sampling
+
+    async def scored() -> float:
+        low, high = (engine_for(case, path, True, given, dtype) for dtype in ("bfloat16", "float32"))
+        await low.start()
+        await high.start()
+        how = Sampling(max_new_tokens=TOKENS, ignore_eos=True)
+        requests = [Request(prompt, how, key=i) for i, prompt in enumerate(prompts())]
+        made = await asyncio.gather(*(low.generate(request) for request in requests))
+        whole = [request.tokens + response.tokens for request, response in zip(requests, made, strict=True)]
+        a, b = await low.score(whole), await high.score(whole)
+        return float(np.concatenate([np.abs(x - y)[-TOKENS:] for x, y in zip(a, b, strict=True)]).mean())
+
+    return round(asyncio.run(scored()), 5)
 
 
 async def replies(engine: Any, said: dict[str, Any]) -> dict[str, Any]:
@@ -239,13 +272,13 @@ async def replies(engine: Any, said: dict[str, Any]) -> dict[str, Any]:
     from miles_core.rollout.engine import Request, Sampling
 
     await engine.start()
-    prompts, found = said["prompts"], {}
+    found: dict[str, Any] = {}
     for kind in ("greedy", "sampled"):
         responses = [r["tokens"] for r in said[kind]]
-        scored = await engine.score([p + r for p, r in zip(prompts, responses, strict=True)])
+        scored = await engine.score([p + r for p, r in zip(said["prompts"], responses, strict=True)])
         found[kind] = [s[-len(r) :] for s, r in zip(scored, responses, strict=True)]
     greedy = Sampling(max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-    own = await asyncio.gather(*(engine.generate(Request(p, greedy)) for p in prompts))
+    own = await asyncio.gather(*(engine.generate(Request(p, greedy)) for p in said["prompts"]))
     await engine.stop()
     return {**found, "generated": [r.tokens for r in own]}
 
