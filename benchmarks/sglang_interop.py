@@ -108,8 +108,8 @@ def main() -> None:
             rows.append(measured(case, Path(place), given))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     setup = {"server": server(given), "prompts": PROMPTS, "tokens": TOKENS, "kernel_build_seconds": built}
-    versions = lambda: installed("torch", "transformers", "miles-core")  # noqa: E731
-    finish("sglang_interop", {**setup, "cases": rows}, given.save, versions, given.variant)
+    names = ("torch", "transformers", "miles-core")
+    finish("sglang_interop", {**setup, "cases": rows}, given.save, lambda: installed(*names), given.variant)
     if far := [row["case"] for row in rows if row.get("near") is False]:
         sys.exit(f"SGLang generates from other numbers than the embedded engine: {', '.join(far)}")
     if failed := [row["case"] for row in rows if "failed" in row]:
