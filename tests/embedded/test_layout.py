@@ -23,7 +23,6 @@ SMALL = {
 }
 MORE = {
     "mixtral": transformers.MixtralConfig(**SMALL, intermediate_size=8, num_local_experts=4),
-    "gpt_oss": transformers.GptOssConfig(**SMALL, head_dim=8, intermediate_size=8, num_local_experts=4),
     "qwen3_tied": transformers.Qwen3Config(**SMALL, head_dim=8, intermediate_size=8, tie_word_embeddings=True),
 }
 

@@ -19,18 +19,19 @@ from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.toy import toy_files, toy_run
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
-FAMILIES = ("qwen3_moe", "qwen3", "llama")
+LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32}
+FAMILIES = ("qwen3_moe", "qwen3", "llama", "deepseek_v32")
 FORMATS = sorted(providers())
 
 
 def bf16_checkpoint(family, directory, dtype="bfloat16"):
     """A tiny model with weights of very different sizes, stored in ``dtype``."""
-    tiny_checkpoint(family, directory, dtype=dtype, **SIZES)
+    tiny_checkpoint(family, directory, dtype=dtype, **SIZES, **(LATENT if family == "deepseek_v32" else {}))
     path = directory / "model.safetensors"
     stored = load_file(path)
     for i, (name, tensor) in enumerate(stored.items()):
         scale = torch.logspace(-3, 3, tensor.shape[0])[:, None] if tensor.ndim > 1 else 1.0
-        stored[name] = (tensor.float() * scale * (1 + i % 5)).to(getattr(torch, dtype))
+        stored[name] = (tensor.float() * scale * (1 + i % 5)).to(tensor.dtype)
     save_file(stored, path, metadata={"format": "pt"})
     return directory
 
@@ -61,7 +62,7 @@ def test_converter_sync_trainer_and_engine_hold_the_same_bytes(tmp_path, name, f
 
     quantizer = install(model, codec)
     engine = load_model(out, "float32")
-    theirs = dict(engine.named_parameters())
+    theirs = engine.state_dict()
     for view in views(model):
         expected = values[view.name]
         assert torch.equal(view.of(theirs[view.source].detach()), expected.float()), view.name
