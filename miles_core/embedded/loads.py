@@ -39,8 +39,10 @@ class Loads:
     def open(self, ctx: Context, packing: Packing) -> None:
         """Start counting for this context."""
         if self._experts:
-            served = packing.row_of[packing.row_of >= 0]
-            ctx.state[_KEY] = torch.bincount(served, minlength=len(packing.rows))
+            rows = len(packing.rows)
+            row_of = torch.where(packing.row_of < 0, rows, packing.row_of)
+            # how many tokens each row serves; written without a choice that a GPU would have to wait for
+            ctx.state[_KEY] = row_of.new_zeros(rows + 1).scatter_add_(0, row_of, torch.ones_like(row_of))[:rows]
 
     def close(self, ctx: Context) -> None:
         """Stop counting, so that a recomputation counts nothing."""
