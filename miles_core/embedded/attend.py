@@ -140,7 +140,6 @@ class Layout:
         within = np.arange(self.rows) - np.repeat(size.cumsum() - size, size)
         self.groups, self.members = len(used), int(size.max())
         lengths = prefixes.lengths[used]
-        self.prefixes = used[group]
         self.prefix_width = int(lengths.max())
         gather = np.zeros(self.groups * self.members, np.int64)
         place = group[order] * self.members + within
@@ -173,18 +172,17 @@ class Layout:
         mask = self.mask
         if sight.window:
             if sight.window not in self._windows:
-                self._windows[sight.window] = mask.masked_fill(self._before(sight.window), _NEVER)
+                self._windows[sight.window] = mask.masked_fill(self._gone(sight.window), _NEVER)
             mask = self._windows[sight.window]
         return mask if sight.choice is None else mask.masked_fill(~sight.choice.masks, _NEVER)
 
-    def _before(self, window: int) -> Tensor:
-        """[rows, queries, prefix_width + width] True for tokens that left the window."""
-        prefix = to_device(self.prefix_lengths, self.device)[:, None, None]
-        last = (
-            to_device(self.before, self.device)[:, None, None] + torch.arange(self.queries, device=self.device)[:, None]
-        )
-        own = torch.arange(self.width, device=self.device) <= last - window
-        return torch.cat([torch.arange(self.prefix_width, device=self.device) <= prefix + last - window, own], -1)
+    def _gone(self, window: int) -> Tensor:
+        """[rows, queries, prefix_width + width] True for tokens that left the window of a query."""
+        queries = torch.arange(self.queries, device=self.device)
+        last = to_device(self.before, self.device)[:, None, None] + queries[:, None] - window
+        prompt = to_device(self.prefix_lengths, self.device)[:, None, None]
+        columns = (torch.arange(width, device=self.device) for width in (self.prefix_width, self.width))
+        return torch.cat([column <= end for column, end in zip(columns, (prompt + last, last), strict=True)], -1)
 
     def _beyond(self, width: int, last: Tensor) -> Tensor:
         """[rows, queries, width] True for columns after ``last`` [rows, queries]."""
@@ -286,7 +284,8 @@ class DecodeCall:
             own = self._append(INDEX, layer, (flat if lay.even else flat.index_select(0, lay.query_unpad))[None, None])
             if few:
                 return fed[:, :1]
-            prompts = lay.cache.prefixes.slabs[INDEX, layer][to_device(lay.prefixes, lay.device), 0, : lay.prefix_width]
+            slots = to_device(lay.cache.prefix_of[lay.slots], lay.device)
+            prompts = lay.cache.prefixes.slabs[INDEX, layer][slots, 0, : lay.prefix_width]
             own = own[: lay.rows] if lay.own_slots is None else own.index_select(0, lay.own_slots)
             return torch.cat([prompts, own[:, 0, : lay.width]], 1)
 
@@ -294,8 +293,8 @@ class DecodeCall:
             indexed = indexed.map(torch.index_select, 0, lay.query_pad)
         indexed = indexed.map(lambda x: x.view(lay.rows, lay.queries, *x.shape[1:]))
         seen = lay.mask == 0
-        chosen = indexed.choose(extend, seen[:, :, :1] if few else seen)
-        return Choice(None if few else chosen)
+        kept = indexed.choose(extend, seen[:, :, :1] if few else seen)
+        return Choice(None if few else kept)
 
     def _weights(
         self, q: Tensor, layer: int, own_k: Tensor, shared: int, scaling: float, sight: Sight | None
