@@ -251,6 +251,12 @@ class Precision:
         0, help="optimiser steps with quantisation off on both sides, to the end of the rollout step they end in", ge=0
     )
     warmup_precision: Literal["bf16"] = option("bf16", help="precision of both sides until then")
+    quantized_product: Literal["auto", "native", "emulated"] = option(
+        "auto",
+        help="how the embedded engine's and trainer's quantised linear layers multiply: native reads the codes with the "
+        "GPU's tensor cores, emulated dequantises them and multiplies in the model's dtype; auto is native where the "
+        "format, the GPU and torch have it, and emulated with --emulate-precision",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

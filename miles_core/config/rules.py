@@ -64,6 +64,14 @@ RULES: tuple[Rule, ...] = (
         "or precision.extra_high_precision_layers",
     ),
     Rule(_QUANTISED, "a warm-up ends with quantisation switched on", when="precision.warmup_steps"),
+    Rule(
+        _QUANTISED, "without a number format there is no product of codes", when="precision.quantized_product != auto"
+    ),
+    Rule(
+        "not precision.emulated",
+        "a native product needs the tensor cores that a run with --emulate-precision does without",
+        when="precision.quantized_product == native",
+    ),
     Rule("profile", "traces are only recorded then", when="profile_dir"),
 )
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from miles_core.embedded.engine import EmbeddedEngine, Settings
 from miles_core.embedded.model import build_model
+from miles_core.precision.product import Products
 from miles_core.precision.select import make_codec
 
 
@@ -24,6 +25,7 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
         max_context=config.rollout.max_context_len or 0,
         codec=make_codec(run, policy),
         codec_of=lambda precision: make_codec(run, policy, precision),
+        products=Products.from_config(config),
         kv_cache_dtype="" if config.rollout.kv_cache_dtype == "auto" else config.rollout.kv_cache_dtype,
     )
     engine = EmbeddedEngine(model, settings)

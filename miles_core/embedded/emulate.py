@@ -57,6 +57,8 @@ def emulating(trainer: EmbeddedTrainer, emulation: Emulation, codec: Codec, kept
         if emulation.kv_dtype:
             stack.enter_context(_swapped(trainer.state, KV_DTYPE, check_kv_dtype(emulation.kv_dtype)))
         if emulation.through is not None:
+            if emulation.emulated_products:
+                stack.enter_context(emulation.through.emulated_products())
             stack.enter_context(_swapped(trainer.__dict__, "model", _model_of(emulation.through)))
         yield
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,9 @@ from miles_core.errors import MilesError, NonFiniteError
 from miles_core.plugin.core import CORE
 from miles_core.precision.activation import RoundedInputs
 from miles_core.precision.format import Format
+from miles_core.precision.native import linear_shapes
 from miles_core.precision.parity import FormatItself
+from miles_core.precision.product import Products
 from miles_core.rollout.engine import Engine, PauseMode, Request, Response
 from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Encoded
@@ -48,6 +51,7 @@ class Settings:
         kv_cache_dtype: keys and values hold what this type can (``call.KV_DTYPES``); "" is the model's own.
         codec: reads encoded weights, and rounds the inputs of layers where their format says so.
         codec_of: precision -> codec, for ``rebuild``.
+        products: how quantised layers multiply.
         decoder: one scheduler step; core's emits one token a row.
     """
 
@@ -59,6 +63,7 @@ class Settings:
     kv_cache_dtype: str = ""
     codec: Codec = field(default_factory=Codec)
     codec_of: Callable[[str], Codec] | None = None
+    products: Products = field(default_factory=Products)
     decoder: Decoder = field(default_factory=PlainDecoder)
 
 
@@ -73,7 +78,7 @@ class EmbeddedEngine(Engine):
         config = model.config.get_text_config()
         self.max_context = settings.max_context or config.max_position_embeddings
         self.codec = settings.codec
-        self._inputs = RoundedInputs(model, self.codec)
+        self._inputs = self._rounded_inputs()
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype)
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
@@ -127,7 +132,7 @@ class EmbeddedEngine(Engine):
         if not self._paused and (self.rows or self.scheduler.waiting):
             raise RuntimeError(f"update_weights with {len(self.rows)} requests in flight: pause or abort them first")
         self._usable = False
-        load_units(self.model, units, self.codec.decode)
+        load_units(self.model, self._inputs.taking(units), self.codec.decode)
         self._version, self._usable = version, True
         self._prompts.retire()
 
@@ -154,20 +159,28 @@ class EmbeddedEngine(Engine):
         self._prompts.clear()
 
     async def rebuild(self, layout: dict[str, Any]) -> None:
-        """Weights always lie here as plain numbers: a precision is how they are read, and how inputs are rounded."""
+        """Weights always lie here as plain numbers, beside the codes of native products: a precision is how they are
+        read, and how products read their inputs."""
         if not self._paused and (self.rows or self.scheduler.waiting):
             raise RuntimeError(f"rebuild with {len(self.rows)} requests in flight: pause or abort them first")
         if self.settings.codec_of is None:
             raise RuntimeError("this engine was built without a way to make other codecs (Settings.codec_of)")
         self._inputs.remove()
         self.codec = self.settings.codec_of(layout["precision"])
-        self._inputs = RoundedInputs(self.model, self.codec)
+        self._inputs = self._rounded_inputs()
         self._usable = False
         self._prompts.retire()
 
     def quantizer(self, format: Format) -> FormatItself:
         """There is no other code here than the format's own."""
-        return FormatItself(format)
+        return FormatItself(format, self.settings.products.of(format, self.model), linear_shapes(self.model))
+
+    @property
+    def native_products(self) -> bool:
+        return bool(self._inputs.layers)
+
+    def emulated_products(self) -> AbstractContextManager[None]:
+        return self._inputs.emulated()
 
     def model_facts(self) -> Mapping[str, Any]:
         return facts_of(self.model)
@@ -344,8 +357,10 @@ class EmbeddedEngine(Engine):
                 else:
                     row.future.cancel()
 
-    # -- small things
-    # ---------------------------------------------------------------------------------------------------
+    # -- small things -----------------------------------------------------------------------------------------------
+
+    def _rounded_inputs(self) -> RoundedInputs:
+        return RoundedInputs(self.model, self.codec, self.settings.products.of(self.codec.format, self.model))
 
     def _slots(self, rows: Sequence[Row]) -> np.ndarray:
         return np.fromiter((row.slot for row in rows), np.int64, len(rows))

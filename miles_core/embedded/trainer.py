@@ -31,6 +31,7 @@ from miles_core.embedded.packing import Packing, pack
 from miles_core.embedded.split import split
 from miles_core.errors import NonFiniteError
 from miles_core.precision.format import Format
+from miles_core.precision.native import linear_shapes
 from miles_core.precision.parity import FormatItself
 from miles_core.precision.select import TrainedPrecision
 from miles_core.rollout.fields import SAMPLING_SUPPORT
@@ -204,7 +205,8 @@ class EmbeddedTrainer(Trainer):
 
     def quantizer(self, format: Format) -> FormatItself:
         """There is no other code here than the format's own."""
-        return FormatItself(format)
+        product = None if self.precision is None else self.precision.products.of(format, self.model)
+        return FormatItself(format, product, linear_shapes(self.model))
 
     def model_facts(self) -> Mapping[str, Any]:
         """See ``Trainer.model_facts``."""

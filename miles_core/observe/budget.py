@@ -36,6 +36,7 @@ ROUTING = "routing"
 WEIGHTS = "weight quantisation"
 STALE = "staleness"
 ACTIVATIONS = "activation quantisation"
+PRODUCTS = "native products"
 CACHE = "KV cache precision"
 KERNELS = "kernels and batching"
 UNEXPLAINED = "kernels and unexplained"
@@ -108,7 +109,8 @@ class _Chain:
     def __init__(self, run: Run, policy: Policy, samples: Sequence[Sample]) -> None:
         self.run, self.policy, self.samples = run, policy, samples
         self.engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
-        self.quantised = current(run, policy).rollout != PLAIN
+        now = current(run, policy)
+        self.quantised, self.mixed = now.rollout != PLAIN, now.rollout != now.train
         self.keep: list[str] = []
         self.emulation = Emulation()
         self.stale = np.zeros(len(samples), bool)
@@ -121,7 +123,10 @@ class _Chain:
         if self.quantised:
             await self.switch(WEIGHTS, encoded=True)
         here = await self.switch(STALE, held=self.policy.engine)
-        if here:
+        if here and self.mixed and self.policy.engine.native_products:
+            await self.switch(ACTIVATIONS, through=self.policy.engine, emulated_products=True)
+            await self.switch(PRODUCTS, emulated_products=False)
+        elif here:
             await self.switch(ACTIVATIONS, through=self.policy.engine)
         else:
             await self.elsewhere()

@@ -1,4 +1,4 @@
-"""Quantised activations: the input of every quantised matrix, rounded as the format's matrix products read it.
+"""The products of quantised layers: their inputs, rounded as the format's matrix products read them.
 
 A product in low precision reads two operands. Where a format quantises activations too, the engine's emulation and the
 trainer's fake-quantised forward both round them here, with the format's own function, exactly where the weight is
@@ -9,11 +9,16 @@ A token's rounding depends on that token alone, so neither batching nor packing 
 sides with the same codes is floating-point noise in front of the rounding: a value within that noise of the boundary
 between two codes may fall to either side, which moves it by one code (6 to 12 % of its value in E4M3). With the
 kernels of one machine this is rare, and it is why unified modes are at the level of kernels and not at zero.
+
+Where there is a native product (``precision.product``), linear layers that hold one whole checkpoint tensor hand their
+input to it as it is: it makes the same codes and multiplies them. The backward pass stays that of the emulated product,
+with the dequantised weight and the rounded input. Experts, and linear layers that join several tensors, are emulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +28,10 @@ from miles_core.embedded.experts import INPUT_ROUNDING, round_inputs
 from miles_core.embedded.layout import View, matrices, views
 from miles_core.errors import ConfigError
 from miles_core.precision.fused_experts import Family
+from miles_core.precision.native import NativeLinear
+from miles_core.precision.product import Product
 from miles_core.sync.encode import Codec
+from miles_core.sync.unit import Encoded
 
 #: Weight of an experts module -> experts whose input is rounded, [experts] bool; None is all of them.
 Chosen = dict[str, Tensor | None]
@@ -35,17 +43,23 @@ class RoundedInputs:
     Args:
         model: prepared by ``miles_core.embedded.model``, before checkpointing, compilation or sharding wrap it.
         codec: which weights are quantised, and how.
+        product: multiplies codes in place of linear layers' own product, once ``take`` has brought their weights; None
+            emulates it.
 
     Raises:
         ConfigError: matrices that read one input are quantised in part, or a module is neither linear nor experts.
     """
 
-    def __init__(self, model: nn.Module, codec: Codec) -> None:
+    def __init__(self, model: nn.Module, codec: Codec, product: Product | None = None) -> None:
         self.enabled = True
+        self.native = True
+        self.product = product
+        self.layers: dict[str, NativeLinear] = {}
         self._handles: list[Any] = []
         self._experts: dict[nn.Module, Any] = {}
         if codec.format is None or not codec.format.quantizes_activations:
             return
+        self.format = codec.format
         self._round = codec.format.fake_quantize_activation
         for source, members in _by_source(model, codec).items():
             chosen = [codec.quantises(view.name, view.size) for view in members]
@@ -59,8 +73,31 @@ class RoundedInputs:
         rounded: Tensor = _StraightThrough.apply(x, self._round)
         return rounded
 
+    def take(self, encoded: Encoded) -> None:
+        """One tensor of a weight update: the codes that a native layer multiplies from now on."""
+        if encoded.name in self.layers:
+            self.layers[encoded.name].take(encoded)
+
+    def taking(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
+        """The update as it is, each tensor taken when it passes."""
+        for encoded in units:
+            self.take(encoded)
+            yield encoded
+
+    @contextmanager
+    def emulated(self) -> Iterator[None]:
+        """While this is open, native layers are emulated too."""
+        self.native = False
+        try:
+            yield
+        finally:
+            self.native = True
+
     def remove(self) -> None:
         """Leave the model as it was."""
+        for layer in self.layers.values():
+            layer.remove()
+        self.layers = {}
         for handle in self._handles:
             handle.remove()
         for module, before in self._experts.items():
@@ -73,7 +110,10 @@ class RoundedInputs:
         parameter = module._parameters[attribute]
         if isinstance(module, nn.Linear):
             _all_or_none(members, chosen)
-            self._handles.append(module.register_forward_pre_hook(self._enter))
+            if self.product is not None and len(members) == 1 and self.product.takes(members[0].size):
+                self.layers[members[0].name] = NativeLinear(self, module, self.format, self.product)
+            else:
+                self._handles.append(module.register_forward_pre_hook(self._enter))
         elif parameter is not None and parameter.ndim == 3:
             if module not in self._experts:
                 self._experts[module] = getattr(module, INPUT_ROUNDING, None)

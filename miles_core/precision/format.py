@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from miles_core.precision.product import NoProduct
+
 if TYPE_CHECKING:
     from miles_core.config.config import Config
+    from miles_core.precision.product import Product
 
 #: Suffix of a stored tensor -> the tensor; see ``Stored``.
 Parts = dict[str, Tensor]
@@ -115,6 +118,14 @@ class Format(ABC):
     def quantizes_activations(self) -> bool:
         """Whether the input of a quantised layer is quantised too: where ``fake_quantize_activation`` is written."""
         return type(self).fake_quantize_activation is not Format.fake_quantize_activation
+
+    def product(self, device: torch.device, dtype: torch.dtype) -> Product:
+        """The matrix product of this format's codes by ``device``'s tensor cores, with results in ``dtype``; a format
+        that has one overrides this.
+
+        Raises:
+            NoProduct: there is none here, and why."""
+        raise NoProduct(f"{self.name} has no product of its own; dequantised codes are multiplied on every device")
 
     @abstractmethod
     def config(self, unquantized: list[str]) -> dict[str, Any]:

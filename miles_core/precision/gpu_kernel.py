@@ -34,7 +34,7 @@ def usable(tensor: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:
         return False
     if tensor.requires_grad and torch.is_grad_enabled():
         return False
-    return _has_triton() and torch.cuda.get_device_capability(tensor.device) >= capability
+    return has_triton() and torch.cuda.get_device_capability(tensor.device) >= capability
 
 
 @contextmanager
@@ -60,5 +60,6 @@ def room(format: Format, shape: tuple[int, int], device: torch.device, out: Part
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed."""
     return find_spec("triton") is not None

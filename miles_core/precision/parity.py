@@ -5,7 +5,7 @@ divides, a library that rounds a scale up. A backend therefore declares, for eac
 (``bytes``, ``values``, or within ``bounded(eps)``), for weights and for activations apart. Before the first step both
 sides quantise a few small probes (random, with a tile of zeros, with heavy tails, a piece of a real layer) and are
 compared with the ``Format``; a result worse than declared stops the run. The embedded backend calls the format
-itself: ``bytes``.
+itself: ``bytes``. Where products read the codes, they are measured too (``precision.product_probe``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from miles_core.errors import MilesError
 from miles_core.precision.format import Format, Parts
+from miles_core.precision.product import Product
+from miles_core.precision.product_probe import check_product
 
 if TYPE_CHECKING:
     from miles_core.sync.encode import Codec
@@ -66,6 +68,10 @@ class Quantizer(ABC):
 
     weights: Parity = BYTES
     activations: Parity = BYTES
+    #: the backend's own product of codes, which declares its distance itself; None where dequantised codes are multiplied
+    product: Product | None = None
+    #: [N, K] of the weights that ``product`` multiplies in the run's model
+    shapes: tuple[tuple[int, int], ...] = ()
 
     @abstractmethod
     def weight(self, weight: Tensor) -> Parts:
@@ -77,10 +83,10 @@ class Quantizer(ABC):
 
 
 class FormatItself(Quantizer):
-    """A backend that has no code of its own."""
+    """A backend that has no code of its own; ``product`` is the format's."""
 
-    def __init__(self, format: Format) -> None:
-        self.format = format
+    def __init__(self, format: Format, product: Product | None = None, shapes: Iterable[tuple[int, int]] = ()) -> None:
+        self.format, self.product, self.shapes = format, product, tuple(shapes)
 
     def weight(self, weight: Tensor) -> Parts:
         return self.format.quantize(weight)
@@ -107,10 +113,12 @@ class SideParity:
     probes: tuple[str, ...]
     declared: tuple[Parity, Parity]
     measured: tuple[Measured, Measured]
+    #: (declared, measured) of products that read codes, against the emulated ones; None where they are emulated
+    products: tuple[Parity, Parity] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        tensors = {}
+        tensors: dict[str, dict[str, Any]] = {}
         for what, declared, found in zip(TENSORS, self.declared, self.measured, strict=True):
             tensors[what] = {
                 "declared": str(declared),
@@ -118,6 +126,8 @@ class SideParity:
                 "differing": found.differing,
                 "worst_probe": found.probe,
             }
+        if self.products is not None:
+            tensors["products"] = {"declared": str(self.products[0]), "measured": str(self.products[1])}
         return {"backend": self.backend, "format": self.format, "probes": list(self.probes), **tensors}
 
 
@@ -170,7 +180,8 @@ def check(
         what was measured.
 
     Raises:
-        MilesError: nothing is declared for this format, or a probe was worse than declared; names the probe.
+        MilesError: nothing is declared for this format, or a probe (of a product too) was worse than declared; names the
+            probe.
     """
     if quantizer is None:
         raise MilesError(
@@ -189,7 +200,11 @@ def check(
                 "version it was declared for, or bf16"
             )
     log.info("%s, %s: weights %s, activations %s", backend, format.name, found[0].parity, found[1].parity)
-    return SideParity(backend, format.name, tuple(matrices), declared, found)
+    products = None
+    if quantizer.product is not None:
+        distance = check_product(backend, format, quantizer.product, quantizer.shapes, real)
+        products = (bounded(quantizer.product.eps), bounded(distance))
+    return SideParity(backend, format.name, tuple(matrices), declared, found, products)
 
 
 def real_layer(units: Iterable[Unit], codec: Codec) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from miles_core.precision.checkpoint_files import CONFIG, CheckpointFiles, read_
 from miles_core.precision.format import Format
 from miles_core.precision.fused_experts import Family
 from miles_core.precision.parity import SideParity, check, real_layer
+from miles_core.precision.product import Products
 from miles_core.precision.schedule import PLAIN, precisions
 from miles_core.precision.selector import Keep, Selector
 from miles_core.sync.encode import Codec
@@ -44,6 +45,7 @@ class TrainedPrecision:
 
     def __init__(self, run: Run, policy: Policy | None = None) -> None:
         self.codec = _codec(run, policy, run.config.train.precision)
+        self.products = Products.from_config(run.config)
         self.current = precisions(run.config, 0).train
         self._models: list[FakeQuantizer] = []
 
@@ -53,7 +55,7 @@ class TrainedPrecision:
             return None
         from miles_core.precision.train import install  # brings Transformers, which miles convert does without
 
-        quantizer = install(model, self.codec)
+        quantizer = install(model, self.codec, self.products.of(self.codec.format, model))
         quantizer.enabled = self.current != PLAIN
         self._models.append(quantizer)
         return quantizer

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from miles_core.embedded.layout import View, together, views
 from miles_core.precision.activation import RoundedInputs, encoded_views
+from miles_core.precision.product import Product
 from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Unit
 
@@ -43,15 +44,16 @@ class FakeQuantizer:
     Args:
         model: prepared by ``miles_core.embedded.model``.
         codec: the trainer's number format and selector.
+        product: of the format's codes, for linear layers; None emulates it.
     """
 
-    def __init__(self, model: nn.Module, codec: Codec) -> None:
+    def __init__(self, model: nn.Module, codec: Codec, product: Product | None = None) -> None:
         self.model, self.codec = model, codec
         encoded = encoded_views(model, codec)
         codec.check({view.name: view.size for view in views(model)})
         self._groups = _groups(list(together(encoded)), codec)
         self._owners = {s: _owner(model, s) for s in self._groups}
-        self.inputs = RoundedInputs(model, codec)
+        self.inputs = RoundedInputs(model, codec, product)
         self._values: dict[str, Tensor] = {}
         self._seen: dict[str, Any] = {}
 
@@ -99,6 +101,7 @@ class FakeQuantizer:
             source_of = {view.name: view for view in unit}
             for encoded in self.codec.encode_unit(Unit({v.name: v.of(plain[v.source]) for v in unit})):
                 view = source_of[encoded.name]
+                self.inputs.take(encoded)
                 view.of(values[view.source]).copy_(self.codec.decode(encoded))
         self._values.update(values)
 
@@ -138,12 +141,13 @@ class _Shadow:
             module.__dict__.pop(attribute, None)
 
 
-def install(model: nn.Module, codec: Codec) -> FakeQuantizer:
+def install(model: nn.Module, codec: Codec, product: Product | None = None) -> FakeQuantizer:
     """Make ``model`` compute with weights in the codec's format; see the module's paragraph.
 
     Args:
         model: prepared by ``miles_core.embedded.model``, not yet wrapped for checkpointing, compilation or sharding.
         codec: the trainer's; a format is required.
+        product: see ``FakeQuantizer``.
 
     Raises:
         ConfigError: a selector matches nothing, or the format cannot store a selected weight.
@@ -151,7 +155,7 @@ def install(model: nn.Module, codec: Codec) -> FakeQuantizer:
     """
     if codec.format is None:
         raise ValueError("a fake-quantised forward needs a number format")
-    quantizer = FakeQuantizer(model, codec)
+    quantizer = FakeQuantizer(model, codec, product)
     by_module: dict[nn.Module, dict[str, str]] = {}
     for source in quantizer.sources:
         module, attribute = quantizer._owners[source]

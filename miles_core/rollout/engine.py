@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,6 +95,8 @@ class Engine(ABC):
     transports: frozenset[str] = frozenset({"copy"})
     #: type its cache keeps keys and values in, "" for the model's own
     kv_cache_dtype: str = ""
+    #: whether tensor cores read the codes of its quantised layers, and it can emulate them (``emulated_products``)
+    native_products: bool = False
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
         """How weights stored in ``format`` ("" for BF16) can change while the engine runs."""
@@ -109,6 +112,10 @@ class Engine(ABC):
         ``config.json`` (or the modules) it was started with; compared with the trainer's before the run. Empty when
         the backend cannot say. Called after ``start``."""
         return {}
+
+    def emulated_products(self) -> AbstractContextManager[None]:
+        """While this is open, quantised layers compute with emulated products; with ``native_products`` only."""
+        raise NotImplementedError(f"{type(self).__name__} cannot switch its products")
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         """Take one message of a transport in another process: plain data whose meaning the two agree on (names and

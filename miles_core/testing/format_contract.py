@@ -25,6 +25,8 @@ from miles_core.embedded.model import load_model
 from miles_core.errors import ConfigError, MilesError
 from miles_core.precision.format import Format
 from miles_core.precision.gpu_kernel import reference_only
+from miles_core.precision.product import NoProduct
+from miles_core.precision.product_probe import check_product
 from miles_core.precision.train import FakeQuantizer, install
 from miles_core.sync.encode import Codec
 from miles_core.sync.unit import Unit
@@ -196,6 +198,25 @@ class FormatContract:
                 x = format.fake_quantize_activation(there)
             found = format.fake_quantize_activation(there)
             torch.testing.assert_close(found, x, rtol=0, atol=0, equal_nan=True, msg=name)
+
+    # -- products ---------------------------------------------------------------------------------------------------
+
+    def test_a_product_that_cannot_run_is_refused_with_the_reason(self) -> None:
+        with pytest.raises(NoProduct) as refusal:
+            self.make().product(torch.device("cpu"), torch.bfloat16)
+        assert len(str(refusal.value).split()) > 4, "say why"
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_a_product_of_codes_is_as_close_to_the_emulated_one_as_it_declares(self) -> None:
+        format = self.make()
+        try:
+            product = format.product(torch.device("cuda"), torch.bfloat16)
+        except NoProduct as why:
+            pytest.skip(str(why))
+        ragged = (self.rows - 1, self.columns - 3), (self.rows - 16, self.columns - 16)
+        real = {"hard": normal(self.rows, self.columns) / normal(self.columns)}
+        assert check_product("here", format, product, [(self.rows, self.columns), *ragged], real) > 0
 
     # -- the same bytes on every side -------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class Emulation:
         held: an engine in this process; compute with the weights it really holds (and not with ``encoded``).
         kept: compute with the weights that ``LearnerHandle.keep`` put aside (and not with ``encoded``).
         through: the same engine; compute through its modules, so that whatever they do beside holding weights counts.
+        emulated_products: with ``through``: emulate the products that the engine computes natively.
         activations: round the inputs of quantised layers as the rollout's number format does.
         kv_dtype: round keys and values to this type; "" leaves them.
     """
@@ -29,6 +30,7 @@ class Emulation:
     held: Any = None
     kept: bool = False
     through: Any = None
+    emulated_products: bool = False
     activations: bool = False
     kv_dtype: str = ""
 

@@ -21,7 +21,7 @@ class OnAGpu:
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(gpu_kernel, "_has_triton", lambda: True)
+    monkeypatch.setattr(gpu_kernel, "has_triton", lambda: True)
     return OnAGpu()
 
 
@@ -47,9 +47,9 @@ def test_the_capability_decides(hopper):
 
 
 def test_without_triton_or_on_an_amd_gpu_the_reference_runs(hopper, monkeypatch):
-    monkeypatch.setattr(gpu_kernel, "_has_triton", lambda: False)
+    monkeypatch.setattr(gpu_kernel, "has_triton", lambda: False)
     assert not usable(hopper)
-    monkeypatch.setattr(gpu_kernel, "_has_triton", lambda: True)
+    monkeypatch.setattr(gpu_kernel, "has_triton", lambda: True)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not usable(hopper)
 

@@ -30,7 +30,7 @@ def run(rollout="bf16", train="bf16", checkpoint=None, **precision):
     config = SimpleNamespace(
         model=SimpleNamespace(hf_checkpoint=checkpoint),
         rollout=SimpleNamespace(precision=rollout),
-        train=SimpleNamespace(precision=train),
+        train=SimpleNamespace(precision=train, emulate_precision=False),
         precision=Precision(**precision),
         plugin=lambda name: ("lm_head",),
     )

@@ -25,7 +25,7 @@ scales; a BF16 copy of it promises nothing, unless scales are powers of two, whe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from torch import Tensor
 from miles_core.config.config import Config
 from miles_core.precision.format import Format, Parts, Stored, store
 from miles_core.precision.gpu_kernel import readable, room, usable
+
+if TYPE_CHECKING:
+    from miles_fp8.product import Fp8Product
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -127,12 +130,32 @@ class Fp8(Format):
 
             found = kernels.fake_quantize(readable(x.reshape(-1, columns)), self.power_of_two_scales)
             return found.reshape(x.shape).to(x.dtype)
+        codes, scale = self.quantize_activation(x.reshape(-1, columns))
+        blocks = torch.nn.functional.pad(codes.float(), (0, -columns % TILE)).view(*scale.shape, TILE)
+        return (blocks * scale.unsqueeze(-1)).flatten(1)[:, :columns].reshape(x.shape).to(x.dtype)
+
+    def quantize_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [M, K] -> codes E4M3 [M, K] and scales FP32 [M, ceil(K/128)]: what ``fake_quantize_activation`` dequantises.
+
+        A block that is not finite has the scale NaN."""
+        rows, columns = x.shape
+        if usable(x, KERNEL_CAPABILITY):
+            from miles_fp8 import kernels  # needs Triton
+
+            codes, scale = kernels.activation_codes(readable(x), self.power_of_two_scales)
+            return codes[:rows], scale[:rows]
         padded = torch.nn.functional.pad(x.float(), (0, -columns % TILE))
-        blocks = padded.reshape(*x.shape[:-1], -1, TILE)
-        amax = blocks.abs().amax(-1, keepdim=True)
+        blocks = padded.reshape(rows, padded.shape[1] // TILE, TILE)
+        amax = blocks.abs().amax(-1)
         scale = self.scale(amax).masked_fill_(~amax.isfinite(), torch.nan)
-        codes = torch.div(blocks, scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
-        return (codes.float() * scale).reshape(padded.shape)[..., :columns].to(x.dtype)
+        codes = torch.div(blocks, scale.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        return codes.flatten(1)[:, :columns].contiguous(), scale
+
+    def product(self, device: torch.device, dtype: torch.dtype) -> Fp8Product:
+        """See ``miles_fp8.product``."""
+        from miles_fp8.product import Fp8Product
+
+        return Fp8Product(device, dtype, self.power_of_two_scales)
 
     def scale(self, amax: Tensor) -> Tensor:
         """amax of each tile, FP32 -> its scale, FP32."""

@@ -84,6 +84,32 @@ def _activation(
 
 
 @triton.jit
+def _activation_codes(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    rows,
+    padded,
+    columns,
+    row_stride,
+    column_stride,
+    POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
+    scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
+    codes = _codes(x, tl.broadcast_to(scale, x.shape))
+    # Rows added to fill up a multiple of four are written as zeros: what a product makes of them must not be NaN.
+    tl.store(codes_ptr + row * columns + column, codes, mask=(row < padded) & (column < columns))
+    tl.store(scales_ptr + tl.program_id(1).to(tl.int64) * padded + row, scale, mask=row < padded)
+
+
+@triton.jit
 def _value(
     codes_ptr, scales_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):
@@ -122,3 +148,20 @@ def fake_quantize(x: Tensor, power_of_two: bool) -> Tensor:
     with torch.cuda.device(x.device):
         _activation[grid](x, out, rows, columns, *x.stride(), power_of_two, ROWS, TILE, num_warps=4)
     return out
+
+
+def activation_codes(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """x [M, K], any strides -> codes E4M3 [M', K] and scales FP32 [M', ceil(K/128)] of its blocks of 1 x 128.
+
+    M' is M rounded up to a multiple of 4, and scales of one block column lie together (strides 1, M'): cuBLAS reads 16
+    bytes of them at a time. Rows that are added hold zeros."""
+    rows, columns = x.shape
+    padded, blocks = -(-rows // 4) * 4, triton.cdiv(columns, TILE)
+    codes = torch.empty((padded, columns), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((blocks, padded), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(padded, ROWS), blocks)
+    with torch.cuda.device(x.device):
+        _activation_codes[grid](
+            x, codes, scales, rows, padded, columns, *x.stride(), power_of_two, ROWS, TILE, num_warps=4
+        )
+    return codes, scales.t()

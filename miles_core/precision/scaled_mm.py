@@ -1,0 +1,44 @@
+"""Whether torch's scaled matrix product, ``torch.nn.functional.scaled_mm``, can run: what formats with native products ask.
+
+It hands block-scaled operands to cuBLAS, which has each combination of block sizes for some GPUs only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from miles_core.precision.gpu_kernel import has_triton
+from miles_core.precision.product import NoProduct
+
+
+def need_scaled_mm(device: torch.device, dtype: torch.dtype, majors: range, cuda: tuple[int, int]) -> None:
+    """Refuse where block-scaled products with BF16 results cannot run.
+
+    Args:
+        device: of the operands.
+        dtype: of the result.
+        majors: compute capabilities, without the minor number, that have the product.
+        cuda: the first version of CUDA that does.
+
+    Raises:
+        NoProduct: and why.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise NoProduct(f"it needs tensor cores of an NVIDIA GPU, and the model is on {_kind(device)}")
+    if dtype != torch.bfloat16:
+        raise NoProduct(f"its results are bfloat16, and the model is {str(dtype).removeprefix('torch.')} (--dtype)")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in majors:
+        which = f"sm_{majors[0]}0" if len(majors) == 1 else f"sm_{majors[0]}0 or later"
+        raise NoProduct(f"it needs {which}, and this GPU is sm_{major}{minor}")
+    version = torch.version.cuda or "none"
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < cuda:
+        raise NoProduct(f"it needs torch built for CUDA {cuda[0]}.{cuda[1]} or later, and this one is for {version}")
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        raise NoProduct(f"it needs torch.nn.functional.scaled_mm, and torch {torch.__version__} has none")
+    if not has_triton():
+        raise NoProduct("its operands are quantised by a Triton kernel, and Triton is not installed")
+
+
+def _kind(device: torch.device) -> str:
+    return "an AMD GPU" if device.type == "cuda" else f"the {device.type}"

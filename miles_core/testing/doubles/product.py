@@ -1,0 +1,32 @@
+"""A native product that any device can run, to test what surrounds one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from miles_core.precision.format import Format, Parts
+from miles_core.precision.product import Product
+
+
+class ExactProduct(Product):
+    """The product of the numbers that the codes mean, in FP64, rounded once; ``calls`` are the shapes it multiplied."""
+
+    eps = 0.006
+
+    def __init__(self, format: Format, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.format = format
+        self.calls: list[tuple[int, int, int]] = []
+
+    def prepare(self, parts: Mapping[str, Tensor]) -> Parts:
+        return dict(parts)
+
+    def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
+        left = self.format.fake_quantize_activation(x.float()).double()
+        right = self.format.dequantize(weight).double()
+        self.calls.append((len(left), *right.shape))
+        y = left @ right.T
+        return (y if bias is None else y + bias.double()).to(self.dtype)

@@ -1,0 +1,148 @@
+"""The product of FP8 codes: its operands on any machine, itself where there is a Hopper GPU."""
+
+import math
+
+import pytest
+import torch
+
+from miles_core.embedded.engine import EmbeddedEngine, Settings
+from miles_core.embedded.layout import export
+from miles_core.embedded.model import load_model
+from miles_core.precision.gpu_kernel import reference_only
+from miles_core.precision.product import Products, emulated
+from miles_core.precision.product_probe import check_product
+from miles_core.precision.train import install
+from miles_core.sync.encode import Codec
+from miles_core.testing.format_contract import hard_cases
+from miles_core.testing.tiny import tiny_checkpoint
+from miles_fp8.format import TILE, Fp8
+from miles_fp8.product import Fp8Product, scale_rows
+
+hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a GPU of sm_90"
+    ),
+]
+
+
+def product(format=None):
+    return (format or Fp8()).product(torch.device("cuda"), torch.bfloat16)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(4, 256), (3, 200), (1, 5), (0, 128)])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_the_codes_of_an_activation_are_those_of_its_blocks_one_by_one(shape, power_of_two):
+    x = normal(*shape) * 3
+    codes, scales = Fp8(power_of_two).quantize_activation(x)
+    assert codes.dtype == torch.float8_e4m3fn and codes.shape == x.shape and len(scales) == len(x)
+    for row in range(shape[0]):
+        for block, piece in enumerate(x[row].split(TILE)):
+            scale = max(float(piece.abs().max()), 1e-10) / 448
+            scale = 2.0 ** math.ceil(math.log2(scale)) if power_of_two else scale
+            assert float(scales[row, block]) == pytest.approx(scale, rel=1e-6)
+            expected = (piece / scales[row, block]).to(torch.float8_e4m3fn)
+            assert torch.equal(codes[row].split(TILE)[block].float(), expected.float())
+
+
+def test_codes_and_scales_mean_what_the_emulation_multiplies():
+    x = normal(6, 300).bfloat16()
+    codes, scales = Fp8().quantize_activation(x)
+    means = codes.float() * scales.repeat_interleave(TILE, 1)[:, :300]
+    assert torch.equal(means.bfloat16(), Fp8().fake_quantize_activation(x))
+
+
+@pytest.mark.parametrize(("tiles", "stored"), [((3, 5), (3, 8)), ((2, 4), (2, 4)), ((1, 1), (1, 4))])
+def test_a_weights_scales_lie_in_rows_of_sixteen_bytes(tiles, stored):
+    scales = torch.rand(tiles)
+    found = scale_rows(scales)
+    assert found.shape == stored and found.is_contiguous()
+    assert torch.equal(found[:, : tiles[1]], scales) and not found[:, tiles[1] :].any()
+    assert found.t().stride() == (1, stored[1])  # what cuBLAS is given
+
+
+@pytest.mark.parametrize(
+    ("shape", "taken"), [((16, 16), True), ((4096, 14336), True), ((8, 128), False), ((16, 24), False)]
+)
+def test_which_weights_it_takes(shape, taken):
+    assert Fp8Product.takes(object.__new__(Fp8Product), shape) is taken
+
+
+class TestOnTheGpu:
+    pytestmark = hopper
+
+    @pytest.mark.parametrize("power_of_two", [False, True])
+    def test_the_kernels_codes_are_the_references(self, power_of_two):
+        format = Fp8(power_of_two)
+        for name, matrix in hard_cases(256, 512, (TILE, TILE)):
+            x = matrix.cuda()
+            found = format.quantize_activation(x)
+            with reference_only():
+                expected = format.quantize_activation(x)
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), name
+
+    def test_padding_is_zeros_and_what_is_not_finite_shows(self):
+        from miles_fp8 import kernels
+
+        x = normal(5, 200).cuda()
+        x[1, 3], x[2, 150] = float("nan"), float("inf")
+        codes, scales = kernels.activation_codes(x, False)
+        assert codes.shape == (8, 200) and scales.shape == (8, 2) and scales.stride() == (1, 8)
+        assert not codes[5:].float().any() and bool(scales[5:].isfinite().all())
+        y = product()(x.bfloat16()[:, :192], product().prepare(Fp8().quantize(normal(32, 192).cuda())))
+        assert y.shape == (5, 32) and y.isnan().any(1).tolist() == [False, True, True, False, False]
+
+    @pytest.mark.parametrize("power_of_two", [False, True])
+    @pytest.mark.parametrize("shape", [(1, 128, 128), (37, 384, 640), (256, 144, 1040), (5, 16, 16), (130, 512, 4096)])
+    def test_it_is_nearer_to_the_exact_product_than_the_emulation(self, shape, power_of_two):
+        rows, n, k = shape
+        format = Fp8(power_of_two)
+        x, weight = normal(rows, k).bfloat16().cuda(), format.quantize(normal(n, k, seed=1).cuda())
+        found = product(format)(x, product(format).prepare(weight))
+        exact = format.fake_quantize_activation(x.float()).double() @ format.dequantize(weight).double().T
+        distance = float((found - exact).norm() / exact.norm())
+        assert distance < 0.0022  # rounding to BF16 is .0017
+        if found.numel() > 10_000 and not power_of_two:  # BF16 holds code times a power of two exactly
+            assert distance < float((emulated(format, x, weight) - exact).norm() / exact.norm())
+
+    def test_partial_sums_are_promoted(self):
+        x, weight = normal(64, 16384).abs().bfloat16().cuda(), Fp8().quantize(normal(128, 16384, seed=1).abs().cuda())
+        found = product()(x, product().prepare(weight))
+        exact = Fp8().fake_quantize_activation(x.float()).double() @ Fp8().dequantize(weight).double().T
+        assert abs(float(((found - exact) / exact).mean())) < 0.0015
+
+    def test_a_row_does_not_depend_on_the_others(self):
+        weight = product().prepare(Fp8().quantize(normal(256, 512, seed=1).cuda()))
+        x = normal(64, 512).bfloat16().cuda()
+        other = x.clone()
+        other[1:] *= 1000
+        torch.testing.assert_close(product()(x, weight)[0], product()(other, weight)[0], rtol=0, atol=0)
+
+    def test_engine_and_trainer_of_a_model_multiply_codes_and_agree(self, tmp_path):
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+        path = tiny_checkpoint("qwen3", tmp_path, **sizes)
+        codec, products = Codec(Fp8()), Products("native")
+        trainer, engine_model = (load_model(path, "bfloat16", "cuda") for _ in range(2))
+        engine = EmbeddedEngine(engine_model, Settings(str, codec=codec, products=products))
+        quantizer = engine.quantizer(codec.format)
+        assert check_product("engine", codec.format, quantizer.product, quantizer.shapes) > 0
+        fake = install(trainer, codec, products.of(codec.format, trainer))
+        import asyncio
+
+        asyncio.run(engine.update_weights(codec.encode(export(trainer)), 0))
+        assert engine.native_products and len(fake.inputs.layers) == 2 * 7
+        x = normal(33, 256).bfloat16().cuda()
+        for name in fake.inputs.layers:
+            ours, theirs = (m.get_submodule(name.removesuffix(".weight")) for m in (engine_model, trainer))
+            wide = x if ours.in_features == 256 else x.repeat(1, 2)
+            with torch.no_grad():
+                found = ours(wide)
+                assert torch.equal(found, theirs(wide)), name
+                with engine.emulated_products():
+                    near = ours(wide)
+            assert 0 < float((found - near).float().norm() / near.float().norm()) < 0.006
