@@ -27,7 +27,7 @@ the other dimension, another quantisation of the same tensor; here it stays in f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from torch import Tensor
 from miles_core.config.config import Config
 from miles_core.precision.format import Format, Parts, Stored, store
 from miles_core.precision.gpu_kernel import readable, room, usable
+
+if TYPE_CHECKING:
+    from miles_mxfp8.product import Mxfp8Product
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -113,6 +116,12 @@ class Mxfp8(Format):
 
             return kernels.fake_quantize(readable(rows)).reshape(x.shape).to(x.dtype)
         return self.dequantize(self.quantize(rows)).reshape(x.shape).to(x.dtype)
+
+    def product(self, device: torch.device, dtype: torch.dtype) -> Mxfp8Product:
+        """See ``miles_mxfp8.product``."""
+        from miles_mxfp8.product import Mxfp8Product
+
+        return Mxfp8Product(device, dtype)
 
     def config(self, unquantized: list[str]) -> dict[str, Any]:
         return {
