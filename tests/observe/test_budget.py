@@ -8,7 +8,10 @@ from miles_core.errors import MismatchError
 from miles_core.observe import budget as b
 from miles_core.observe.check import check
 from miles_core.observe.probe import probe, probe_prompts
+from miles_core.precision.product import Products
 from miles_core.sync.transport import SyncReport
+from miles_core.testing.doubles.product import ExactProduct
+from miles_fp8.format import Fp8
 
 NOISE = """
 import torch
@@ -99,6 +102,28 @@ def test_weights_in_a_number_format(with_parts):
 def test_one_format_on_both_sides_costs_nothing(with_parts):
     found = with_parts(measured, ["fp8"], family="qwen3", rollout_precision="fp8", train_precision="fp8")
     assert found.total.mean_abs < 1e-5
+
+
+class Louder(ExactProduct):
+    """A native product that is off by a twentieth, and says so."""
+
+    eps = 0.1
+
+    def __call__(self, x, weight, bias=None):
+        return 1.05 * super().__call__(x, weight, bias)
+
+
+@pytest.mark.parametrize("train", ["bf16", "fp8"])
+def test_the_products_of_the_engine(with_parts, monkeypatch, train):
+    monkeypatch.setattr(Fp8, "product", lambda self, device, dtype: Louder(self, device, dtype))
+    monkeypatch.setattr(Products, "from_config", lambda config: Products("native"))
+    found = with_parts(measured, ["fp8"], family="qwen3", rollout_precision="fp8", train_precision=train)
+    if train == "fp8":  # both sides multiply alike: no cause
+        assert found.total.mean_abs < 1e-3 and b.PRODUCTS not in shares(found)
+        return
+    parts = {c.name: c for c in found.causes}
+    assert parts[b.PRODUCTS].abs_delta > 0.01 and parts[b.KERNELS].abs_delta < 1e-4
+    assert list(parts).index(b.PRODUCTS) == list(parts).index(b.ACTIVATIONS) + 1
 
 
 def test_routes_that_differ(with_parts, tmp_path):
