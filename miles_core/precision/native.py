@@ -33,6 +33,8 @@ class NativeLinear:
         on = self.inputs.enabled and self.inputs.native
         if not on or self.codes is None or x.dtype != self.product.dtype or x.numel() == 0:
             return type(module).forward(module, self.inputs(x))
+        if not torch.is_grad_enabled():
+            return _forward(x, module.bias, self.codes, self.product)
         y: Tensor = _NativeProduct.apply(x, module.weight, module.bias, self.codes, self.format, self.product)
         return y
 
@@ -54,6 +56,10 @@ class NativeLinear:
         self.module.__dict__.pop("forward", None)
 
 
+def _forward(x: Tensor, bias: Tensor | None, codes: Parts, product: Product) -> Tensor:
+    return product(x.reshape(-1, x.shape[-1]), codes, bias).unflatten(0, x.shape[:-1])
+
+
 class _NativeProduct(torch.autograd.Function):
     """The native product forward, the emulated one backward."""
 
@@ -63,7 +69,7 @@ class _NativeProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.format = format
-        return product(x.reshape(-1, x.shape[-1]), codes, bias).view(*x.shape[:-1], len(weight))
+        return _forward(x, bias, codes, product)
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
