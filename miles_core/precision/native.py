@@ -47,7 +47,9 @@ class NativeLinear:
         home = self.product.device
         parts = self.product.prepare({name.rpartition(".")[2]: t.to(home) for name, t in encoded.parts.items()})
         if self.codes is None:
-            self.codes = {name: torch.empty_like(t) for name, t in parts.items()}
+            self.codes = {
+                n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=home) for n, t in parts.items()
+            }
         for name, tensor in parts.items():
             self.codes[name].copy_(tensor)
 
@@ -57,7 +59,8 @@ class NativeLinear:
 
 
 def _forward(x: Tensor, bias: Tensor | None, codes: Parts, product: Product) -> Tensor:
-    return product(x.reshape(-1, x.shape[-1]), codes, bias).unflatten(0, x.shape[:-1])
+    y = product(x.reshape(-1, x.shape[-1]), codes, bias)
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 class _NativeProduct(torch.autograd.Function):

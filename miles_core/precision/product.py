@@ -58,8 +58,8 @@ class Product(ABC):
 
     @abstractmethod
     def prepare(self, parts: Mapping[str, Tensor]) -> Parts:
-        """A stored weight (``Format.storage``) -> the same codes and scales as the tensor cores want them laid out;
-        may return the tensors it was given."""
+        """A stored weight (``Format.storage``) -> the same codes and scales as the tensor cores want them laid out, views
+        or copies; what is kept of them has the same strides."""
 
     @abstractmethod
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:

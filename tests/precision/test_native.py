@@ -217,7 +217,7 @@ def test_a_unified_run_multiplies_codes_on_both_sides(toy_run, monkeypatch):
 
     monkeypatch.setattr(Fp8, "product", product)
     monkeypatch.setattr(Products, "from_config", lambda config: Products("native"))  # the plan knows of no GPU here
-    run = toy_run(rollout_fp8=True, train_fp8=True, emulate_precision=True, steps=2)
+    run = toy_run(rollout_fp8=True, train_fp8=True, emulate_precision=True, device="cpu", steps=2)
     gaps = [step["mismatch/abs_log_prob"] for step in run.metrics if "mismatch/abs_log_prob" in step]
     assert gaps and max(gaps) < 1e-4
     assert sum(bool(p.calls) for p in made) >= 4  # engine, trainer, and the probes of both

@@ -46,7 +46,7 @@ class Fp8Product(Product):
         return shape[0] % 16 == 0 and shape[1] % 16 == 0
 
     def prepare(self, parts: Mapping[str, Tensor]) -> Parts:
-        return {CODES: parts[CODES].contiguous(), SCALES: scale_rows(parts[SCALES])}
+        return {CODES: parts[CODES].contiguous().t(), SCALES: scale_rows(parts[SCALES]).t()}
 
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
         from miles_fp8 import kernels  # needs Triton
@@ -55,15 +55,15 @@ class Fp8Product(Product):
         kinds = torch.nn.functional.ScalingType
         y = torch.nn.functional.scaled_mm(
             codes,
-            weight[CODES].t(),
+            weight[CODES],
             scales,
             kinds.BlockWise1x128,
-            weight[SCALES].t(),
+            weight[SCALES],
             kinds.BlockWise128x128,
             bias=bias,
             output_dtype=self.dtype,
         )
-        return y[: len(x)]
+        return y if len(y) == len(x) else y[: len(x)]
 
 
 def scale_rows(scales: Tensor) -> Tensor:

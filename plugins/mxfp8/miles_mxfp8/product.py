@@ -42,7 +42,7 @@ class Mxfp8Product(Product):
         return shape[0] % 16 == 0
 
     def prepare(self, parts: Mapping[str, Tensor]) -> Parts:
-        return {CODES: parts[CODES].contiguous(), SCALES: swizzled(parts[SCALES])}
+        return {CODES: parts[CODES].contiguous().t(), SCALES: swizzled(parts[SCALES])}
 
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
         from miles_mxfp8 import kernels  # needs Triton
@@ -53,7 +53,7 @@ class Mxfp8Product(Product):
         kind, order = torch.nn.functional.ScalingType.BlockWise1x32, torch.nn.functional.SwizzleType.SWIZZLE_32_4_4
         return torch.nn.functional.scaled_mm(
             codes,
-            weight[CODES].t(),
+            weight[CODES],
             swizzled(scales).view(torch.float8_e8m0fnu),
             kind,
             weight[SCALES].view(torch.float8_e8m0fnu),
