@@ -41,8 +41,13 @@ def _numbers(gap: Gap) -> tuple[str, ...]:
 
 
 def parity_rows(found: Verification) -> list[tuple[str, ...]]:
-    """What each side declares about its quantiser and what the probes say."""
-    return [
+    """What each side declares about its quantiser and its products, and what the probes say."""
+    products = [
+        (side.backend, side.format, "products", str(side.products[0]), str(side.products[1]), "", "")
+        for side in found.parity
+        if side.products is not None
+    ]
+    return products + [
         (
             *(side.backend, side.format, what, str(declared), str(measured.parity)),
             f"{measured.differing:.2%}",

@@ -98,6 +98,11 @@ def test_the_capability_and_the_libraries_decide(monkeypatch, capability, dtype,
         Fp8().product(device, dtype)
 
 
+def test_another_form_of_the_activation_rule_is_emulated():
+    with pytest.raises(NoProduct, match="its kernel divides activations, and --fp8-activation-form is ratio"):
+        Fp8(activation_form="ratio").product(torch.device("cuda", 0), torch.bfloat16)
+
+
 def test_an_amd_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(NoProduct, match="the model is on an AMD GPU"):

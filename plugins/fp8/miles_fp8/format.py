@@ -33,6 +33,7 @@ from torch import Tensor
 from miles_core.config.config import Config
 from miles_core.precision.format import Format, Parts, Stored, store
 from miles_core.precision.gpu_kernel import readable, room, usable
+from miles_core.precision.product import NoProduct
 
 if TYPE_CHECKING:
     from miles_fp8.product import Fp8Product
@@ -152,7 +153,9 @@ class Fp8(Format):
         return codes.flatten(1)[:, :columns].contiguous(), scale
 
     def product(self, device: torch.device, dtype: torch.dtype) -> Fp8Product:
-        """See ``miles_fp8.product``."""
+        """See ``miles_fp8.product``; its kernel has the form ``divide`` only."""
+        if self.activation_form != "divide":
+            raise NoProduct(f"its kernel divides activations, and --fp8-activation-form is {self.activation_form}")
         from miles_fp8.product import Fp8Product
 
         return Fp8Product(device, dtype, self.power_of_two_scales)
