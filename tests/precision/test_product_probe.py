@@ -100,7 +100,9 @@ def test_shapes_that_the_product_does_not_take_are_not_probed():
 
 
 def test_parity_covers_the_product():
-    check("engine double", Fp8(), FormatItself(Fp8(), make(), [(128, 256)]))
+    found = check("engine double", Fp8(), FormatItself(Fp8(), make(), [(128, 256)])).to_dict()["products"]
+    assert found["declared"] == "bounded(0.006)" and found["measured"].startswith("bounded(0.00")
+    assert "products" not in check("engine double", Fp8(), FormatItself(Fp8())).to_dict()
     with pytest.raises(MilesError, match="multiplies fp8 codes differently"):
         check("engine double", Fp8(), FormatItself(Fp8(), make(NoBias)))
 
