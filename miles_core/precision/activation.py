@@ -110,8 +110,9 @@ class RoundedInputs:
         parameter = module._parameters[attribute]
         if isinstance(module, nn.Linear):
             _all_or_none(members, chosen)
-            if self.product is not None and len(members) == 1 and self.product.takes(members[0].size):
-                self.layers[members[0].name] = NativeLinear(self, module, self.format, self.product)
+            view, whole = members[0], (tuple(module.weight.shape), module.weight.stride())
+            if self.product is not None and (view.size, view.stride) == whole and self.product.takes(whole[0]):
+                self.layers[view.name] = NativeLinear(self, module, self.format, self.product)
             else:
                 self._handles.append(module.register_forward_pre_hook(self._enter))
         elif parameter is not None and parameter.ndim == 3:
