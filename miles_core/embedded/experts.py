@@ -12,7 +12,7 @@ rounds in front of a product) takes the steps one by one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,9 +22,12 @@ from transformers.activations import ACT2FN
 from transformers.integrations import moe
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
-from miles_core.embedded.product import padded, times
+from miles_core.embedded.product import available, padded, times
 
 _SILU = type(ACT2FN["silu"])
+
+#: Up to this many (row, expert) pairs a CPU takes all experts at once when no gradient is asked for.
+_FEW = 4096
 
 #: Attribute of a module whose products read rounded rows (``precision.activation``); absent or None is the usual case.
 INPUT_ROUNDING = "input_rounding"
@@ -62,7 +65,7 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     Returns:
         [rows, hidden].
     """
-    native = _native(hidden_states, module.down_proj)
+    native = _native(hidden_states, module.down_proj) or _at_once(hidden_states, top_k_index, module.down_proj)
     routing = route(top_k_index, module.num_experts, synchronise=not native)
     rounding = getattr(module, INPUT_ROUNDING, None)
     if rounding is not None and not rounding.enabled:
@@ -201,6 +204,32 @@ def _native(x: Tensor, weight: Tensor) -> bool:
         and weight.shape[1] % 8 == 0
         and weight.shape[2] % 8 == 0
     )
+
+
+def _at_once(x: Tensor, index: Tensor, weight: Tensor) -> bool:
+    """Whether all experts go through torch's grouped product on a CPU: the few rows of a decode step, for which a product an
+    expert is hundreds of small operations. It has no advantage where oneDNN is the faster library."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and index.numel() <= _FEW
+        and not torch.is_grad_enabled()
+        and not available()
+        and _grouped_on_cpu()
+    )
+
+
+@cache
+def _grouped_on_cpu() -> bool:
+    """Whether this torch has the grouped product in float32 on a CPU."""
+    product = getattr(torch.nn.functional, "grouped_mm", None)
+    if product is None:
+        return False
+    try:
+        product(torch.ones(2, 8), torch.ones(1, 8, 8), offs=torch.tensor([2], dtype=torch.int32))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _count(flat: Tensor, experts: int) -> Tensor:

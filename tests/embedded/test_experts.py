@@ -69,6 +69,18 @@ def test_bfloat16_stays_within_its_own_rounding(family):
         assert (ours - theirs).norm() <= 0.02 * theirs.norm()
 
 
+@pytest.mark.parametrize("rows", [1, 37, 4000])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_gradient_all_experts_go_at_once_and_give_the_same(family, rows):
+    module, arguments = build(family, torch.float32), inputs(rows, torch.float32)
+    with torch.no_grad():
+        found = []
+        for implementation in (NAME, "eager"):
+            module.config._experts_implementation = implementation
+            found.append(module(*arguments))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_the_usual_expert_takes_the_short_way_and_others_do_not(monkeypatch):
     taken = []
     original = experts._SwiGLUExperts.apply
