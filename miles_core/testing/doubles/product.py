@@ -14,7 +14,7 @@ from miles_core.precision.product import Product
 class ExactProduct(Product):
     """The product of the numbers that the codes mean, in FP64, rounded once; ``calls`` are the shapes it multiplied."""
 
-    eps = 0.006
+    eps = 0.01
 
     def __init__(self, format: Format, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
