@@ -1,5 +1,7 @@
 """Checkpoints with all experts in one tensor: converter, weight sync, trainer and engine still hold the same bytes."""
 
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -17,6 +19,8 @@ from miles_core.precision.projection import project
 from miles_core.precision.select import codec_for
 from miles_core.precision.train import install
 from miles_core.sync.encode import Codec
+from miles_core.testing.tiny import tiny_checkpoint
+from miles_core.testing.toy import toy_files, toy_run
 
 FORMATS = sorted(providers())
 WIDTH, INNER, EXPERTS = 160, 96, 2  # no multiple of 128: tiles of fp8 are ragged on both sides
@@ -239,3 +243,17 @@ def test_the_parity_probe_is_of_an_expert_where_only_experts_are_quantised(check
     ((name, matrix),) = real_layer(export(load_model(checkpoint, "float32")), codec).items()
     assert name.endswith("layers.0.mlp.experts.0.gate_proj.weight") or "feed_forward.experts.0" in name
     assert matrix.shape == (INNER, WIDTH)
+
+
+def test_a_run_of_gpt_oss_trains_and_samples_with_the_same_codes(tmp_path):
+    """The whole loop, which nothing else runs on joined experts; the mixed run shows that the gap is seen."""
+    directory = tiny_checkpoint(
+        "gpt_oss", tmp_path / "model", vocab_size=256, hidden_size=WIDTH, intermediate_size=INNER
+    )
+    for file in (toy_files() / "model").glob("token*"):
+        shutil.copy(file, directory / file.name)
+    gaps = {}
+    for train in ("fp8", "bf16"):
+        run = toy_run(steps=1, hf_checkpoint=directory, rollout_fp8=True, train_precision=train, emulate_precision=True)
+        gaps[train] = run.metrics[-1]["mismatch/abs_log_prob"]
+    assert gaps["fp8"] < 1e-4 < 1e-3 < gaps["bf16"]
