@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
-from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from miles_core.embedded.product import available, padded, times
 
@@ -96,29 +95,11 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 
 def round_inputs(module: nn.Module, rounding: Any) -> None:
     """Let the products of an experts module read rows that ``rounding`` has seen (``precision.activation``)."""
-    if isinstance(module, Llama4TextExperts):
-        module.__class__ = _StackedExperts
+    if type(module).__name__ == "Llama4TextExperts":
+        from miles_core.embedded.stacked_experts import StackedExperts  # brings a model definition that few runs need
+
+        module.__class__ = StackedExperts
     module.__dict__[INPUT_ROUNDING] = rounding
-
-
-class _StackedExperts(Llama4TextExperts):
-    """Llama 4's experts, which Transformers does not call through its experts interface: every row once an expert,
-    expert after expert, one batched product for all."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        rounding = self.__dict__.get(INPUT_ROUNDING)
-        if rounding is None or not rounding.enabled:
-            stacked: Tensor = super().forward(hidden_states)
-            return stacked
-
-        def product(x: Tensor, name: str) -> Tensor:
-            places = len(hidden_states) // self.num_experts
-            expert = partial(torch.arange(self.num_experts, device=x.device).repeat_interleave, places)
-            x = rounding(name, x, expert)
-            return torch.bmm(x.view(self.num_experts, places, -1), getattr(self, name)).flatten(0, 1)
-
-        gate, up = product(hidden_states, "gate_up_proj").chunk(2, dim=-1)
-        return product(up * self.act_fn(gate), "down_proj")
 
 
 def route(index: Tensor, experts: int, synchronise: bool = True) -> Routing:

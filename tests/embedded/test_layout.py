@@ -84,6 +84,24 @@ def test_gate_and_up_travel_together(tmp_path):
         assert all(len(names) == 1 for names in units if names not in pairs)
 
 
+def test_joined_experts_arrive_matrix_by_matrix_too(tmp_path):
+    model = load_model(tiny_checkpoint("gpt_oss", tmp_path / "gpt_oss"))
+    loader, experts = Loader(model), "model.layers.0.mlp.experts"
+    plain = model.get_parameter(f"{experts}.gate_up_proj").detach().clone()
+    up = torch.randn(plain[1].T[1::2].shape)  # gate and up take turns
+    loader.put(f"{experts}.1.up_proj.weight", up)
+    missing = loader.missing()
+    assert f"{experts}.gate_up_proj" not in missing and f"{experts}.down_proj" in missing
+    assert f"{experts}.1.gate_proj.weight" in missing and f"{experts}.1.up_proj.weight" not in missing
+    expected = plain.clone()
+    expected[1].T[1::2] = up
+    assert torch.equal(model.get_parameter(f"{experts}.gate_up_proj"), expected)
+    with pytest.raises(CheckpointError, match=r"experts\.0\.up_proj\.weight has shape \[2, 2\]"):
+        loader.put(f"{experts}.0.up_proj.weight", torch.zeros(2, 2))
+    with pytest.raises(CheckpointError, match="no tensor"):
+        loader.put(f"{experts}.99.up_proj.weight", up)
+
+
 def test_wrong_tensors_are_refused(tmp_path):
     model = load_model(tiny_checkpoint("llama", tmp_path / "llama"))
     loader = Loader(model)

@@ -70,7 +70,7 @@ def test_layer_ranges_count_from_both_ends(checkpoint):
     assert selector.reason(name, (8, 8)) == "--num-layers-at-end-in-bf16: layer 4"
     assert selector("model.language_model.layers.3.mlp.up_proj.weight", (8, 8))
     assert not selector("model.language_model.layers.0.mlp.up_proj.weight", (8, 8))
-    assert selector("model.vision_tower.encoder.layers.0.mlp.up_proj.weight", (8, 8))
+    assert selector("thinker.adapter.layers.0.mlp.up_proj.weight", (8, 8))  # layers of something else are not counted
 
 
 def test_extra_selectors_are_in_the_same_dialect(checkpoint):
