@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from miles_core.embedded.attend import DecodeCall, Layout, PromptCall
 from miles_core.embedded.cache import Cache, Store, to_device
 from miles_core.embedded.call import KV_DTYPE, Call, check_kv_dtype
+from miles_core.embedded.logprobs import logits_of
 from miles_core.embedded.model import backbone, decoder_layers
 from miles_core.train.trainer import Context
 
@@ -30,7 +31,7 @@ class Fed:
     """
 
     hidden: Tensor
-    head: nn.Module
+    head: Callable[[Tensor], Tensor]
 
     @cached_property
     def logits(self) -> Tensor:
@@ -44,9 +45,10 @@ class Runner:
     def __init__(self, model: nn.Module, kv_dtype: str = "") -> None:
         self.kv_dtype = check_kv_dtype(kv_dtype)
         self.model, self.backbone = model, backbone(model)
-        self.head = model.get_output_embeddings()
+        #: [..., hidden] -> [..., vocab]
+        self.head = partial(logits_of, model)
         self.layers = tuple(range(len(decoder_layers(model))))
-        self.device = self.head.weight.device
+        self.vocabulary, self.device = len(model.get_output_embeddings().weight), next(model.parameters()).device
         self.cache = Cache()
 
     def clear(self) -> None:
@@ -98,7 +100,7 @@ class Runner:
         starts = np.cumsum(lengths) - lengths
         inputs = np.concatenate([np.arange(s, s + n - 1) for s, n in zip(starts, lengths, strict=True)])
         targets = torch.tensor([t for s in sequences for t in s[1:]], dtype=torch.int64, device=self.device)
-        rows = max(1, _LOGITS // self.head.weight.shape[0])
+        rows = max(1, _LOGITS // self.vocabulary)
         parts = []
         for index, target in zip(to_device(inputs, self.device).split(rows), targets.split(rows), strict=True):
             logits = self.head(hidden.index_select(0, index)).float() / temperature

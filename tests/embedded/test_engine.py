@@ -68,6 +68,21 @@ def small(tmp_path_factory):
     return tiny_checkpoint("qwen3", tmp_path_factory.mktemp("small"))
 
 
+def test_what_a_family_does_after_the_head_is_done_here_too(small):
+    model = load_model(small)
+    model.config.final_logit_softcapping = 0.5
+    engine = EmbeddedEngine(model, Settings(letters, eos=[1]))
+    (response,) = generate(engine, [Request([3, 4, 5], Sampling(6), key=1)])
+    tokens = [3, 4, 5, *response.tokens]
+    (scored,) = asyncio.run(engine.score([tokens]))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    with torch.no_grad():
+        logits = torch.tanh(plain(torch.tensor([tokens])).logits[0, :-1] / 0.5) * 0.5
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+    np.testing.assert_allclose(scored, expected, atol=1e-5)
+    np.testing.assert_allclose(response.log_probs, expected[2:], atol=1e-5)
+
+
 def test_requests_with_one_prompt_compute_it_once(small):
     model = load_model(small)
     engine = EmbeddedEngine(model, Settings(letters, eos=[1]))

@@ -13,7 +13,7 @@ from miles_core.sync.encode import Codec
 from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
 from miles_core.train.trainer import Context
 
-#: gpt-oss has all experts of a layer in one checkpoint tensor.
+#: gpt-oss joins the experts of a layer in one tensor; test_joined_experts_same_bytes has it.
 QUANTISED = [family for family in FAMILIES if family != "gpt_oss"]
 
 
