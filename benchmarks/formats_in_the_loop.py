@@ -14,7 +14,10 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +46,33 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode (2 to 10)")
     parser.add_argument("--steps", type=int, default=40, help="reinforcement-learning steps")
     parser.add_argument("--warm-start", type=int, default=500, help="supervised steps before them")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds worked on at the same time")
     chosen = parser.parse_args()
-    import torch
-
-    torch.set_num_threads(chosen.threads)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
-    with tempfile.TemporaryDirectory() as directory:
-        for seed in range(chosen.seeds):
-            start = warm_start(Path(directory) / str(seed), seed, chosen.warm_start)
-            for name, flags in MODES.items():
-                samples = seed + 1000 if name == OTHER else seed
-                found[name].append(learn(start, name, flags, samples, chosen.steps))
-                print(f"seed {seed}  {name:<26}", found[name][-1], file=sys.stderr, flush=True)
+    with ProcessPoolExecutor(chosen.jobs, get_context("spawn")) as pool:
+        work = partial(every_mode, steps=chosen.steps, warm=chosen.warm_start, threads=chosen.threads)
+        runs = list(pool.map(work, range(chosen.seeds)))
+    found = {name: [run[name] for run in runs] for name in MODES}
     modes = {name: summary(runs, found["bf16"]) for name, runs in found.items()}
     ratios = {name: round(modes[mixed]["gap"] / modes[name]["gap"], 1) for name, mixed in MIXED.items()}
     for name, row in modes.items():
         print(f"{name:<26} {row}", file=sys.stderr)
     result = {"seeds": chosen.seeds, "steps": chosen.steps, "modes": modes, "gap_ratio_mixed_to_unified": ratios}
     finish(Path(__file__).stem, result, chosen.save, lambda: installed("miles-core", "torch", "transformers"))
+
+
+def every_mode(seed: int, steps: int, warm: int, threads: int) -> dict[str, dict[str, float]]:
+    """One seed: its warm start, then every mode from it."""
+    import torch
+
+    torch.set_num_threads(threads)
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        start = warm_start(Path(directory), seed, warm)
+        for name, flags in MODES.items():
+            samples = seed + 1000 if name == OTHER else seed
+            found[name] = learn(start, name, flags, samples, steps)
+            print(f"seed {seed}  {name:<26}", found[name], file=sys.stderr, flush=True)
+    return found
 
 
 def warm_start(directory: Path, seed: int, steps: int) -> Path:
