@@ -24,6 +24,7 @@ from typing import Any
 from measure import finish, installed, options
 
 GROUP = ["--int4-group-size", "32"]  # what divides every K of the demo's model (64)
+STEPS = 40
 OTHER = "bf16, other samples"
 MODES: dict[str, list[str]] = {
     "bf16": [],
@@ -44,7 +45,7 @@ STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode (2 to 10)")
-    parser.add_argument("--steps", type=int, default=40, help="reinforcement-learning steps")
+    parser.add_argument("--steps", type=int, default=STEPS, help="reinforcement-learning steps")
     parser.add_argument("--warm-start", type=int, default=500, help="supervised steps before them")
     parser.add_argument("--jobs", type=int, default=1, help="seeds worked on at the same time")
     chosen = parser.parse_args()
@@ -57,7 +58,8 @@ def main() -> None:
     for name, row in modes.items():
         print(f"{name:<26} {row}", file=sys.stderr)
     result = {"seeds": chosen.seeds, "steps": chosen.steps, "modes": modes, "gap_ratio_mixed_to_unified": ratios}
-    finish(Path(__file__).stem, result, chosen.save, lambda: installed("miles-core", "torch", "transformers"))
+    variant = "" if chosen.steps == STEPS else f"{chosen.steps}-steps"
+    finish(Path(__file__).stem, result, chosen.save, lambda: installed("miles-core", "torch", "transformers"), variant)
 
 
 def every_mode(seed: int, steps: int, warm: int, threads: int) -> dict[str, dict[str, float]]:
