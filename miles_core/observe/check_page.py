@@ -99,7 +99,7 @@ def tables(found: Verification) -> Iterator[Table]:
     for title, columns, rows in sections(found):
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
         for column in columns:
-            table.add_column(column, justify="left" if column in _WORDS else "right")
+            table.add_column(column, overflow="fold", justify="left" if column in _WORDS else "right")
         for row in rows:
             table.add_row(*map(Text, row))  # decoded text is no markup
         yield table
