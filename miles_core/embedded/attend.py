@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from miles_core.embedded.attention import attend_padded
 from miles_core.embedded.cache import Cache, round_up, to_device
+from miles_core.embedded.cpu import operations
+from miles_core.embedded.cpu.install import compiled
 from miles_core.embedded.indexer import Indexed, chosen
 from miles_core.embedded.sight import Choice, Sight, causal
 from miles_core.train.trainer import Context
@@ -26,6 +28,8 @@ _NEVER = -1e30
 INDEX = "index"
 #: Own tokens are attended to in multiples of this: products over very few columns take a slow path on a CPU.
 _STEP = 16
+#: Up to this many tokens a CPU is faster with a compiled loop over rows than with products (benchmarks/cpu_steps.py).
+_COMPILED = 1024
 
 
 class PromptCall:
@@ -189,6 +193,13 @@ class Layout:
         return torch.arange(width, device=self.device) > last[:, :, None]
 
     @cached_property
+    def cached(self) -> operations.Cached:
+        """The same for the compiled step."""
+        offsets = np.concatenate([[0], self.counts.cumsum()])
+        arrays = (offsets, self.cache.prefix_of[self.slots], self.prefix_lengths, self.slots, self.before)
+        return operations.Cached(*(torch.from_numpy(np.ascontiguousarray(a, np.int64)) for a in arrays))
+
+    @cached_property
     def own_slots(self) -> Tensor | None:
         """Where the rows' own slabs are, None when they are the first ones in order."""
         return None if self.dense else to_device(self.slots, self.device)
@@ -249,6 +260,8 @@ class DecodeCall:
         lay = self.layout
         if sight is not None:
             sight = sight.within(lay.longest)
+        if sight is None and lay.longest <= _COMPILED and compiled(module, query, key, value):
+            return self._compiled(module.layer_idx, query, key, value, scaling)
         own_k, own_v = (self._append(kind, module.layer_idx, t) for kind, t in (("k", key), ("v", value)))
         heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
         shared = heads // kv_heads
@@ -272,6 +285,14 @@ class DecodeCall:
         if not lay.even:
             out = out.index_select(0, lay.query_unpad)
         return out.unsqueeze(0)
+
+    def _compiled(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """``attend`` in one step."""
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        cache = self.layout.cache
+        prompts = tuple(cache.prefixes.slabs[kind, layer] for kind in ("k", "v"))
+        own = tuple(cache.own.slab((kind, layer), x.shape[1], x.shape[2:], x) for kind, x in (("k", k), ("v", v)))
+        return operations.cached_attention(q, k, v, prompts, own, self.layout.cached, scaling).unsqueeze(0)
 
     def choose(self, indexed: Indexed) -> Choice:
         """See ``Call.choose``."""

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from miles_core.embedded.cpu import operations
+from miles_core.embedded.cpu.install import compiled
 from miles_core.embedded.flash import FlashPlan, flash, takes
 from miles_core.embedded.indexer import Indexed, chosen
 from miles_core.embedded.packing import Ints, Packing, Segments
@@ -27,6 +29,8 @@ _FILL = 0.75
 _SLACK = 16
 #: Up to this many keys a CPU is faster with plain products.
 _SHORT = 64
+#: Up to this many keys a CPU is faster with a compiled loop over rows than with products (benchmarks/cpu_steps.py).
+_COMPILED = 256
 
 
 @dataclass
@@ -108,6 +112,19 @@ class PackedCall:
         return FlashPlan(self.packing)
 
     @cached_property
+    def _segments(self) -> operations.Tree:
+        """Trunks, each followed by its branches."""
+        trunks, branches = self.packing.trunks, self.packing.branches
+        far = np.stack([trunks.start, trunks.length], 1)
+        alone = np.concatenate([np.zeros_like(far), far], 1)
+        grown = np.concatenate([far[branches.trunk], np.stack([branches.start, branches.length], 1)], 1)
+        family = np.concatenate([np.arange(len(trunks)), branches.trunk])
+        order = np.argsort(family, kind="stable")
+        first = np.searchsorted(family[order], np.arange(len(trunks) + 1))
+        segments = np.concatenate([alone, grown])[order]
+        return operations.Tree(torch.from_numpy(segments), torch.from_numpy(first))
+
+    @cached_property
     def longest(self) -> int:
         """The most keys that a row has, itself included."""
         trunks, branches = self.packing.trunks, self.packing.branches
@@ -122,6 +139,9 @@ class PackedCall:
             sight = sight.within(self.longest)
         if sight is None and takes(query):
             return flash(*(x[0].transpose(0, 1) for x in (query, key, value)), self._flash, scaling).unsqueeze(0)
+        if sight is None and self.longest <= _COMPILED and compiled(module, query, key, value):
+            rows = (x[0].transpose(0, 1) for x in (query, key, value))
+            return operations.tree_attention(*rows, self._segments, scaling).unsqueeze(0)
         width, layout = value.shape[-1], self.buckets
         index = (layout.slots, layout.inverse, layout.pads)
         q, k, v = (Spread.apply(x[0].transpose(0, 1), *index) for x in (query, key, value))

@@ -21,6 +21,8 @@ from torch.nn.functional import pad, silu
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
+from miles_core.embedded.cpu import operations
+from miles_core.embedded.cpu.install import compiled
 from miles_core.embedded.product import available, padded, times
 
 _SILU = type(ACT2FN["silu"])
@@ -70,7 +72,8 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     if rounding is not None and not rounding.enabled:
         rounding = None
     if rounding is None and not native and _is_plain(module, hidden_states):
-        return _SwiGLUExperts.apply(hidden_states, top_k_weights, module.gate_up_proj, module.down_proj, routing)
+        steps = compiled(module, hidden_states, top_k_weights, module.gate_up_proj)
+        return _SwiGLUExperts.apply(hidden_states, top_k_weights, module.gate_up_proj, module.down_proj, routing, steps)
     gated = getattr(module, "has_gate", True)
     up = "gate_up_proj" if gated else "up_proj"
     expert = partial(_expert_of, top_k_index, routing)
@@ -83,6 +86,8 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     x = _project(module, up, x, routing)
     if not gated:
         x = module.act_fn(x)
+    elif not torch.is_grad_enabled() and _is_plain(module, x) and compiled(module, x):
+        x = operations.swiglu(x)
     else:
         x = module._apply_gate(x)
     if rounding is not None:
@@ -90,6 +95,9 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     x = _project(module, "down_proj", x, routing)
     if getattr(module, "has_post_expert_norm", False):
         x = module.post_expert_norm(x)
+    if not torch.is_grad_enabled() and compiled(module, x, top_k_weights):
+        weight = top_k_weights.reshape(-1).index_select(0, routing.order)
+        return operations.gather_sum(x, routing.place, weight)
     return combine(x, top_k_weights, routing).to(hidden_states.dtype)
 
 
@@ -284,23 +292,27 @@ class _SwiGLUExperts(torch.autograd.Function):
     silu(gate) * up and y = down h, the gradient of a row's weight, grad . y, is (down^T grad) . h, so y is not needed."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
-        ctx.routing = routing
-        weight = weights.reshape(-1).index_select(0, routing.order).unsqueeze(1)
+    def forward(
+        ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, compiled: bool
+    ) -> Tensor:
+        ctx.routing, ctx.compiled = routing, compiled
+        weight = weights.reshape(-1).index_select(0, routing.order)
         products, outputs = [], []
         for expert, piece in _pieces(routing):
             product = times(hidden.index_select(0, _padded_rows(routing, piece)), gate_up[expert].t())
-            gate, up = product.chunk(2, 1)
             products.append(product)
-            output = times(silu(gate).mul_(up), down[expert].t())[: piece.stop - piece.start]
-            outputs.append(output.mul_(weight[piece]))
+            h = operations.swiglu(product) if compiled else _swiglu(product)
+            outputs.append(times(h, down[expert].t())[: piece.stop - piece.start])
         ctx.save_for_backward(hidden, weight, gate_up, down, *products)
-        return _gather_sum(torch.cat(outputs), routing.place)
+        if compiled:
+            return operations.gather_sum(torch.cat(outputs), routing.place, weight)
+        return _gather_sum(torch.cat(outputs).mul_(weight.unsqueeze(1)), routing.place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, gate_up, down, *products = ctx.saved_tensors
         routing, needs = ctx.routing, ctx.needs_input_grad
+        backward = operations.swiglu_backward if ctx.compiled else _swiglu_backward
         grad_x = []
         grad_weight = torch.empty_like(weight)
         grad_gate_up = torch.zeros_like(gate_up) if needs[2] else None
@@ -308,31 +320,46 @@ class _SwiGLUExperts(torch.autograd.Function):
         for (expert, piece), product in zip(_pieces(routing), products, strict=True):
             count, rows = piece.stop - piece.start, _padded_rows(routing, piece)
             # Rows added to round a piece's size have weight 0, and with it gradients 0.
-            scale = pad(weight[piece], (0, 0, 0, len(rows) - count))
+            scale = pad(weight[piece], (0, len(rows) - count))
             grad = grads[0].index_select(0, rows)
-            gate, up = product.chunk(2, 1)
-            active = silu(gate)
-            h = active * up
-            grad_h = times(grad, down[expert])
-            torch.sum((grad_h * h)[:count], 1, keepdim=True, dtype=weight.dtype, out=grad_weight[piece])
+            scaled, grad_product, grad_scale = backward(product, times(grad, down[expert]), scale)
+            grad_weight[piece] = grad_scale[:count]
             if grad_down is not None:
-                grad_down[expert] = times(grad.t(), h.mul_(scale))
-            grad_h.mul_(scale)
-            grad_product = torch.empty_like(product)
-            grad_gate, grad_up = grad_product.chunk(2, 1)
-            torch.mul(grad_h, active, out=grad_up)
-            torch.ops.aten.silu_backward.grad_input(grad_h.mul_(up), gate, grad_input=grad_gate)
+                grad_down[expert] = times(grad.t(), scaled)
             if grad_gate_up is not None:
                 grad_gate_up[expert] = times(grad_product.t(), hidden.index_select(0, rows))
             if needs[0]:
                 grad_x.append(times(grad_product, gate_up[expert])[:count])
+        gather = operations.gather_sum if ctx.compiled else _gather_sum
         return (
-            _gather_sum(torch.cat(grad_x), routing.place) if needs[0] else None,
-            grad_weight[routing.place].squeeze(-1) if needs[1] else None,
+            gather(torch.cat(grad_x), routing.place) if needs[0] else None,
+            grad_weight[routing.place] if needs[1] else None,
             grad_gate_up,
             grad_down,
             None,
+            None,
         )
+
+
+def _swiglu(product: Tensor) -> Tensor:
+    """See ``operations.swiglu``."""
+    gate, up = product.chunk(2, 1)
+    return silu(gate).mul_(up)
+
+
+def _swiglu_backward(product: Tensor, grad: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``operations.swiglu_backward``."""
+    gate, up = product.chunk(2, 1)
+    active = silu(gate)
+    h = active * up
+    grad_scale = (grad * h).sum(1, dtype=scale.dtype)
+    column = scale.unsqueeze(1)
+    grad = grad * column
+    grad_product = torch.empty_like(product)
+    grad_gate, grad_up = grad_product.chunk(2, 1)
+    torch.mul(grad, active, out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+    return h.mul_(column), grad_product, grad_scale
 
 
 def _padded_rows(routing: Routing, piece: slice) -> Tensor:

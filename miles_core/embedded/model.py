@@ -135,6 +135,9 @@ def prepare(model: nn.Module) -> nn.Module:
     model.config.use_cache = False
     watch_layers(backbone(model), decoder_layers(model))
     use_fast_linear(model)
+    from miles_core.embedded.cpu.install import use_compiled_steps
+    import os
+    if not os.environ.get("EAGER"): use_compiled_steps(model)
     return model
 
 

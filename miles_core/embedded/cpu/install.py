@@ -1,0 +1,126 @@
+"""Letting the modules of a model compute with ``operations``.
+
+Norms and rotary embedding are Transformers' own code, of which there are many variants under similar names. A module is changed only
+after what it computes was compared with what the function here computes, on random numbers; parameters, names and hooks stay.
+"""
+
+from __future__ import annotations
+
+import types
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.embedded.cpu import operations
+from miles_core.embedded.cpu.library import library
+
+#: Attribute of attention and experts modules whose steps are to be compiled ones; absent is no.
+COMPILED = "compiled_steps"
+_ROTATION = "apply_rotary_pos_emb"
+#: Of the comparison: float32 results of a handful of operations in another order.
+_CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def compiled(module: nn.Module, *tensors: Tensor) -> bool:
+    """Whether this module's steps on these tensors are compiled ones."""
+    return getattr(module, COMPILED, False) and operations.fits(*tensors)
+
+
+def use_compiled_steps(model: nn.Module) -> None:
+    """Change the modules of ``model`` that can be; CannotCompileError when nothing can be compiled here."""
+    library()
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
+            _change_norm(module)
+        elif name.endswith("Experts"):
+            module.__dict__[COMPILED] = True
+        elif "Attention" in name:
+            module.__dict__[COMPILED] = True
+            _change_rotation(module)
+
+
+def _change_norm(module: nn.Module) -> None:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if not isinstance(eps, float) or not isinstance(weight, Tensor) or weight.dim() != 1:
+        return
+    found = _norm_class(type(module))
+    if found is None:
+        return
+    module.__class__ = found
+    module.__dict__["compiled_eps"] = eps
+
+
+@cache
+def _norm_class(base: type[nn.Module]) -> type[nn.Module] | None:
+    """A subclass whose forward is ``operations.rms_norm``; None where ``base`` computes something else."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.rand(size, generator=generator) + 0.5 for size in ((24,), (3, 24)))
+    try:
+        probe = base(24, eps=0.1).to("cpu", torch.float32)
+        with torch.no_grad():
+            probe.weight.copy_(weight)
+            expected = probe(x)
+    except (TypeError, AttributeError, RuntimeError):
+        return None
+    if not _same(expected, operations.rms_norm(x, weight, 0.1)):
+        return None
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        if not operations.fits(hidden_states, self.weight):
+            return base.forward(self, hidden_states)
+        return operations.rms_norm(hidden_states, self.weight, self.compiled_eps)
+
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+
+
+def _change_rotation(module: nn.Module) -> None:
+    found = _rotation_class(type(module))
+    if found is not None:
+        module.__class__ = found
+
+
+@cache
+def _rotation_class(base: type[nn.Module]) -> type[nn.Module] | None:
+    """A subclass whose forward is the same code with ``operations.rotate``; None where it rotates otherwise.
+
+    The name that the code looks up is bound anew for the subclass alone: the module of Transformers is not touched.
+    """
+    forward = base.forward
+    original = getattr(forward, "__globals__", {}).get(_ROTATION)
+    if original is None or _ROTATION not in forward.__code__.co_names or not _rotates_halves(original):
+        return None
+
+    def rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        plain = not args and not kwargs and len(q) == len(cos) == 1 and cos.shape[-1] == q.shape[-1]
+        if not plain or not operations.fits(q, k, cos, sin):
+            return original(q, k, cos, sin, *args, **kwargs)
+        return operations.rotate(q, cos, sin), operations.rotate(k, cos, sin)
+
+    changed = types.FunctionType(
+        forward.__code__,
+        forward.__globals__ | {_ROTATION: rotation},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return type(base.__name__, (base,), {"forward": changed, "__module__": base.__module__})
+
+
+def _rotates_halves(rotation: Any) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    q, k, cos, sin = (torch.randn(*s, generator=generator) for s in ((1, 3, 5, 8), (1, 2, 5, 8), (1, 5, 8), (1, 5, 8)))
+    try:
+        expected = rotation(q, k, cos, sin)
+    except (TypeError, RuntimeError):
+        return False
+    return all(_same(e, operations.rotate(x, cos, sin)) for e, x in zip(expected, (q, k), strict=True))
+
+
+def _same(expected: Any, found: Tensor) -> bool:
+    return isinstance(expected, Tensor) and expected.shape == found.shape and torch.allclose(expected, found, **_CLOSE)

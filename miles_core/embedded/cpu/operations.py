@@ -1,0 +1,263 @@
+"""The functions of ``kernels.c`` on tensors: float32 on a CPU, contiguous where nothing else is said, with gradients where
+training needs them.
+
+Sources: RMSNorm, Zhang and Sennrich 2019; rotary embedding, Su et al. 2021; SwiGLU, Shazeer 2020; the gradient of attention from the
+log-sum-exp of each row, Dao et al. 2022 (FlashAttention), algorithm 4.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from miles_core.embedded.cpu.library import Slab, library
+
+#: The gradient of a norm's weight is summed in at most this many pieces of the rows, of at least so many rows.
+_PIECES, _PIECE = 64, 32
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether the functions here take these: float32, on a CPU."""
+    return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x**2) + eps) over the last dimension of x [..., dim]; weight [dim]."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x [1, heads, rows, dim] rotated by cosine and sine [1, rows, dim]: x * cosine + (-x2 | x1) * sine, x1 and x2 its halves."""
+    return _Rotate.apply(x, cosine, sine)
+
+
+def swiglu(product: Tensor) -> Tensor:
+    """product [rows, 2 inner] = gate | up -> silu(gate) * up [rows, inner]; without a gradient."""
+    rows, inner = len(product), product.shape[1] // 2
+    out = product.new_empty(rows, inner)
+    library().swiglu(product.data_ptr(), out.data_ptr(), rows, inner, torch.get_num_threads())
+    return out
+
+
+def swiglu_backward(product: Tensor, grad: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient through ``swiglu`` and a weight a row.
+
+    Args:
+        product: [rows, 2 inner] what ``swiglu`` was given; h is what it returned.
+        grad: [rows, inner] gradient of h, before the weight.
+        scale: [rows] weights.
+
+    Returns:
+        h * scale [rows, inner], the gradient of product times scale [rows, 2 inner], and grad . h [rows], the gradient of scale.
+    """
+    rows, inner = grad.shape
+    scaled, grad_product, grad_scale = torch.empty_like(grad), torch.empty_like(product), product.new_empty(rows)
+    pointers = (t.data_ptr() for t in (product, grad, scale, scaled, grad_product, grad_scale))
+    library().swiglu_backward(*pointers, rows, inner, torch.get_num_threads())
+    return scaled, grad_product, grad_scale
+
+
+def gather_sum(x: Tensor, place: Tensor, weight: Tensor | None = None) -> Tensor:
+    """[places, dim] -> [rows, dim]: the sum of each row's places [rows, k], each times its weight [places]; without a gradient."""
+    rows, k = place.shape
+    out = x.new_empty(rows, x.shape[1])
+    where = None if weight is None else weight.data_ptr()
+    library().gather_sum(
+        x.data_ptr(), place.data_ptr(), where, out.data_ptr(), rows, k, x.shape[1], torch.get_num_threads()
+    )
+    return out
+
+
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scaling: float) -> Tensor:
+    """Rows attend to their segment's trunk and to their own segment up to themselves.
+
+    Args:
+        q: [rows, heads, dim].
+        k: [rows, kv heads, dim].
+        v: [rows, kv heads, value dim].
+        tree: the segments.
+        scaling: of the scores.
+
+    Returns:
+        [rows, heads, value dim].
+    """
+    return _TreeAttention.apply(q, k, v, tree, scaling)
+
+
+class Tree:
+    """The segments of a packing.
+
+    Args:
+        segments: [segments, 4] int64: first row and length of the trunk that is seen (length 0: none), then of the segment itself;
+            a trunk comes right before its branches.
+        families: [trunks + 1] int64, where each trunk's segments begin.
+    """
+
+    def __init__(self, segments: Tensor, families: Tensor) -> None:
+        self.segments, self.families = segments.contiguous(), families.contiguous()
+        self.longest = int((segments[:, 1] + segments[:, 3]).max())
+
+
+class Cached:
+    """Where the rows of a decode call are in the cache; int64, [rows] each but offsets [rows + 1] of their fed tokens.
+
+    Args:
+        offsets: row i feeds tokens offsets[i] to offsets[i + 1].
+        prompt_of: slot of the prompt.
+        prompt_length: its tokens.
+        slot: slot of the row.
+        before: tokens in it before this call.
+    """
+
+    def __init__(self, offsets: Tensor, prompt_of: Tensor, prompt_length: Tensor, slot: Tensor, before: Tensor) -> None:
+        self._arrays = tuple(t.contiguous() for t in (offsets, prompt_of, prompt_length, slot, before))
+        self.rows = len(slot)
+        self.longest = int((prompt_length + before + offsets.diff()).max())
+
+    @property
+    def pointers(self) -> list[int]:
+        """In the order of the constructor."""
+        return [t.data_ptr() for t in self._arrays]
+
+
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prompts: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    cached: Cached,
+    scaling: float,
+) -> Tensor:
+    """Append the fed tokens' keys and values to the cache and attend to each row's prompt and own tokens; without a gradient.
+
+    Args:
+        q: [tokens, heads, dim].
+        k: [tokens, kv heads, dim].
+        v: [tokens, kv heads, value dim].
+        prompts: slabs [slots, kv heads, capacity, (value) dim] of keys and of values.
+        own: likewise, with room for the fed tokens.
+        cached: see ``Cached``.
+        scaling: of the scores.
+
+    Returns:
+        [tokens, heads, value dim].
+    """
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    far, near = (Slab(a.data_ptr(), b.data_ptr(), a.shape[2], b.shape[2]) for a, b in (prompts, own))
+    failed = library().cached_attention(
+        *(t.data_ptr() for t in (q, k, v)),
+        byref(far),
+        byref(near),
+        *cached.pointers,
+        cached.rows,
+        cached.longest,
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        v.shape[2],
+        scaling,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    _check(failed)
+    return out
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("no memory for the scores of attention")
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        dim = x.shape[-1]
+        rows = x.numel() // dim
+        out, inverse = torch.empty_like(x), x.new_empty(rows)
+        pointers = (t.data_ptr() for t in (x, weight, out, inverse))
+        library().rms_norm(*pointers, rows, dim, eps, torch.get_num_threads())
+        ctx.save_for_backward(x, weight, inverse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        grad, dim, rows = grads[0].contiguous(), len(weight), len(inverse)
+        pieces = max(1, min(_PIECES, rows // _PIECE))
+        grad_x, grad_weight, partial = torch.empty_like(x), torch.empty_like(weight), x.new_empty(pieces, dim)
+        pointers = (t.data_ptr() for t in (grad, x, weight, inverse, grad_x, grad_weight, partial))
+        library().rms_norm_backward(*pointers, pieces, rows, dim, torch.get_num_threads())
+        return grad_x, grad_weight, None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        cosine, sine = cosine.contiguous(), sine.contiguous()
+        ctx.save_for_backward(cosine, sine)
+        return _rotated(x, cosine, sine, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _rotated(grads[0], *ctx.saved_tensors, True), None, None
+
+
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool) -> Tensor:
+    by_row = x[0].transpose(0, 1).contiguous()
+    out = torch.empty_like(by_row)
+    pointers = (t.data_ptr() for t in (by_row, cosine, sine, out))
+    library().rotate(*pointers, *by_row.shape, backward, torch.get_num_threads())
+    return out.transpose(0, 1).unsqueeze(0)
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tree: Tree, scaling: float) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out, norm = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
+        failed = library().tree_attention(
+            *(t.data_ptr() for t in (q, k, v, tree.segments)),
+            len(tree.segments),
+            tree.longest,
+            *_sizes(q, k, v),
+            scaling,
+            out.data_ptr(),
+            norm.data_ptr(),
+            torch.get_num_threads(),
+        )
+        _check(failed)
+        ctx.save_for_backward(q, k, v, norm)
+        ctx.tree, ctx.scaling = tree, scaling
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, norm = ctx.saved_tensors
+        tree: Tree = ctx.tree
+        grad = grads[0].contiguous()
+        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        failed = library().tree_attention_backward(
+            *(t.data_ptr() for t in (grad, q, k, v, norm, tree.segments, tree.families)),
+            len(tree.families) - 1,
+            tree.longest,
+            *_sizes(q, k, v),
+            ctx.scaling,
+            *(t.data_ptr() for t in (grad_q, grad_k, grad_v)),
+            torch.get_num_threads(),
+        )
+        _check(failed)
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    """heads, kv heads, dim, value dim."""
+    return q.shape[1], k.shape[1], q.shape[2], v.shape[2]
