@@ -66,14 +66,17 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     Returns:
         [rows, hidden].
     """
-    native = _native(hidden_states, module.down_proj) or _at_once(hidden_states, top_k_index, module.down_proj)
-    routing = route(top_k_index, module.num_experts, synchronise=not native)
+    at_once = _at_once(hidden_states, top_k_index, module.down_proj)
+    native = at_once or _native(hidden_states, module.down_proj)
+    steps = compiled(module, hidden_states, top_k_weights, module.down_proj)
+    routing = route(top_k_index, module.num_experts, synchronise=not native, steps=steps)
     rounding = getattr(module, INPUT_ROUNDING, None)
     if rounding is not None and not rounding.enabled:
         rounding = None
     if rounding is None and not native and _is_plain(module, hidden_states):
-        steps = compiled(module, hidden_states, top_k_weights, module.gate_up_proj)
         return _SwiGLUExperts.apply(hidden_states, top_k_weights, module.gate_up_proj, module.down_proj, routing, steps)
+    if at_once and steps and rounding is None and _is_plain(module, hidden_states):
+        return _few(hidden_states, top_k_weights, module.gate_up_proj, module.down_proj, routing)
     gated = getattr(module, "has_gate", True)
     up = "gate_up_proj" if gated else "up_proj"
     expert = partial(_expert_of, top_k_index, routing)
@@ -86,8 +89,6 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     x = _project(module, up, x, routing)
     if not gated:
         x = module.act_fn(x)
-    elif not torch.is_grad_enabled() and _is_plain(module, x) and compiled(module, x):
-        x = operations.swiglu(x)
     else:
         x = module._apply_gate(x)
     if rounding is not None:
@@ -95,9 +96,6 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     x = _project(module, "down_proj", x, routing)
     if getattr(module, "has_post_expert_norm", False):
         x = module.post_expert_norm(x)
-    if not torch.is_grad_enabled() and compiled(module, x, top_k_weights):
-        weight = top_k_weights.reshape(-1).index_select(0, routing.order)
-        return operations.gather_sum(x, routing.place, weight)
     return combine(x, top_k_weights, routing).to(hidden_states.dtype)
 
 
@@ -110,8 +108,11 @@ def round_inputs(module: nn.Module, rounding: Any) -> None:
     module.__dict__[INPUT_ROUNDING] = rounding
 
 
-def route(index: Tensor, experts: int, synchronise: bool = True) -> Routing:
-    """Sort the choices ``index`` [rows, k] by expert; the order of rows is kept within an expert."""
+def route(index: Tensor, experts: int, synchronise: bool = True, steps: bool = False) -> Routing:
+    """Sort the choices ``index`` [rows, k] by expert; the order of rows is kept within an expert. ``steps``: by a compiled step."""
+    if steps:
+        order, place, row, ends, counts = operations.route(index.contiguous(), experts)
+        return Routing(order, place, row, ends, counts.tolist() if synchronise else [])
     flat = index.reshape(-1)
     order = flat.argsort(stable=True)
     place = torch.empty_like(order)
@@ -157,6 +158,14 @@ def grouped_linear(
 def combine(x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
     """[rows * k, hidden] sorted, weights [rows, k] -> [rows, hidden], each row the weighted sum of its k results."""
     return _Combine.apply(x, weights, routing.row, routing.place, routing.order)
+
+
+def _few(hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
+    """The usual expert for the rows of a decode step: all experts at once, in compiled steps, without a gradient."""
+    grouped = torch.nn.functional.grouped_mm
+    product = grouped(hidden.index_select(0, routing.row), gate_up.transpose(1, 2), offs=routing.ends)
+    y = grouped(operations.swiglu(product), down.transpose(1, 2), offs=routing.ends)
+    return operations.gather_sum(y, routing.place, weights.contiguous())
 
 
 def _expert_of(index: Tensor, routing: Routing) -> Tensor:
@@ -305,7 +314,7 @@ class _SwiGLUExperts(torch.autograd.Function):
             outputs.append(times(h, down[expert].t())[: piece.stop - piece.start])
         ctx.save_for_backward(hidden, weight, gate_up, down, *products)
         if compiled:
-            return operations.gather_sum(torch.cat(outputs), routing.place, weight)
+            return operations.gather_sum(torch.cat(outputs), routing.place, weights.contiguous())
         return _gather_sum(torch.cat(outputs).mul_(weight.unsqueeze(1)), routing.place)
 
     @staticmethod

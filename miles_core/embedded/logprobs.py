@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from miles_core.data.batch import Ragged
+from miles_core.embedded.cpu import operations
+from miles_core.embedded.cpu.install import compiled
 from miles_core.errors import CheckpointError
 
 #: Logits held at once: beyond this many elements, rows are worked off in chunks.
@@ -87,12 +89,13 @@ def _chunk(
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
+    steps = compiled(model.get_output_embeddings(), logits)
     if support is None:
-        return _full(logits, tokens, entropy)
+        return _full(logits, tokens, entropy, steps)
     sampled = support.offsets.diff() > 0
     if bool(sampled.all()):
         return _supported(logits, tokens, support, entropy)
-    log_probs, entropies = _full(logits, tokens, entropy)
+    log_probs, entropies = _full(logits, tokens, entropy, steps)
     where = sampled.nonzero().flatten()
     narrow, narrow_entropies = _supported(logits[where], tokens[where], support.select(where), entropy)
     log_probs = log_probs.index_copy(0, where, narrow)
@@ -101,7 +104,9 @@ def _chunk(
     return log_probs, entropies
 
 
-def _full(logits: Tensor, tokens: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _full(logits: Tensor, tokens: Tensor, entropy: bool, steps: bool) -> tuple[Tensor, Tensor | None]:
+    if steps and not entropy:
+        return operations.log_probs(logits, tokens), None
     every = logits.log_softmax(-1)
     log_probs = every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return log_probs, -(every.exp() * every).sum(-1) if entropy else None

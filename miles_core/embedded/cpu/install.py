@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from miles_core.embedded.cpu import operations
 from miles_core.embedded.cpu.library import library
 
-#: Attribute of attention and experts modules whose steps are to be compiled ones; absent is no.
+#: Attribute of attention, experts and output modules whose steps are to be compiled ones; absent is no.
 COMPILED = "compiled_steps"
 _ROTATION = "apply_rotary_pos_emb"
 #: Of the comparison: float32 results of a handful of operations in another order.
@@ -31,6 +31,7 @@ def compiled(module: nn.Module, *tensors: Tensor) -> bool:
 def use_compiled_steps(model: nn.Module) -> None:
     """Change the modules of ``model`` that can be; CannotCompileError when nothing can be compiled here."""
     library()
+    model.get_output_embeddings().__dict__[COMPILED] = True
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm"):

@@ -223,7 +223,25 @@ void swiglu_backward(const float *product, const float *grad, const float *scale
     }
 }
 
-/* out [rows, dim]: each row the sum of its k places of x [places, dim], times weight [places] unless that is null. */
+/* index [rows, k] names the expert of each choice. The choices sorted by expert, in order within one: order [rows k] and its
+ * inverse place, row = order / k; counts [experts], and ends, where each expert's choices end. Returns 1 for a choice that is none. */
+int route(const int64_t *index, int64_t *order, int64_t *place, int64_t *row, int64_t *counts, int32_t *ends, size rows, size k,
+           size experts) {
+    memset(counts, 0, (size_t)experts * sizeof(int64_t));
+    for (size i = 0; i < rows * k; i++) {
+        if (index[i] < 0 || index[i] >= experts) return 1;
+        counts[index[i]]++;
+    }
+    int64_t next[experts > 0 ? experts : 1], total = 0;
+    for (size e = 0; e < experts; e++) next[e] = total, total += counts[e], ends[e] = (int32_t)total;
+    for (size i = 0; i < rows * k; i++) {
+        int64_t at = next[index[i]]++;
+        order[at] = i, place[i] = at, row[at] = i / k;
+    }
+    return 0;
+}
+
+/* out [rows, dim]: each row the sum of its k places of x [places, dim], times weight [rows, k] unless that is null. */
 void gather_sum(const float *x, const int64_t *place, const float *weight, float *out, size rows, size k, size dim, int threads) {
     PARALLEL(rows * k * dim)
     for (size r = 0; r < rows; r++) {
@@ -232,13 +250,54 @@ void gather_sum(const float *x, const int64_t *place, const float *weight, float
         size i = 0;
         for (; i + W <= dim; i += W) {
             vec total = splat(0);
-            for (size j = 0; j < k; j++) total += load(x + at[j] * dim + i) * (weight ? weight[at[j]] : 1.0f);
+            for (size j = 0; j < k; j++) total += load(x + at[j] * dim + i) * (weight ? weight[r * k + j] : 1.0f);
             store(o + i, total);
         }
         for (; i < dim; i++) {
             o[i] = 0;
-            for (size j = 0; j < k; j++) o[i] += x[at[j] * dim + i] * (weight ? weight[at[j]] : 1.0f);
+            for (size j = 0; j < k; j++) o[i] += x[at[j] * dim + i] * (weight ? weight[r * k + j] : 1.0f);
         }
+    }
+}
+
+/* ---- log-probabilities ---------------------------------------------------------------------------------------------- */
+
+/* out [rows] = log softmax(logits [rows, vocabulary])[token]; norm [rows] = log(sum(exp(logits))). Returns 1 for a token that is none. */
+int log_probs(const float *logits, const int64_t *tokens, float *out, float *norm, size rows, size vocabulary, int threads) {
+    for (size r = 0; r < rows; r++)
+        if (tokens[r] < 0 || tokens[r] >= vocabulary) return 1;
+    PARALLEL(rows * vocabulary)
+    for (size r = 0; r < rows; r++) {
+        const float *x = logits + r * vocabulary;
+        vec best = splat(-INFINITY), total = splat(0);
+        size i = 0;
+        float top = -INFINITY, rest = 0;
+        for (; i + W <= vocabulary; i += W) best = pick(load(x + i) > best, load(x + i), best);
+        for (; i < vocabulary; i++) top = x[i] > top ? x[i] : top;
+        float other = highest(best);
+        top = other > top ? other : top;
+        for (i = 0; i + W <= vocabulary; i += W) total += exponential(load(x + i) - top);
+        if (i < vocabulary) {
+            vec e = exponential(load_some(x + i, vocabulary - i) - top);
+            for (size j = 0; j < vocabulary - i; j++) rest += e[j];
+        }
+        norm[r] = top + logf(sum(total) + rest);
+        out[r] = x[tokens[r]] - norm[r];
+    }
+    return 0;
+}
+
+/* grad_logits = grad * (one at the token - softmax(logits)). */
+void log_probs_backward(const float *grad, const float *logits, const int64_t *tokens, const float *norm, float *grad_logits,
+                        size rows, size vocabulary, int threads) {
+    PARALLEL(rows * vocabulary)
+    for (size r = 0; r < rows; r++) {
+        const float *x = logits + r * vocabulary;
+        float *o = grad_logits + r * vocabulary;
+        size i = 0;
+        for (; i + W <= vocabulary; i += W) store(o + i, exponential(load(x + i) - norm[r]) * -grad[r]);
+        if (i < vocabulary) store_some(o + i, exponential(load_some(x + i, vocabulary - i) - norm[r]) * -grad[r], vocabulary - i);
+        o[tokens[r]] += grad[r];
     }
 }
 

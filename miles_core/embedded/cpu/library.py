@@ -34,6 +34,9 @@ _SIGNATURES: dict[str, list] = {
     "rotate": [*[_pointer] * 4, *[_size] * 3, _int, _int],
     "swiglu": [*[_pointer] * 2, *[_size] * 2, _int],
     "swiglu_backward": [*[_pointer] * 6, *[_size] * 2, _int],
+    "route": [*[_pointer] * 6, *[_size] * 3],
+    "log_probs": [*[_pointer] * 4, *[_size] * 2, _int],
+    "log_probs_backward": [*[_pointer] * 5, *[_size] * 2, _int],
     "gather_sum": [*[_pointer] * 4, *[_size] * 3, _int],
     "tree_attention": [*[_pointer] * 4, *[_size] * 6, c_float, *[_pointer] * 2, _int],
     "tree_attention_backward": [*[_pointer] * 7, *[_size] * 6, c_float, *[_pointer] * 3, _int],
@@ -129,7 +132,7 @@ def _load(path: Path) -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes = arguments
-        function.restype = c_int if "attention" in name else None
+        function.restype = c_int
     return found
 
 

@@ -27,12 +27,14 @@ def fits(*tensors: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x**2) + eps) over the last dimension of x [..., dim]; weight [dim]."""
-    return _RMSNorm.apply(x, weight, eps)
+    return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _normed(x.contiguous(), weight, eps)[0]
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x [1, heads, rows, dim] rotated by cosine and sine [1, rows, dim]: x * cosine + (-x2 | x1) * sine, x1 and x2 its halves."""
-    return _Rotate.apply(x, cosine, sine)
+    if torch.is_grad_enabled():
+        return _Rotate.apply(x, cosine, sine)
+    return _rotated(x, cosine.contiguous(), sine.contiguous(), False)
 
 
 def swiglu(product: Tensor) -> Tensor:
@@ -61,8 +63,28 @@ def swiglu_backward(product: Tensor, grad: Tensor, scale: Tensor) -> tuple[Tenso
     return scaled, grad_product, grad_scale
 
 
+def route(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Choices index [rows, k] int64 sorted by expert, in order within one.
+
+    Returns:
+        order [rows * k], its inverse place [rows, k], the row of each sorted place [rows * k], where each expert's places end [experts]
+        int32, and their number [experts] int64.
+    """
+    order, place, row = torch.empty(3, index.numel(), dtype=torch.int64).unbind(0)
+    ends, counts = torch.empty(experts, dtype=torch.int32), torch.empty(experts, dtype=torch.int64)
+    pointers = (t.data_ptr() for t in (index, order, place, row, counts, ends))
+    if library().route(*pointers, *index.shape, experts):
+        raise IndexError(f"an expert's number is none of 0 to {experts - 1}")
+    return order, place.view_as(index), row, ends, counts
+
+
+def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log softmax(logits [rows, vocabulary])[tokens [rows]] -> [rows]."""
+    return _LogProbs.apply(logits, tokens)
+
+
 def gather_sum(x: Tensor, place: Tensor, weight: Tensor | None = None) -> Tensor:
-    """[places, dim] -> [rows, dim]: the sum of each row's places [rows, k], each times its weight [places]; without a gradient."""
+    """[places, dim] -> [rows, dim]: the sum of each row's places [rows, k], each times its weight [rows, k]; without a gradient."""
     rows, k = place.shape
     out = x.new_empty(rows, x.shape[1])
     where = None if weight is None else weight.data_ptr()
@@ -176,12 +198,8 @@ def _check(failed: int) -> None:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, weight = x.contiguous(), weight.contiguous()
-        dim = x.shape[-1]
-        rows = x.numel() // dim
-        out, inverse = torch.empty_like(x), x.new_empty(rows)
-        pointers = (t.data_ptr() for t in (x, weight, out, inverse))
-        library().rms_norm(*pointers, rows, dim, eps, torch.get_num_threads())
+        x = x.contiguous()
+        out, inverse = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
         return out
 
@@ -195,6 +213,17 @@ class _RMSNorm(torch.autograd.Function):
         pointers = (t.data_ptr() for t in (grad, x, weight, inverse, grad_x, grad_weight, partial))
         library().rms_norm_backward(*pointers, pieces, rows, dim, torch.get_num_threads())
         return grad_x, grad_weight, None
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x, and the factor of each of its rows."""
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    out, inverse = torch.empty_like(x), x.new_empty(rows)
+    library().rms_norm(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), inverse.data_ptr(), rows, dim, eps, torch.get_num_threads()
+    )
+    return out, inverse
 
 
 class _Rotate(torch.autograd.Function):
@@ -216,6 +245,27 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool) -> Tensor:
     pointers = (t.data_ptr() for t in (by_row, cosine, sine, out))
     library().rotate(*pointers, *by_row.shape, backward, torch.get_num_threads())
     return out.transpose(0, 1).unsqueeze(0)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor) -> Tensor:
+        logits, tokens = logits.contiguous(), tokens.contiguous()
+        out, norm = logits.new_empty(2, len(tokens)).unbind(0)
+        pointers = (t.data_ptr() for t in (logits, tokens, out, norm))
+        if library().log_probs(*pointers, *logits.shape, torch.get_num_threads()):
+            raise IndexError(f"a token's id is none of 0 to {logits.shape[1] - 1}")
+        ctx.save_for_backward(logits, tokens, norm)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, tokens, norm = ctx.saved_tensors
+        grad, grad_logits = grads[0].contiguous(), torch.empty_like(logits)
+        pointers = (t.data_ptr() for t in (grad, logits, tokens, norm, grad_logits))
+        library().log_probs_backward(*pointers, *logits.shape, torch.get_num_threads())
+        return grad_logits, None
 
 
 class _TreeAttention(torch.autograd.Function):
