@@ -21,7 +21,7 @@ from torch.nn.functional import pad, silu
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
-from miles_core.embedded.cpu import operations
+from miles_core.embedded.cpu import experts as fused
 from miles_core.embedded.cpu.install import compiled
 from miles_core.embedded.product import available, padded, times
 
@@ -66,17 +66,16 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     Returns:
         [rows, hidden].
     """
-    at_once = _at_once(hidden_states, top_k_index, module.down_proj)
-    native = at_once or _native(hidden_states, module.down_proj)
-    steps = compiled(module, hidden_states, top_k_weights, module.down_proj)
-    routing = route(top_k_index, module.num_experts, synchronise=not native, steps=steps)
     rounding = getattr(module, INPUT_ROUNDING, None)
     if rounding is not None and not rounding.enabled:
         rounding = None
-    if rounding is None and not native and _is_plain(module, hidden_states):
-        return _SwiGLUExperts.apply(hidden_states, top_k_weights, module.gate_up_proj, module.down_proj, routing, steps)
-    if at_once and steps and rounding is None and _is_plain(module, hidden_states):
-        return _few(hidden_states, top_k_weights, module.gate_up_proj, module.down_proj, routing)
+    plain = rounding is None and _is_plain(module, hidden_states)
+    if plain and compiled(module, hidden_states, top_k_weights, module.down_proj) and fused.fits(module.down_proj):
+        return fused.experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
+    native = _native(hidden_states, module.down_proj) or _at_once(hidden_states, top_k_index, module.down_proj)
+    routing = route(top_k_index, module.num_experts, synchronise=not native)
+    if plain and not native:
+        return _SwiGLUExperts.apply(hidden_states, top_k_weights, module.gate_up_proj, module.down_proj, routing)
     gated = getattr(module, "has_gate", True)
     up = "gate_up_proj" if gated else "up_proj"
     expert = partial(_expert_of, top_k_index, routing)
@@ -108,11 +107,8 @@ def round_inputs(module: nn.Module, rounding: Any) -> None:
     module.__dict__[INPUT_ROUNDING] = rounding
 
 
-def route(index: Tensor, experts: int, synchronise: bool = True, steps: bool = False) -> Routing:
-    """Sort the choices ``index`` [rows, k] by expert; the order of rows is kept within an expert. ``steps``: by a compiled step."""
-    if steps:
-        order, place, row, ends, counts = operations.route(index.contiguous(), experts)
-        return Routing(order, place, row, ends, counts.tolist() if synchronise else [])
+def route(index: Tensor, experts: int, synchronise: bool = True) -> Routing:
+    """Sort the choices ``index`` [rows, k] by expert; the order of rows is kept within an expert."""
     flat = index.reshape(-1)
     order = flat.argsort(stable=True)
     place = torch.empty_like(order)
@@ -158,14 +154,6 @@ def grouped_linear(
 def combine(x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
     """[rows * k, hidden] sorted, weights [rows, k] -> [rows, hidden], each row the weighted sum of its k results."""
     return _Combine.apply(x, weights, routing.row, routing.place, routing.order)
-
-
-def _few(hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
-    """The usual expert for the rows of a decode step: all experts at once, in compiled steps, without a gradient."""
-    grouped = torch.nn.functional.grouped_mm
-    product = grouped(hidden.index_select(0, routing.row), gate_up.transpose(1, 2), offs=routing.ends)
-    y = grouped(operations.swiglu(product), down.transpose(1, 2), offs=routing.ends)
-    return operations.gather_sum(y, routing.place, weights.contiguous())
 
 
 def _expert_of(index: Tensor, routing: Routing) -> Tensor:
@@ -301,27 +289,23 @@ class _SwiGLUExperts(torch.autograd.Function):
     silu(gate) * up and y = down h, the gradient of a row's weight, grad . y, is (down^T grad) . h, so y is not needed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, compiled: bool
-    ) -> Tensor:
-        ctx.routing, ctx.compiled = routing, compiled
-        weight = weights.reshape(-1).index_select(0, routing.order)
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
+        ctx.routing = routing
+        weight = weights.reshape(-1).index_select(0, routing.order).unsqueeze(1)
         products, outputs = [], []
         for expert, piece in _pieces(routing):
             product = times(hidden.index_select(0, _padded_rows(routing, piece)), gate_up[expert].t())
+            gate, up = product.chunk(2, 1)
             products.append(product)
-            h = operations.swiglu(product) if compiled else _swiglu(product)
-            outputs.append(times(h, down[expert].t())[: piece.stop - piece.start])
+            output = times(silu(gate).mul_(up), down[expert].t())[: piece.stop - piece.start]
+            outputs.append(output.mul_(weight[piece]))
         ctx.save_for_backward(hidden, weight, gate_up, down, *products)
-        if compiled:
-            return operations.gather_sum(torch.cat(outputs), routing.place, weights.contiguous())
-        return _gather_sum(torch.cat(outputs).mul_(weight.unsqueeze(1)), routing.place)
+        return _gather_sum(torch.cat(outputs), routing.place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, gate_up, down, *products = ctx.saved_tensors
         routing, needs = ctx.routing, ctx.needs_input_grad
-        backward = operations.swiglu_backward if ctx.compiled else _swiglu_backward
         grad_x = []
         grad_weight = torch.empty_like(weight)
         grad_gate_up = torch.zeros_like(gate_up) if needs[2] else None
@@ -329,46 +313,31 @@ class _SwiGLUExperts(torch.autograd.Function):
         for (expert, piece), product in zip(_pieces(routing), products, strict=True):
             count, rows = piece.stop - piece.start, _padded_rows(routing, piece)
             # Rows added to round a piece's size have weight 0, and with it gradients 0.
-            scale = pad(weight[piece], (0, len(rows) - count))
+            scale = pad(weight[piece], (0, 0, 0, len(rows) - count))
             grad = grads[0].index_select(0, rows)
-            scaled, grad_product, grad_scale = backward(product, times(grad, down[expert]), scale)
-            grad_weight[piece] = grad_scale[:count]
+            gate, up = product.chunk(2, 1)
+            active = silu(gate)
+            h = active * up
+            grad_h = times(grad, down[expert])
+            torch.sum((grad_h * h)[:count], 1, keepdim=True, dtype=weight.dtype, out=grad_weight[piece])
             if grad_down is not None:
-                grad_down[expert] = times(grad.t(), scaled)
+                grad_down[expert] = times(grad.t(), h.mul_(scale))
+            grad_h.mul_(scale)
+            grad_product = torch.empty_like(product)
+            grad_gate, grad_up = grad_product.chunk(2, 1)
+            torch.mul(grad_h, active, out=grad_up)
+            torch.ops.aten.silu_backward.grad_input(grad_h.mul_(up), gate, grad_input=grad_gate)
             if grad_gate_up is not None:
                 grad_gate_up[expert] = times(grad_product.t(), hidden.index_select(0, rows))
             if needs[0]:
                 grad_x.append(times(grad_product, gate_up[expert])[:count])
-        gather = operations.gather_sum if ctx.compiled else _gather_sum
         return (
-            gather(torch.cat(grad_x), routing.place) if needs[0] else None,
-            grad_weight[routing.place] if needs[1] else None,
+            _gather_sum(torch.cat(grad_x), routing.place) if needs[0] else None,
+            grad_weight[routing.place].squeeze(-1) if needs[1] else None,
             grad_gate_up,
             grad_down,
             None,
-            None,
         )
-
-
-def _swiglu(product: Tensor) -> Tensor:
-    """See ``operations.swiglu``."""
-    gate, up = product.chunk(2, 1)
-    return silu(gate).mul_(up)
-
-
-def _swiglu_backward(product: Tensor, grad: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``operations.swiglu_backward``."""
-    gate, up = product.chunk(2, 1)
-    active = silu(gate)
-    h = active * up
-    grad_scale = (grad * h).sum(1, dtype=scale.dtype)
-    column = scale.unsqueeze(1)
-    grad = grad * column
-    grad_product = torch.empty_like(product)
-    grad_gate, grad_up = grad_product.chunk(2, 1)
-    torch.mul(grad, active, out=grad_up)
-    torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
-    return h.mul_(column), grad_product, grad_scale
 
 
 def _padded_rows(routing: Routing, piece: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiling ``kernels.c`` for this processor, once, and calling it.
+"""Compiling the C files of this folder for this processor, once, and calling it.
 
 A wheel cannot hold the result: what is fast on one processor does not run on the next. The source is plain C without PyTorch's headers,
 so any C compiler takes about a second, and the library is kept in the user's cache under a name that says what it was made from.
@@ -21,30 +21,31 @@ from pathlib import Path
 
 from miles_core.errors import MilesError
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_FOLDER = Path(__file__).parent
+_SOURCES = ("steps.c", "attention.c", "experts.c")
 #: Tried in turn: Apple's compiler has no OpenMP, and some compilers no -march=native. Without OpenMP there is one thread.
 _FLAGS = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-mcpu=native"], ["-march=native"], [])
 _COMMON = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi", "-Wno-unknown-pragmas"]
 
 _size, _pointer, _int = c_int64, c_void_p, c_int
-#: Arguments of each function, in the order of ``kernels.c``.
+#: Arguments of each function, in the order of the C files.
 _SIGNATURES: dict[str, list] = {
     "rms_norm": [*[_pointer] * 4, *[_size] * 2, c_float, _int],
     "rms_norm_backward": [*[_pointer] * 7, *[_size] * 3, _int],
     "rotate": [*[_pointer] * 4, *[_size] * 3, _int, _int],
-    "swiglu": [*[_pointer] * 2, *[_size] * 2, _int],
-    "swiglu_backward": [*[_pointer] * 6, *[_size] * 2, _int],
     "route": [*[_pointer] * 6, *[_size] * 3],
     "log_probs": [*[_pointer] * 4, *[_size] * 2, _int],
     "log_probs_backward": [*[_pointer] * 5, *[_size] * 2, _int],
     "gather_sum": [*[_pointer] * 4, *[_size] * 3, _int],
+    "experts": [*[_pointer] * 7, *[_size] * 3, _int],
+    "experts_backward": [*[_pointer] * 11, *[_size] * 3, _int],
     "tree_attention": [*[_pointer] * 4, *[_size] * 6, c_float, *[_pointer] * 2, _int],
     "tree_attention_backward": [*[_pointer] * 7, *[_size] * 6, c_float, *[_pointer] * 3, _int],
 }
 
 
 class Slab(ctypes.Structure):
-    """Keys and values of one store of the cache at one layer (``kernels.c``)."""
+    """Keys and values of one store of the cache at one layer (``attention.c``)."""
 
     _fields_ = (("k", c_void_p), ("v", c_void_p), ("k_capacity", c_int64), ("v_capacity", c_int64))
 
@@ -98,12 +99,12 @@ def _compiler() -> list[str]:
 
 
 def _compiled(compiler: Sequence[str]) -> Path:
-    """The library made from ``kernels.c`` by this compiler for this processor, from the cache if it is there."""
+    """The library made by this compiler for this processor, from the cache if it is there."""
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise CannotCompileError(f"the C compiler {shlex.join(compiler)} does not run ({error})") from error
-    made_from = repr([_SOURCE.read_bytes(), version, _COMMON, _FLAGS, _processor()])
+    made_from = repr([[(_FOLDER / name).read_bytes() for name in (*_SOURCES, "vector.h")], version, _COMMON, _FLAGS, _processor()])
     directory = _cache()
     target = directory / f"kernels-{hashlib.sha256(made_from.encode()).hexdigest()[:20]}.so"
     if target.is_file():
@@ -112,14 +113,14 @@ def _compiled(compiler: Sequence[str]) -> Path:
     for flags in _FLAGS:
         handle, temporary = tempfile.mkstemp(dir=directory, suffix=".so")
         os.close(handle)
-        command = [*compiler, *_COMMON, *flags, "-o", temporary, str(_SOURCE), "-lm"]
+        command = [*compiler, *_COMMON, *flags, "-o", temporary, *(str(_FOLDER / name) for name in _SOURCES), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == 0:
             os.replace(temporary, target)
             return target
         os.unlink(temporary)
         said = said or (done.stderr.strip().splitlines() or ["no output"])[0]
-    raise CannotCompileError(f"{shlex.join(compiler)} does not compile {_SOURCE.name}: {said}")
+    raise CannotCompileError(f"{shlex.join(compiler)} does not compile {_FOLDER}: {said}")
 
 
 def _load(path: Path) -> ctypes.CDLL:

@@ -1,4 +1,4 @@
-"""The functions of ``kernels.c`` on tensors: float32 on a CPU, contiguous where nothing else is said, with gradients where
+"""The functions of the C files on tensors: float32 on a CPU, contiguous where nothing else is said, with gradients where
 training needs them.
 
 Sources: RMSNorm, Zhang and Sennrich 2019; rotary embedding, Su et al. 2021; SwiGLU, Shazeer 2020; the gradient of attention from the
@@ -8,6 +8,7 @@ log-sum-exp of each row, Dao et al. 2022 (FlashAttention), algorithm 4.
 from __future__ import annotations
 
 from ctypes import byref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,45 +38,33 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return _rotated(x, cosine.contiguous(), sine.contiguous(), False)
 
 
-def swiglu(product: Tensor) -> Tensor:
-    """product [rows, 2 inner] = gate | up -> silu(gate) * up [rows, inner]; without a gradient."""
-    rows, inner = len(product), product.shape[1] // 2
-    out = product.new_empty(rows, inner)
-    library().swiglu(product.data_ptr(), out.data_ptr(), rows, inner, torch.get_num_threads())
-    return out
+@dataclass(frozen=True)
+class Routing:
+    """Choices of rows sorted by expert, in order within one.
 
-
-def swiglu_backward(product: Tensor, grad: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient through ``swiglu`` and a weight a row.
-
-    Args:
-        product: [rows, 2 inner] what ``swiglu`` was given; h is what it returned.
-        grad: [rows, inner] gradient of h, before the weight.
-        scale: [rows] weights.
-
-    Returns:
-        h * scale [rows, inner], the gradient of product times scale [rows, 2 inner], and grad . h [rows], the gradient of scale.
+    Attributes:
+        order: [rows * k] the choice at each sorted place.
+        place: [rows, k] the inverse.
+        row: [rows * k] the row of each sorted place.
+        ends: [experts] int32, where each expert's places end.
+        counts: [experts] their number.
     """
-    rows, inner = grad.shape
-    scaled, grad_product, grad_scale = torch.empty_like(grad), torch.empty_like(product), product.new_empty(rows)
-    pointers = (t.data_ptr() for t in (product, grad, scale, scaled, grad_product, grad_scale))
-    library().swiglu_backward(*pointers, rows, inner, torch.get_num_threads())
-    return scaled, grad_product, grad_scale
+
+    order: Tensor
+    place: Tensor
+    row: Tensor
+    ends: Tensor
+    counts: Tensor
 
 
-def route(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Choices index [rows, k] int64 sorted by expert, in order within one.
-
-    Returns:
-        order [rows * k], its inverse place [rows, k], the row of each sorted place [rows * k], where each expert's places end [experts]
-        int32, and their number [experts] int64.
-    """
+def route(index: Tensor, experts: int) -> Routing:
+    """Sort choices index [rows, k] int64; IndexError for a choice that is none of ``experts``."""
     order, place, row = torch.empty(3, index.numel(), dtype=torch.int64).unbind(0)
     ends, counts = torch.empty(experts, dtype=torch.int32), torch.empty(experts, dtype=torch.int64)
     pointers = (t.data_ptr() for t in (index, order, place, row, counts, ends))
     if library().route(*pointers, *index.shape, experts):
         raise IndexError(f"an expert's number is none of 0 to {experts - 1}")
-    return order, place.view_as(index), row, ends, counts
+    return Routing(order, place.view_as(index), row, ends, counts)
 
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -92,6 +81,62 @@ def gather_sum(x: Tensor, place: Tensor, weight: Tensor | None = None) -> Tensor
         x.data_ptr(), place.data_ptr(), where, out.data_ptr(), rows, k, x.shape[1], torch.get_num_threads()
     )
     return out
+
+
+def experts(
+    hidden: Tensor, row: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """down(silu(gate) * up) of every choice; without a gradient.
+
+    Args:
+        hidden: [rows, dim].
+        row: [places] of each choice, sorted by expert.
+        ends: [experts] int32, where each expert's places end.
+        gate_up: [experts, 2 inner, dim].
+        down: [experts, dim, inner].
+        keep: also return the products gate | up.
+
+    Returns:
+        [places, dim], and [places, 2 inner] or None.
+    """
+    count, dim, inner = down.shape
+    y = hidden.new_empty(len(row), dim)
+    product = hidden.new_empty(len(row), 2 * inner) if keep else None
+    failed = library().experts(
+        *(t.data_ptr() for t in (hidden, row, ends, gate_up, down)),
+        None if product is None else product.data_ptr(),
+        y.data_ptr(),
+        count,
+        dim,
+        inner,
+        torch.get_num_threads(),
+    )
+    _check(failed)
+    return y, product
+
+
+def experts_backward(
+    grad: Tensor, row: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor, product: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient through ``experts`` and a weight a choice.
+
+    Args:
+        grad: [rows, dim] of each row's weighted sum.
+        row, ends, gate_up, down: as there.
+        product: what it kept.
+        scale: [places] weights.
+
+    Returns:
+        h * scale [places, inner] (h is silu(gate) * up), and the gradients of product [places, 2 inner], of scale [places] and of each
+        place's row of hidden [places, dim].
+    """
+    count, dim, inner = down.shape
+    scaled, grad_product, grad_scale = grad.new_empty(len(row), inner), torch.empty_like(product), torch.empty_like(scale)
+    grad_x = grad.new_empty(len(row), dim)
+    given = (grad, row, ends, gate_up, down, product, scale)
+    pointers = (t.data_ptr() for t in (*given, scaled, grad_product, grad_scale, grad_x))
+    _check(library().experts_backward(*pointers, count, dim, inner, torch.get_num_threads()))
+    return scaled, grad_product, grad_scale, grad_x
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scaling: float) -> Tensor:
@@ -192,7 +237,7 @@ def cached_attention(
 
 def _check(failed: int) -> None:
     if failed:
-        raise MemoryError("no memory for the scores of attention")
+        raise MemoryError("no memory for a compiled step")
 
 
 class _RMSNorm(torch.autograd.Function):
