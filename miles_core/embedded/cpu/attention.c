@@ -27,34 +27,32 @@ static void transpose(const float *x, size n, size dim, size width, float *out) 
     }
 }
 
-/* out [n, rounded up] = a [dim] times transposed [dim, width]. */
+/* out [n, rounded up] = a [dim] times transposed [dim, width]. Two sums a vector, of every other row: they do not wait for each other. */
 static inline void row_times(const float *a, const float *transposed, size dim, size width, size n, float *out) {
-    size blocks = up(n) / W, b = 0;
-    for (; b + 4 <= blocks; b += 4) {
-        vec t0 = splat(0), t1 = t0, t2 = t0, t3 = t0;
-        const float *p = transposed + b * W;
-        for (size d = 0; d < dim; d++, p += width) {
-            float x = a[d];
-            t0 += x * load(p), t1 += x * load(p + W), t2 += x * load(p + 2 * W), t3 += x * load(p + 3 * W);
+    for (size b = 0; b < n; b += 2 * W) {
+        const float *p = transposed + b;
+        vec t0 = splat(0), t1 = t0, u0 = t0, u1 = t0;
+        size d = 0;
+        if (b + W < n) {
+            for (; d + 2 <= dim; d += 2, p += 2 * width) {
+                t0 += a[d] * load(p), t1 += a[d] * load(p + W);
+                u0 += a[d + 1] * load(p + width), u1 += a[d + 1] * load(p + width + W);
+            }
+            if (d < dim) t0 += a[d] * load(p), t1 += a[d] * load(p + W);
+            store(out + b + W, t1 + u1);
+        } else {
+            for (; d + 2 <= dim; d += 2, p += 2 * width) t0 += a[d] * load(p), u0 += a[d + 1] * load(p + width);
+            if (d < dim) t0 += a[d] * load(p);
         }
-        store(out + b * W, t0), store(out + (b + 1) * W, t1), store(out + (b + 2) * W, t2), store(out + (b + 3) * W, t3);
-    }
-    for (; b + 2 <= blocks; b += 2) {
-        vec t0 = splat(0), t1 = t0;
-        const float *p = transposed + b * W;
-        for (size d = 0; d < dim; d++, p += width) t0 += a[d] * load(p), t1 += a[d] * load(p + W);
-        store(out + b * W, t0), store(out + (b + 1) * W, t1);
-    }
-    if (b < blocks) {
-        vec t0 = splat(0);
-        const float *p = transposed + b * W;
-        for (size d = 0; d < dim; d++, p += width) t0 += a[d] * load(p);
-        store(out + b * W, t0);
+        store(out + b, t0 + u0);
     }
 }
 
-/* scores [n, rounded up] -> their softmax after scaling, zeros after the n-th; returns log(sum(exp)). */
-static inline float softmax(float *scores, size n, float scaling) {
+/* How a row's scores became weights: exp(score - top) * inverse. */
+typedef struct { float top, inverse; } Norm;
+
+/* scores [n, rounded up] -> their softmax after scaling, zeros after the n-th. */
+static inline Norm softmax(float *scores, size n, float scaling) {
     size width = up(n);
     for (size j = n; j < width; j++) scores[j] = -INFINITY;
     vec best = splat(-INFINITY);
@@ -70,9 +68,9 @@ static inline float softmax(float *scores, size n, float scaling) {
         store(scores + j, e);
         total += e;
     }
-    float all = sum(total), inverse = 1.0f / all;
+    float inverse = 1.0f / sum(total);
     for (size j = 0; j < width; j += W) store(scores + j, load(scores + j) * inverse);
-    return top + logf(all);
+    return (Norm){top, inverse};
 }
 
 /* out [dim] += weights times x: n weights, one every stride, and n rows of x, likewise. */
@@ -95,9 +93,9 @@ static inline void add_rows(const float *weights, size stride, const float *x, s
 
 /* Attention of packed segments: each row sees its segment's trunk and its own segment up to itself.
  * q [rows, heads, dim], k [rows, kv heads, dim], v [rows, kv heads, value dim]; segments [count]; out [rows, heads, value dim];
- * norm [rows, heads] = log(sum(exp(scores))), for the gradient. longest: keys of the segment with most. Returns 0, or 1 without memory. */
+ * norms [rows, heads], for the gradient. longest: keys of the segment with most. Returns 0, or 1 without memory. */
 int tree_attention(const float *q, const float *k, const float *v, const Segment *segments, size count, size longest, size heads,
-                   size kv_heads, size dim, size value_dim, float scaling, float *out, float *norm, int threads) {
+                   size kv_heads, size dim, size value_dim, float scaling, float *out, Norm *norms, int threads) {
     size shared = heads / kv_heads, wide = up(longest);
     int failed = 0;
 #pragma omp parallel num_threads(threads)
@@ -121,7 +119,7 @@ int tree_attention(const float *q, const float *k, const float *v, const Segment
                     size at = (s->own + i) * heads + h, n = s->trunk_length + i + 1;
                     float *o = out + at * value_dim;
                     row_times(q + at * dim, across, dim, width, n, scores);
-                    norm[at] = softmax(scores, n, scaling);
+                    norms[at] = softmax(scores, n, scaling);
                     memset(o, 0, (size_t)value_dim * sizeof(float));
                     add_rows(scores, 1, values, value_dim, n, value_dim, o);
                 }
@@ -144,11 +142,11 @@ static float *room(Room *r, size dim, size value_dim, size wide) {
 }
 
 /* From the scores and the products of gradient and values, [n] each, of one row: its weights and the gradient of its scores. */
-static inline void softmax_gradient(float *weights, float *inner, size n, size width, float scaling, float norm) {
+static inline void softmax_gradient(float *weights, float *inner, size n, size width, float scaling, Norm norm) {
     for (size j = n; j < width; j++) weights[j] = -INFINITY, inner[j] = 0;
     vec total = splat(0);
     for (size j = 0; j < width; j += W) {
-        vec p = exponential(load(weights + j) * scaling - norm);
+        vec p = exponential(load(weights + j) * scaling - norm.top) * norm.inverse;
         store(weights + j, p);
         total += p * load(inner + j);
     }
@@ -158,7 +156,7 @@ static inline void softmax_gradient(float *weights, float *inner, size n, size w
 
 /* Gradients of tree_attention. families [count + 1]: where each trunk's segments begin, itself first; a family is one piece of
  * work, so what its branches add to the trunk's keys is added in order. The gradients are zero before. */
-int tree_attention_backward(const float *grad, const float *q, const float *k, const float *v, const float *norm,
+int tree_attention_backward(const float *grad, const float *q, const float *k, const float *v, const Norm *norms,
                             const Segment *segments, const int64_t *families, size count, size longest, size heads,
                             size kv_heads, size dim, size value_dim, float scaling, float *grad_q, float *grad_k, float *grad_v,
                             int threads) {
@@ -191,7 +189,7 @@ int tree_attention_backward(const float *grad, const float *q, const float *k, c
                         float *weights = r.weights + i * width, *inner = r.inner + i * width;
                         row_times(q_h + i * heads * dim, r.keys_across, dim, width, n, weights);
                         row_times(g_h + i * heads * value_dim, r.values_across, value_dim, width, n, inner);
-                        softmax_gradient(weights, inner, n, width, scaling, norm[at]);
+                        softmax_gradient(weights, inner, n, width, scaling, norms[at]);
                         add_rows(inner, 1, r.keys, dim, n, dim, grad_q + at * dim);
                     }
                     for (size j = 0; j < all; j++) {
@@ -226,6 +224,10 @@ static inline void dots(const float *a, const float *x, size n, size dim, float 
 /* One store of the cache at one layer: keys [slots, kv heads, capacity, dim] and values likewise. */
 typedef struct { float *k, *v; size k_capacity, v_capacity; } Slab;
 
+static inline void prefetch(const float *p, size n) {
+    for (size i = 0; i < n; i += 16) __builtin_prefetch(p + i);
+}
+
 /* Attention of fed tokens to their row's prompt and to the row's own tokens, themselves included; their keys and values are
  * appended first. Row i has tokens offsets[i] .. offsets[i + 1]; prompt_of, prompt_length, slot and before (own tokens held) [rows].
  * q [tokens, heads, dim], k and v [tokens, kv heads, (value) dim], out [tokens, heads, value dim]. Returns 0, or 1 without memory. */
@@ -247,6 +249,12 @@ int cached_attention(const float *q, const float *k, const float *v, const Slab 
 #pragma omp atomic write
                 failed = 1;
                 continue;
+            }
+            if (task + 1 < rows * kv_heads) { /* the cache is larger than the processor's, and read here and there */
+                size next = (task + 1) / kv_heads, then = (task + 1) % kv_heads;
+                size c = slot[next] * kv_heads + then;
+                prefetch(own->k + c * own->k_capacity * dim, before[next] * dim);
+                prefetch(own->v + c * own->v_capacity * value_dim, before[next] * value_dim);
             }
             for (size t = offsets[row]; t < offsets[row + 1]; t++) {
                 size at = held + t - offsets[row];

@@ -2,7 +2,7 @@
 training needs them.
 
 Sources: RMSNorm, Zhang and Sennrich 2019; rotary embedding, Su et al. 2021; SwiGLU, Shazeer 2020; the gradient of attention from the
-log-sum-exp of each row, Dao et al. 2022 (FlashAttention), algorithm 4.
+normalisation of each row, Dao et al. 2022 (FlashAttention), algorithm 4.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tree: Tree, scaling: float) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
-        out, norm = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
+        out, norm = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 2)
         failed = library().tree_attention(
             *(t.data_ptr() for t in (q, k, v, tree.segments)),
             len(tree.segments),

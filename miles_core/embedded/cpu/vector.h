@@ -54,12 +54,15 @@ static inline float sum(vec v) {
     return (q[0] + q[2]) + (q[1] + q[3]);
 }
 static inline float highest(vec v) {
-    float t[W], best = -INFINITY;
-    memcpy(t, &v, sizeof v);
-    for (int step = W / 2; step >= 4; step /= 2)
-        for (int i = 0; i < step; i++) t[i] = t[i] > t[i + step] ? t[i] : t[i + step];
-    for (int i = 0; i < 4; i++) best = t[i] > best ? t[i] : best;
-    return best;
+    typedef int32_t quarter_mask __attribute__((vector_size(16)));
+    union { vec whole; quarter parts[W / 4]; } u = {v};
+    quarter q = u.parts[0];
+    for (int i = 1; i < W / 4; i++) {
+        quarter_mask more = u.parts[i] > q;
+        q = (quarter)(((quarter_mask)u.parts[i] & more) | ((quarter_mask)q & ~more));
+    }
+    float a = q[0] > q[1] ? q[0] : q[1], b = q[2] > q[3] ? q[2] : q[3];
+    return a > b ? a : b;
 }
 
 /* Room of the calling thread for n floats, kept for its next call; null without memory. What it held is lost. */
