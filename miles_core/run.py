@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from pathlib import Path
@@ -97,6 +98,9 @@ class Run:
         self.prompts = PromptQueue(self.prompt_source(self.config.data.prompt_data, "--prompt-data"), self.render)
         await self._build_policies()
         self._commit()
+        # A full collection looks at every object of every imported module, tenths of a second each few steps.
+        gc.collect()
+        gc.freeze()
 
     async def build_policies(self) -> None:
         """The tokenizer and the policies' parts alone, for tools that neither need prompts nor a reward."""
@@ -233,6 +237,7 @@ class Run:
 
     async def close(self) -> None:
         """Release engines, trainers and files."""
+        gc.unfreeze()
         if hasattr(self, "runtime"):
             await self.runtime.close()
         if hasattr(self, "metrics"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,16 @@ class Config:
     @property
     def args(self) -> Namespace:
         """A fresh flat namespace for custom functions: ``args.rollout_temperature``, plugins' options included."""
+        return Namespace(**self._named)
+
+    @cached_property
+    def _named(self) -> dict[str, Any]:
         shown = {CORE, *self.plugins}
-        named = {
+        return {
             option.flag[2:].replace("-", "_"): self._values[option.path]
             for option in self._schema.options.values()
             if option.owner in shown
         }
-        return Namespace(**named)
 
     def facts(self) -> list[Fact]:
         """Every option as a fact (those of the run group without prefix), and each pass-through value."""

@@ -173,6 +173,13 @@ def backbone(model: nn.Module) -> nn.Module:
     return model.model if named is None else named  # Llama 4 is named after the model with vision
 
 
+def has_windows(model: nn.Module) -> bool:
+    """Whether a layer may see less than all tokens before it."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return bool(getattr(config, "sliding_window", None)) or bool(kinds - {"full_attention"})
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder layers, in order."""
     layers = getattr(backbone(model), "layers", None)

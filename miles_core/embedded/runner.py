@@ -15,7 +15,8 @@ from miles_core.embedded.attend import DecodeCall, Layout, PromptCall
 from miles_core.embedded.cache import Cache, Store, to_device
 from miles_core.embedded.call import KV_DTYPE, Call, check_kv_dtype
 from miles_core.embedded.logprobs import logits_of
-from miles_core.embedded.model import backbone, decoder_layers
+from miles_core.embedded.model import backbone, decoder_layers, has_windows
+from miles_core.embedded.sight import window_mask
 from miles_core.train.trainer import Context
 
 #: Logits computed at once when scoring, rows x vocabulary.
@@ -50,6 +51,8 @@ class Runner:
         self.layers = tuple(range(len(decoder_layers(model))))
         self.vocabulary, self.device = len(model.get_output_embeddings().weight), next(model.parameters()).device
         self.cache = Cache()
+        # A model whose layers all see everything is spared making masks, which looks for packed sequences first.
+        self._mask = None if has_windows(model) else window_mask(0)
 
     def clear(self) -> None:
         """Forget every row and give the cache's memory back."""
@@ -127,7 +130,9 @@ class Runner:
     def _run(self, tokens: list[int], positions: np.ndarray, call: Call) -> Tensor:
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.device).unsqueeze(0)
         where = to_device(positions, self.device).unsqueeze(0)
-        out: Any = self.backbone(input_ids=ids, position_ids=where, use_cache=False, call=call)
+        out: Any = self.backbone(
+            input_ids=ids, position_ids=where, attention_mask=self._mask, use_cache=False, call=call
+        )
         return out[0][0]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -46,6 +47,12 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
+@cache
+def _start(seed: int, stream: int) -> int:
+    state = torch.full((), _signed(seed & (1 << 64) - 1), dtype=torch.int64)
+    return int(_mix(state + _GOLDEN + stream * 0x632BE59B))
+
+
 def uniform(seed: int, keys: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
     """One number in (0, 1) for each (key, position).
 
@@ -58,9 +65,7 @@ def uniform(seed: int, keys: Tensor, positions: Tensor, stream: int = 0) -> Tens
     Returns:
         [n] float64, multiples of 2**-49: at least 2**-49 and at most 1 - 2**-49.
     """
-    state = torch.full((), _signed(seed & (1 << 64) - 1), dtype=torch.int64, device=keys.device)
-    state = _mix(state + _GOLDEN + stream * 0x632BE59B)
-    state = _mix(state + keys * _GOLDEN)
+    state = _mix(keys * _GOLDEN + _start(seed, stream))
     state = _mix(state + positions * _GOLDEN)
     top = (state >> 16) & ((1 << 48) - 1)
     return (top.double() + 0.5) * 2.0**-48
