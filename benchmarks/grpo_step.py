@@ -1,8 +1,8 @@
 """One GRPO step of miles against TRL's GRPOTrainer: same checkpoint, prompts, reward and machine, taking turns.
 
 64 prompts x 8 samples, at most 16 new tokens, FP32, one optimiser step on all 512 samples, no KL term. Each side runs its
-own real training loop in its own process and is held between two steps, so a turn is a complete step: prompts, generation,
-reward, loss, backward, optimiser, and (miles) weight sync and metrics. The last line is one JSON object.
+own real training loop in its own process and is held between two steps. A turn is some complete steps, the first of them not counted:
+prompts, generation, reward, loss, backward, optimiser, and (miles) weight sync and metrics. The last line is one JSON object.
 
 TRL is given its fastest settings here: FP32 without autocast, one micro-batch of 512, no gradient checkpointing, no
 load-balancing loss (miles has none on either), the grouped expert kernel, no logging, no saving, data loading in process.
@@ -20,24 +20,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import Reporter, Worker, alternate, finish, installed, medians, options, spread
+from measure import Reporter, Steps, Worker, alternate, finish, installed, medians, options, spread
 
 PROMPTS, SAMPLES, TOKENS, LR = 64, 8, 16, 1e-6
 
 
-def work_with_miles(checkpoint: str, prompts: str, steps: int, more: str, reporter: Reporter) -> None:
+def work_with_miles(checkpoint: str, prompts: str, steps: int, more: str, reporter: Reporter, a_turn: int) -> None:
     """Run ``miles train``, with ``more`` flags, held before each step."""
     from miles_core import loop
     from miles_core.cli import train
     from miles_core.observe.metrics import read
 
-    original = loop.step
+    original, turn = loop.step, Steps(reporter, a_turn)
     reporter.send(versions=installed("miles-core", "torch", "transformers"))
 
     with tempfile.TemporaryDirectory() as directory:
 
         async def held(run: Any, *parts: Any) -> None:
-            await asyncio.to_thread(reporter.wait)
+            await asyncio.to_thread(turn.wait)
             started = time.perf_counter()
             await original(run, *parts)
             seconds = time.perf_counter() - started
@@ -45,7 +45,7 @@ def work_with_miles(checkpoint: str, prompts: str, steps: int, more: str, report
             phases = {
                 k.removeprefix("time/"): v for k, v in record.items() if k.startswith("time/") and k != "time/step"
             }
-            reporter.send(seconds=seconds, length=record["rollout/length_mean"], **phases)
+            turn.report(seconds=seconds, length=record["rollout/length_mean"], **phases)
 
         loop.step = held
         flags = f"""--hf-checkpoint {checkpoint} --prompt-data {prompts} --input-key prompt --label-key label
@@ -57,7 +57,7 @@ def work_with_miles(checkpoint: str, prompts: str, steps: int, more: str, report
         train.run([*flags.split(), *more.split()])
 
 
-def work_with_trl(checkpoint: str, prompts: str, steps: int, reporter: Reporter, experts: str, batch: int) -> None:
+def work_with_trl(checkpoint: str, prompts: str, steps: int, reporter: Reporter, experts: str, batch: int, a_turn: int) -> None:
     """Run ``GRPOTrainer.train``, held between two steps."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -66,6 +66,7 @@ def work_with_trl(checkpoint: str, prompts: str, steps: int, reporter: Reporter,
 
     lengths: list[float] = []
     phases: dict[str, float] = {}
+    turn = Steps(reporter, a_turn)
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         lengths.append(statistics.fmean(map(len, completion_ids)))
@@ -75,15 +76,15 @@ def work_with_trl(checkpoint: str, prompts: str, steps: int, reporter: Reporter,
         started = 0.0
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            reporter.wait()
+            turn.wait()
             Held.started = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             seconds = time.perf_counter() - Held.started
             rest = {"other": seconds - sum(phases.values())}
-            reporter.send(seconds=seconds, length=lengths[-1], **phases, **rest)
+            turn.report(seconds=seconds, length=lengths[-1], **phases, **rest)
             phases.clear()
-            reporter.wait()
+            turn.wait()
             Held.started = time.perf_counter()
 
     def timed(name: str, phase: str) -> None:
@@ -152,8 +153,9 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as directory:
         work = make_workload(Path(directory), given.shots)
-        steps = given.warm_up + given.turns + 1
+        steps = (given.warm_up + given.turns) * (given.steps_a_turn + 1) + 1
         common = ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file), "--steps", str(steps)]
+        common += ["--steps-a-turn", str(given.steps_a_turn)]
         here = str(Path(__file__).resolve())
         commands = {"miles": [sys.executable, here, "--worker", "miles", *common]}
         for plugins in given.plugins:
@@ -176,6 +178,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
                 "prompt_tokens": round(statistics.fmean(len(p.encode()) for p in work.prompts), 1),
                 "threads": given.threads,
                 "turns": given.turns,
+                "steps_a_turn": given.steps_a_turn,
             },
             "sides": sides,
             "times_faster_than_trl": {n: round(trl / s["seconds"], 2) for n, s in sides.items() if n != "trl"},
@@ -185,8 +188,9 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--turns", type=int, default=15, help="measured steps of each side")
-    parser.add_argument("--warm-up", type=int, default=3, help="unmeasured steps of each side")
+    parser.add_argument("--turns", type=int, default=15, help="measured turns of each side")
+    parser.add_argument("--warm-up", type=int, default=2, help="unmeasured turns of each side")
+    parser.add_argument("--steps-a-turn", type=int, default=2, help="counted steps of a turn, after one that is not")
     parser.add_argument("--plugins", nargs="*", default=["r3,tis"], help="plugin sets to measure beside the bare loop")
     parser.add_argument("--shots", type=int, default=0, help="worked examples before each prompt (about 9 tokens each)")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
@@ -197,10 +201,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker == "miles":
-        work_with_miles(given.checkpoint, given.prompts, given.steps, given.worker_flags, Reporter())
+        work_with_miles(given.checkpoint, given.prompts, given.steps, given.worker_flags, Reporter(), given.steps_a_turn)
     elif given.worker == "trl":
         reporter = Reporter()
-        work_with_trl(given.checkpoint, given.prompts, given.steps, reporter, given.trl_experts, given.trl_batch)
+        work_with_trl(given.checkpoint, given.prompts, given.steps, reporter, given.trl_experts, given.trl_batch, given.steps_a_turn)
     else:
         result = compare(given)
         finish("grpo_step", result, given.save, lambda: installed("miles-core"))

@@ -79,6 +79,35 @@ class Reporter:
             os._exit(0)
 
 
+class Steps:
+    """A worker's turn of several steps, each timed. A first step that is not counted brings the process's data back into the
+    processor's caches, which the others' turns have emptied: a run's steps follow one another.
+
+    Args:
+        reporter: where the turn's means go.
+        count: counted steps a turn.
+    """
+
+    def __init__(self, reporter: Reporter, count: int) -> None:
+        self.reporter, self.count = reporter, count
+        self._done: list[dict[str, float]] | None = None
+
+    def wait(self) -> None:
+        """Before each step: until it may start."""
+        if self._done is None:
+            self.reporter.wait()
+            self._done = []
+
+    def report(self, **numbers: float) -> None:
+        """After each step."""
+        assert self._done is not None
+        self._done.append(numbers)
+        if len(self._done) > self.count:
+            counted = self._done[1:]
+            self._done = None
+            self.reporter.send(**{name: statistics.fmean(step[name] for step in counted) for name in counted[0]})
+
+
 def alternate(workers: Sequence[Worker], turns: int, warm_up: int) -> dict[str, list[dict[str, Any]]]:
     """``turns`` measured turns of each, A B A B ..., after ``warm_up`` unmeasured ones."""
     reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
