@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from miles_core.embedded.cpu import operations
 from miles_core.embedded.cpu.library import library
+from miles_core.embedded.cpu.linear import Linear, products_here
+import os
 
 #: Attribute of attention, experts and output modules whose steps are to be compiled ones; absent is no.
 COMPILED = "compiled_steps"
@@ -36,6 +38,8 @@ def use_compiled_steps(model: nn.Module) -> None:
         name = type(module).__name__
         if name.endswith("RMSNorm"):
             _change_norm(module)
+        elif type(module) is nn.Linear and products_here() and not os.environ.get("NOLIN"):
+            module.__class__ = Linear
         elif name.endswith("Experts"):
             module.__dict__[COMPILED] = True
         elif "Attention" in name:

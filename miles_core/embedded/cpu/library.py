@@ -22,7 +22,7 @@ from pathlib import Path
 from miles_core.errors import MilesError
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("steps.c", "attention.c", "experts.c")
+_SOURCES = ("steps.c", "attention.c", "products.c")
 #: Tried in turn: Apple's compiler has no OpenMP, and some compilers no -march=native. Without OpenMP there is one thread.
 _FLAGS = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-mcpu=native"], ["-march=native"], [])
 _COMMON = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi", "-Wno-unknown-pragmas"]
@@ -37,6 +37,7 @@ _SIGNATURES: dict[str, list] = {
     "log_probs": [*[_pointer] * 4, *[_size] * 2, _int],
     "log_probs_backward": [*[_pointer] * 5, *[_size] * 2, _int],
     "gather_sum": [*[_pointer] * 4, *[_size] * 3, _int],
+    "linear": [*[_pointer] * 3, *[_size] * 3, _int, _int],
     "experts": [*[_pointer] * 7, *[_size] * 3, _int],
     "experts_backward": [*[_pointer] * 11, *[_size] * 3, _int],
     "tree_attention": [*[_pointer] * 4, *[_size] * 6, c_float, *[_pointer] * 2, _int],

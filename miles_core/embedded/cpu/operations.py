@@ -83,6 +83,15 @@ def gather_sum(x: Tensor, place: Tensor, weight: Tensor | None = None) -> Tensor
     return out
 
 
+def linear(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """x [..., inner] times weight, [inner, columns] or transposed [columns, inner] -> [..., columns]; without a gradient."""
+    inner, columns = x.shape[-1], weight.shape[0 if transposed else 1]
+    out = x.new_empty(*x.shape[:-1], columns)
+    pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+    _check(library().linear(*pointers, x.numel() // inner, inner, columns, transposed, torch.get_num_threads()))
+    return out
+
+
 def experts(
     hidden: Tensor, row: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor | None]:

@@ -1,11 +1,12 @@
-/* Matrix products whose weights fit into a core's cache, and the usual expert around them.
+/* Products with weights that fit into a core's cache: a linear layer, and the usual expert, down(silu(gate) * up), with what is between
+ * its products, a few rows at a time.
  *
  * A tile of ROWS x COLS vectors of the result stays in registers while the inner dimension passes (Goto and van de Geijn 2008).
  * The right side is packed: columns in panels of PANEL, each panel [inner, PANEL].
  */
 #include "vector.h"
 
-enum { ROWS = 6, COLS = 2, PANEL = COLS * W, BLOCK = 128 };
+enum { ROWS = 6, COLS = 2, PANEL = COLS * W };
 
 static inline size panels(size columns) { return (columns + PANEL - 1) / PANEL; }
 static inline size packed_size(size inner, size columns) { return panels(columns) * PANEL * inner; }
@@ -79,58 +80,6 @@ int linear(const float *x, const float *b, float *out, size rows, size inner, si
             size first = tile * ROWS, n = rows - first < ROWS ? rows - first : ROWS;
             point(a, x, inner, NULL, first, n);
             times_packed(a, packed, inner, columns, out + first * columns, columns, n);
-        }
-    }
-    return 0;
-}
-
-/* A row tile of out [m, n] += a^T b over count rows that a and b point to: columns first .. of a, all n of b. */
-static void add_outer(const float *const *a, const float *const *b, size count, size first, size m, size n, float *out) {
-    for (size c = 0; c < n; c += PANEL) {
-        size width = n - c < PANEL ? n - c : PANEL;
-        for (size r = 0; r < m; r += ROWS) {
-            size height = m - r < ROWS ? m - r : ROWS;
-            vec t[ROWS][COLS] = {{{0}}};
-            for (size i = 0; i < count; i++) {
-                float left[ROWS] = {0}, right[PANEL] = {0};
-                const float *p = a[i] + first + r, *q = b[i] + c;
-                if (height < ROWS) p = memcpy(left, p, (size_t)height * sizeof(float));
-                if (width < PANEL) q = memcpy(right, q, (size_t)width * sizeof(float));
-                vec x = load(q), y = load(q + W);
-                t[0][0] += p[0] * x, t[0][1] += p[0] * y;
-                t[1][0] += p[1] * x, t[1][1] += p[1] * y;
-                t[2][0] += p[2] * x, t[2][1] += p[2] * y;
-                t[3][0] += p[3] * x, t[3][1] += p[3] * y;
-                t[4][0] += p[4] * x, t[4][1] += p[4] * y;
-                t[5][0] += p[5] * x, t[5][1] += p[5] * y;
-            }
-            for (size h = 0; h < height; h++) {
-                float line[PANEL], *o = out + (first + r + h) * n + c;
-                for (int j = 0; j < COLS; j++) store(line + j * W, t[h][j]);
-                for (size j = 0; j < width; j++) o[j] += line[j];
-            }
-        }
-    }
-}
-
-/* out [groups, m, n]: for each group the sum over its rows of a^T b; group g is the rows up to ends[g]. a [rows, m] and b [rows, n]
- * are read through a_rows and b_rows unless those are null. */
-int outer(const float *a, const int64_t *a_rows, const float *b, const int64_t *b_rows, const int32_t *ends, float *out, size groups,
-          size m, size n, int threads) {
-    enum { STRIP = 4 * ROWS };
-    size strips = (m + STRIP - 1) / STRIP;
-    memset(out, 0, (size_t)(groups * m * n) * sizeof(float));
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && WORTH(m * n))
-    for (size task = 0; task < groups * strips; task++) {
-        size g = task / strips, first = task % strips * STRIP, height = m - first < STRIP ? m - first : STRIP;
-        for (size start = g ? ends[g - 1] : 0; start < ends[g]; start += BLOCK) {
-            const float *p[BLOCK], *q[BLOCK];
-            size count = ends[g] - start < BLOCK ? ends[g] - start : BLOCK;
-            for (size i = 0; i < count; i++) {
-                p[i] = a + (a_rows ? a_rows[start + i] : start + i) * m;
-                q[i] = b + (b_rows ? b_rows[start + i] : start + i) * n;
-            }
-            add_outer(p, q, count, first, height, n, out + g * m * n);
         }
     }
     return 0;

@@ -1,0 +1,54 @@
+"""Linear layers of small weights whose products are compiled; the gradient of the weight stays with PyTorch."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from miles_core.embedded.cpu import operations
+
+#: Numbers of a weight at most, so that it stays in a core's cache (a megabyte), and rows at least, to pay for arranging it.
+LARGEST, ROWS = 1 << 18, 64
+
+
+def products_here() -> bool:
+    """Whether the compiled products are for this processor: others have libraries that know their matrix units."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` whose products, forward and backward, are compiled where that pays."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        rows = input.numel() // max(input.shape[-1], 1)
+        if rows < ROWS or self.weight.numel() > LARGEST or not operations.fits(input, self.weight):
+            return super().forward(input)
+        if torch.is_grad_enabled():
+            out = _Linear.apply(input, self.weight)
+        else:
+            out = operations.linear(input.contiguous(), self.weight, True)
+        return out if self.bias is None else out + self.bias
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        return operations.linear(x, weight, True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad, needs = grads[0].contiguous(), ctx.needs_input_grad
+        rows = grad.view(-1, grad.shape[-1])
+        return (
+            operations.linear(grad, weight, False) if needs[0] else None,
+            torch.mm(rows.t(), x.view(-1, x.shape[-1])) if needs[1] else None,
+        )
