@@ -18,7 +18,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from miles_core.embedded.allocator import keep_freed_memory
 from miles_core.embedded.call import attention, no_mask, watch_layers
+from miles_core.embedded.cpu.install import use_kernels
 from miles_core.embedded.dequantize import dequantized
 from miles_core.embedded.experts import grouped_experts
 from miles_core.embedded.indexer import KNOWN
@@ -69,7 +71,11 @@ def make_model(run: Any, policy: Any) -> nn.Module:
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     start = options.ref_load or policy.hf_checkpoint or options.hf_checkpoint
-    return load_model(start, dtype, device, options.trust_remote_code)
+    model = load_model(start, dtype, device, options.trust_remote_code)
+    if device == "cpu":
+        keep_freed_memory()
+        use_kernels(model, options.cpu_kernels)
+    return model
 
 
 def resolve_device(name: str) -> str:
@@ -135,9 +141,6 @@ def prepare(model: nn.Module) -> nn.Module:
     model.config.use_cache = False
     watch_layers(backbone(model), decoder_layers(model))
     use_fast_linear(model)
-    from miles_core.embedded.cpu.install import use_compiled_steps
-    import os
-    if not os.environ.get("EAGER"): use_compiled_steps(model)
     return model
 
 

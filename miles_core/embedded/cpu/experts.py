@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from miles_core.embedded.cpu import operations
-
-#: An expert's numbers at most: both sides of its products should stay in a core's cache (a megabyte).
-_NUMBERS = 1 << 18
-
+from miles_core.embedded.cpu.linear import LARGEST, products_here
+from miles_core.embedded.product import available
 
 def fits(down: Tensor) -> bool:
-    """Whether experts with down [experts, dim, inner] are small enough."""
-    return 3 * down.shape[1] * down.shape[2] <= _NUMBERS
+    """Whether experts with down [experts, dim, inner] are small enough, all three matrices of one together."""
+    return 3 * down.shape[1] * down.shape[2] <= LARGEST and products_here() and not available()
 
 
 def experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -6,40 +6,73 @@ after what it computes was compared with what the function here computes, on ran
 
 from __future__ import annotations
 
+import logging
 import types
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from miles_core.embedded.cpu import operations
-from miles_core.embedded.cpu.library import library
+from miles_core.embedded.cpu.library import library, why_not
 from miles_core.embedded.cpu.linear import Linear, products_here
-import os
+from miles_core.embedded.product import available
+from miles_core.errors import ConfigError
 
-#: Attribute of attention, experts and output modules whose steps are to be compiled ones; absent is no.
-COMPILED = "compiled_steps"
+log = logging.getLogger(__name__)
+
+Kernels = Literal["auto", "compiled", "torch"]
+FLAG = "--cpu-kernels"
+#: Attribute of attention, experts and output modules that compute with compiled kernels; absent is no.
+COMPILED = "compiled_kernels"
 _ROTATION = "apply_rotary_pos_emb"
 #: Of the comparison: float32 results of a handful of operations in another order.
 _CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def compiled(module: nn.Module, *tensors: Tensor) -> bool:
-    """Whether this module's steps on these tensors are compiled ones."""
+    """Whether this module computes with compiled kernels on these tensors."""
     return getattr(module, COMPILED, False) and operations.fits(*tensors)
 
 
-def use_compiled_steps(model: nn.Module) -> None:
-    """Change the modules of ``model`` that can be; CannotCompileError when nothing can be compiled here."""
+def use_kernels(model: nn.Module, kernels: Kernels = "auto") -> bool:
+    """Change the modules of ``model``, on a CPU, that can be.
+
+    Returns:
+        Whether they compute with compiled kernels now.
+
+    Raises:
+        ConfigError: ``compiled`` is asked for and not possible.
+    """
+    if kernels == "torch":
+        return False
+    floats = all(p.dtype == torch.float32 for p in model.parameters() if p.is_floating_point())
+    reason = why_not() if floats else "only a float32 model has them"
+    if reason and kernels == "compiled":
+        raise ConfigError(f"{FLAG} compiled: {reason}")
+    if reason:
+        _tell(reason)
+        return False
+    _change(model)
+    return True
+
+
+@cache
+def _tell(reason: str) -> None:
+    """Once a process: engine and trainer have a model each."""
+    log.info("the CPU computes with torch alone, slower than with compiled kernels: %s", reason)
+
+
+def _change(model: nn.Module) -> None:
     library()
     model.get_output_embeddings().__dict__[COMPILED] = True
     for module in model.modules():
         name = type(module).__name__
+        if type(module) is nn.Linear and products_here() and not available():
+            module.__class__ = Linear
         if name.endswith("RMSNorm"):
             _change_norm(module)
-        elif type(module) is nn.Linear and products_here() and not os.environ.get("NOLIN"):
-            module.__class__ = Linear
         elif name.endswith("Experts"):
             module.__dict__[COMPILED] = True
         elif "Attention" in name:
