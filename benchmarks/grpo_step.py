@@ -57,7 +57,9 @@ def work_with_miles(checkpoint: str, prompts: str, steps: int, more: str, report
         train.run([*flags.split(), *more.split()])
 
 
-def work_with_trl(checkpoint: str, prompts: str, steps: int, reporter: Reporter, experts: str, batch: int, a_turn: int) -> None:
+def work_with_trl(
+    checkpoint: str, prompts: str, steps: int, reporter: Reporter, experts: str, batch: int, a_turn: int
+) -> None:
     """Run ``GRPOTrainer.train``, held between two steps."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -201,10 +203,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker == "miles":
-        work_with_miles(given.checkpoint, given.prompts, given.steps, given.worker_flags, Reporter(), given.steps_a_turn)
+        work_with_miles(
+            given.checkpoint, given.prompts, given.steps, given.worker_flags, Reporter(), given.steps_a_turn
+        )
     elif given.worker == "trl":
         reporter = Reporter()
-        work_with_trl(given.checkpoint, given.prompts, given.steps, reporter, given.trl_experts, given.trl_batch, given.steps_a_turn)
+        work_with_trl(
+            given.checkpoint,
+            given.prompts,
+            given.steps,
+            reporter,
+            given.trl_experts,
+            given.trl_batch,
+            given.steps_a_turn,
+        )
     else:
         result = compare(given)
         finish("grpo_step", result, given.save, lambda: installed("miles-core"))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles_core.embedded.cpu.library import compiler_says
 from miles_core.observe.environment import Environment, bytes_text, environment, installed
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def run(argv: Sequence[str]) -> int:
             "ok": not problems,
             "problems": problems,
             "environment": found.to_dict(),
+            "cpu_kernels": compiler_says() or "compiled",
             "disk_free": shutil.disk_usage(Path.cwd()).free,
             "requirements": [asdict(r) for r in needs],
             "plugins": plugins,
@@ -205,6 +207,7 @@ def _hardware(found: Environment) -> Table:
     rows = [
         ("system", f"{found.platform}, Python {found.python}"),
         ("processor", f"{found.processor}, {found.cpus} threads"),
+        ("CPU kernels", f"torch's alone: {why}" if (why := compiler_says()) else "compiled (see --cpu-kernels)"),
         ("memory", bytes_text(found.memory) if found.memory else "unknown"),
         *(gpus or [("GPU", f"none: {found.no_gpu}")]),
         ("disk", f"{bytes_text(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}"),

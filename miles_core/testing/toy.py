@@ -6,8 +6,10 @@ differ within a group, for a gradient to flow and for every hook to be called.
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +41,13 @@ class ToyRun:
         return self.run.directory
 
 
+def _temporary(prefix: str) -> Path:
+    """A directory that goes with the process."""
+    directory = tempfile.mkdtemp(prefix=prefix)
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
+
+
 @lru_cache
 def toy_files(family: str = "qwen3_moe", **sizes: Any) -> Path:
     """A directory with ``model/``, ``prompts.jsonl`` and ``reward.py``, made once a process. ``sizes`` override entries
@@ -46,7 +55,7 @@ def toy_files(family: str = "qwen3_moe", **sizes: Any) -> Path:
     from miles_core.demo.model import make_tokenizer
     from miles_core.testing.tiny import tiny_checkpoint
 
-    directory = Path(tempfile.mkdtemp(prefix="miles-toy-"))
+    directory = _temporary("miles-toy-")
     tokenizer = make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     tiny_checkpoint(family, directory / "model", vocab_size=len(tokenizer), **ids, **sizes)
@@ -76,7 +85,7 @@ def toy_arguments(
         "num_rollout": steps,
         "rollout_max_response_len": 4,
         "lr": 1e-3,
-        "save": Path(directory) if directory else Path(tempfile.mkdtemp(prefix="miles-toy-run-")) / "run",
+        "save": Path(directory) if directory else _temporary("miles-toy-run-") / "run",
         "log_level": "warning",
         **options,
     }

@@ -13,6 +13,7 @@ from miles_core.embedded.cpu import operations
 from miles_core.embedded.cpu.linear import LARGEST, products_here
 from miles_core.embedded.product import available
 
+
 def fits(down: Tensor) -> bool:
     """Whether experts with down [experts, dim, inner] are small enough, all three matrices of one together."""
     return 3 * down.shape[1] * down.shape[2] <= LARGEST and products_here() and not available()

@@ -51,8 +51,8 @@ def use_kernels(model: nn.Module, kernels: Kernels = "auto") -> bool:
     reason = why_not() if floats else "only a float32 model has them"
     if reason and kernels == "compiled":
         raise ConfigError(f"{FLAG} compiled: {reason}")
+    _tell(reason)
     if reason:
-        _tell(reason)
         return False
     _change(model)
     return True
@@ -61,7 +61,10 @@ def use_kernels(model: nn.Module, kernels: Kernels = "auto") -> bool:
 @cache
 def _tell(reason: str) -> None:
     """Once a process: engine and trainer have a model each."""
-    log.info("the CPU computes with torch alone, slower than with compiled kernels: %s", reason)
+    if reason:
+        log.info("the CPU computes with torch alone, slower than with compiled kernels: %s", reason)
+    else:
+        log.info("the CPU computes with compiled kernels (%s torch turns them off)", FLAG)
 
 
 def _change(model: nn.Module) -> None:

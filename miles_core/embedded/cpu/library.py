@@ -74,6 +74,15 @@ def library() -> ctypes.CDLL:
     return found
 
 
+def compiler_says() -> str:
+    """Why the functions cannot be compiled here; empty when they can. Loads nothing."""
+    try:
+        _compiled(_compiler())
+    except CannotCompileError as error:
+        return str(error)
+    return ""
+
+
 def why_not() -> str:
     """Why ``library`` would raise; empty when it would not."""
     found = _library()
@@ -105,7 +114,9 @@ def _compiled(compiler: Sequence[str]) -> Path:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise CannotCompileError(f"the C compiler {shlex.join(compiler)} does not run ({error})") from error
-    made_from = repr([[(_FOLDER / name).read_bytes() for name in (*_SOURCES, "vector.h")], version, _COMMON, _FLAGS, _processor()])
+    made_from = repr(
+        [[(_FOLDER / name).read_bytes() for name in (*_SOURCES, "vector.h")], version, _COMMON, _FLAGS, _processor()]
+    )
     directory = _cache()
     target = directory / f"kernels-{hashlib.sha256(made_from.encode()).hexdigest()[:20]}.so"
     if target.is_file():

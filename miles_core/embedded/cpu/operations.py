@@ -140,7 +140,11 @@ def experts_backward(
         place's row of hidden [places, dim].
     """
     count, dim, inner = down.shape
-    scaled, grad_product, grad_scale = grad.new_empty(len(row), inner), torch.empty_like(product), torch.empty_like(scale)
+    scaled, grad_product, grad_scale = (
+        grad.new_empty(len(row), inner),
+        torch.empty_like(product),
+        torch.empty_like(scale),
+    )
     grad_x = grad.new_empty(len(row), dim)
     given = (grad, row, ends, gate_up, down, product, scale)
     pointers = (t.data_ptr() for t in (*given, scaled, grad_product, grad_scale, grad_x))
