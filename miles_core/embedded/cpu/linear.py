@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from miles_core.embedded.cpu import operations
 
 #: Numbers of a weight at most, so that it stays in a core's cache (a megabyte), and rows at least, to pay for arranging it.
-LARGEST, ROWS = 1 << 18, 64
+LARGEST, ROWS = 1 << 18, 256
 
 
 def products_here() -> bool:
