@@ -1,7 +1,5 @@
 """Compiled experts equal the usual expert written out in float64, and the grouped code that computes them elsewhere."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -114,7 +112,7 @@ def test_the_gate_is_right_to_the_last_places():
     index, weights = torch.zeros(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1)
     found = experts.experts(x, index, weights, torch.ones(1, 2, 1), one).double()
     exact = silu(x.double()) * x.double()
-    assert ((found - exact).abs() <= 5 * 2.0**-23 * exact.abs()).all()
+    assert ((found - exact).abs() <= 3 * 2.0**-23 * exact.abs()).all()
 
 
 @pytest.mark.parametrize("value", [200.0, -200.0, 1e4, -1e4, INF, -INF, NAN])
@@ -213,7 +211,8 @@ def test_weights_that_are_views(taken, name):
 
 
 def test_large_experts_and_other_processors_do_not(taken, monkeypatch):
-    small, large = (SimpleNamespace(shape=(4, 64, inner)) for inner in (1365, 1366))
+    monkeypatch.setattr(experts, "LARGEST", 3 * 64 * 1365)
+    small, large = (torch.empty(4, 64, inner) for inner in (1365, 1366))
     assert experts.fits(small) and not experts.fits(large)
     monkeypatch.setattr(experts, "available", lambda: True)
     assert not experts.fits(small)

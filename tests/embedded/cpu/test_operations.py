@@ -151,7 +151,7 @@ def test_the_exponential_is_right_to_the_last_places():
     out = operations.log_probs(logits, torch.zeros(len(low), dtype=torch.int64))
     (grad,) = torch.autograd.grad(out.sum(), logits)
     exact = low.double().exp()
-    assert ((-grad[:, 1].double() - exact).abs() / exact).max() < 3 * 2.0**-23
+    assert ((-grad[:, 1].double() - exact).abs() / exact).max() < 1.5 * 2.0**-23
     tiny = operations.log_probs(torch.tensor([[0.0, -87.4, -200.0, -INF]]), torch.tensor([0]))
     assert tiny.item() == 0
 
@@ -227,6 +227,16 @@ def test_tree_attention_of_scores_far_apart(compare):
         [q.round(), k.round(), randn(rows, 2, 8, seed=2)],
         1e-5,
     )
+
+
+@pytest.mark.xfail(strict=True, reason="a scaled score is rounded on the way there and not on the way back")
+def test_the_only_key_keeps_its_weight_in_the_gradient():
+    """A softmax over one score is 1 whatever the score, so nothing goes back through it."""
+    segments, families, rows = tree_of([(1, ())] * 40)
+    q, k = (40 * randn(rows, 2, 8, seed=i) for i in range(2))
+    leaves = [q.requires_grad_(), k.requires_grad_()]
+    out = operations.tree_attention(*leaves, randn(rows, 2, 8, seed=2), Tree(segments, families), 0.3)
+    assert not any(g.any() for g in torch.autograd.grad(out, leaves, randn(*out.shape, seed=3)))
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
