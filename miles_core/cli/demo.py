@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         "installed. It makes model and data, calls the ordinary miles train, and writes a report. Any flag of miles "
         "train may follow and wins over the demo's choice, e.g. --num-rollout 50.",
     )
-    parser.add_argument("--dir", type=Path, help="run directory (default: runs/demo-<time>)")
+    parser.add_argument("--dir", "--save", type=Path, help="run directory (default: runs/demo-<time>)")
     parser.add_argument("--seed", type=int, default=0, help="of model, data and training (default: 0)")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"

@@ -70,7 +70,11 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     if rounding is not None and not rounding.enabled:
         rounding = None
     plain = rounding is None and _is_plain(module, hidden_states)
-    if plain and compiled(module, hidden_states, top_k_weights, module.down_proj) and fused.fits(module.down_proj):
+    if (
+        plain
+        and compiled(module, hidden_states, top_k_weights, module.down_proj)
+        and fused.fits(module.down_proj, module.gate_up_proj)
+    ):
         return fused.experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
     native = _native(hidden_states, module.down_proj) or _at_once(hidden_states, top_k_index, module.down_proj)
     routing = route(top_k_index, module.num_experts, synchronise=not native)

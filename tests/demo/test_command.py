@@ -1,6 +1,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from miles_core.cli.main import main
 
 SHORT = [
@@ -17,8 +19,9 @@ SHORT = [
 ]
 
 
-def test_demo_trains_and_ends_with_one_json_line(tmp_path, capsys):
-    assert main(["demo", "--dir", str(tmp_path / "run"), "--device", "cpu", "--json", *SHORT]) == 0
+@pytest.mark.parametrize("flag", ["--dir", "--save"])
+def test_demo_trains_and_ends_with_one_json_line(flag, tmp_path, capsys):
+    assert main(["demo", flag, str(tmp_path / "run"), "--device", "cpu", "--json", *SHORT]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 <= line["accuracy_before"] <= 1
     assert 0 <= line["accuracy_after"] <= 1

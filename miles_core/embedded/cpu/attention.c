@@ -48,7 +48,8 @@ static inline void row_times(const float *a, const float *transposed, size dim, 
     }
 }
 
-/* How a row's scores became weights: exp(score - top) * inverse. */
+/* How a row's scores became weights: exp((score - top) * scaling) * inverse, in this order: a product in front of a difference may be
+ * fused with it at one place and not at another, and the gradient needs the very same weights. */
 typedef struct { float top, inverse; } Norm;
 
 /* scores [n, rounded up] -> their softmax after scaling, zeros after the n-th. */
@@ -57,14 +58,13 @@ static inline Norm softmax(float *scores, size n, float scaling) {
     for (size j = n; j < width; j++) scores[j] = -INFINITY;
     vec best = splat(-INFINITY);
     for (size j = 0; j < width; j += W) {
-        vec s = load(scores + j) * scaling;
-        store(scores + j, s);
+        vec s = load(scores + j);
         best = pick(s > best, s, best);
     }
     float top = highest(best);
     vec total = splat(0);
     for (size j = 0; j < width; j += W) {
-        vec e = exponential(load(scores + j) - top);
+        vec e = exponential((load(scores + j) - top) * scaling);
         store(scores + j, e);
         total += e;
     }
@@ -146,7 +146,7 @@ static inline void softmax_gradient(float *weights, float *inner, size n, size w
     for (size j = n; j < width; j++) weights[j] = -INFINITY, inner[j] = 0;
     vec total = splat(0);
     for (size j = 0; j < width; j += W) {
-        vec p = exponential(load(weights + j) * scaling - norm.top) * norm.inverse;
+        vec p = exponential((load(weights + j) - norm.top) * scaling) * norm.inverse;
         store(weights + j, p);
         total += p * load(inner + j);
     }

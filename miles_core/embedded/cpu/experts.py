@@ -14,8 +14,10 @@ from miles_core.embedded.cpu.linear import LARGEST, products_here
 from miles_core.embedded.product import available
 
 
-def fits(down: Tensor) -> bool:
-    """Whether experts with down [experts, dim, inner] are small enough, all three matrices of one together."""
+def fits(down: Tensor, *others: Tensor) -> bool:
+    """Whether experts with down [experts, dim, inner] are small enough, all three matrices of one together, and in order."""
+    if not all(t.is_contiguous() for t in (down, *others)):
+        return False
     return 3 * down.shape[1] * down.shape[2] <= LARGEST and products_here() and not available()
 
 

@@ -137,7 +137,8 @@ def _rotation_class(base: type[nn.Module]) -> type[nn.Module] | None:
         return None
 
     def rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        plain = not args and not kwargs and len(q) == len(cos) == 1 and cos.shape[-1] == q.shape[-1]
+        plain = not args and not kwargs and len(q) == len(k) == 1 and q.shape[3] % 2 == 0
+        plain = plain and cos.shape == sin.shape == (1, *q.shape[2:]) == (1, *k.shape[2:])
         if not plain or not operations.fits(q, k, cos, sin):
             return original(q, k, cos, sin, *args, **kwargs)
         return operations.rotate(q, cos, sin), operations.rotate(k, cos, sin)

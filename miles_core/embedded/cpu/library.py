@@ -101,7 +101,10 @@ def _compiler() -> list[str]:
     """The command of a C compiler: ``CC``, or the first of the usual names."""
     named = os.environ.get("CC")
     if named:
-        return shlex.split(named)
+        try:
+            return shlex.split(named)
+        except ValueError as error:
+            raise CannotCompileError(f"CC is {named!r}, which is no command ({error})") from error
     for name in ("cc", "gcc", "clang"):
         if found := shutil.which(name):
             return [found]
@@ -151,12 +154,12 @@ def _load(path: Path) -> ctypes.CDLL:
 
 def _cache() -> Path:
     """Where compiled libraries are kept: a directory of the user's alone."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles-core"
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles-core"
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(root, os.W_OK):
             return root
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home directory
         pass
     return Path(tempfile.mkdtemp(prefix="miles-core-"))
 

@@ -26,13 +26,17 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         rows = input.numel() // max(input.shape[-1], 1)
-        if rows < ROWS or self.weight.numel() > LARGEST or not operations.fits(input, self.weight):
+        if rows < ROWS or self.weight.numel() > LARGEST or not _fits(input, self.weight):
             return super().forward(input)
         if torch.is_grad_enabled():
             out = _Linear.apply(input, self.weight)
         else:
             out = operations.linear(input.contiguous(), self.weight, True)
         return out if self.bias is None else out + self.bias
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    return weight.is_contiguous() and operations.fits(x, weight)
 
 
 class _Linear(torch.autograd.Function):

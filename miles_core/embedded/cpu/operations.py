@@ -160,7 +160,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scaling: float) 
         k: [rows, kv heads, dim].
         v: [rows, kv heads, value dim].
         tree: the segments.
-        scaling: of the scores.
+        scaling: of the scores; more than 0.
 
     Returns:
         [rows, heads, value dim].
@@ -222,7 +222,7 @@ def cached_attention(
         prompts: slabs [slots, kv heads, capacity, (value) dim] of keys and of values.
         own: likewise, with room for the fed tokens.
         cached: see ``Cached``.
-        scaling: of the scores.
+        scaling: of the scores; more than 0.
 
     Returns:
         [tokens, heads, value dim].
@@ -275,6 +275,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x, and the factor of each of its rows."""
+    weight = weight.contiguous()
     dim = x.shape[-1]
     rows = x.numel() // dim
     out, inverse = torch.empty_like(x), x.new_empty(rows)
@@ -309,7 +310,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor) -> Tensor:
         logits, tokens = logits.contiguous(), tokens.contiguous()
-        out, norm = logits.new_empty(2, len(tokens)).unbind(0)
+        out, norm = logits.new_empty(len(tokens)), logits.new_empty(len(tokens), 2)
         pointers = (t.data_ptr() for t in (logits, tokens, out, norm))
         if library().log_probs(*pointers, *logits.shape, torch.get_num_threads()):
             raise IndexError(f"a token's id is none of 0 to {logits.shape[1] - 1}")

@@ -114,8 +114,11 @@ void gather_sum(const float *x, const int64_t *place, const float *weight, float
 
 /* ---- log-probabilities ---------------------------------------------------------------------------------------------- */
 
-/* out [rows] = log softmax(logits [rows, vocabulary])[token]; norm [rows] = log(sum(exp(logits))). Returns 1 for a token that is none. */
-int log_probs(const float *logits, const int64_t *tokens, float *out, float *norm, size rows, size vocabulary, int threads) {
+/* The highest logit of a row and the logarithm of the sum of exp(logit - top): apart, as their sum is rounded to what top is. */
+typedef struct { float top, log_sum; } LogNorm;
+
+/* out [rows] = log softmax(logits [rows, vocabulary])[token]; norms [rows]: see there. Returns 1 for a token that is none. */
+int log_probs(const float *logits, const int64_t *tokens, float *out, LogNorm *norms, size rows, size vocabulary, int threads) {
     for (size r = 0; r < rows; r++)
         if (tokens[r] < 0 || tokens[r] >= vocabulary) return 1;
     PARALLEL(rows * vocabulary)
@@ -133,22 +136,22 @@ int log_probs(const float *logits, const int64_t *tokens, float *out, float *nor
             vec e = exponential(load_some(x + i, vocabulary - i) - top);
             for (size j = 0; j < vocabulary - i; j++) rest += e[j];
         }
-        norm[r] = top + logf(sum(total) + rest);
-        out[r] = x[tokens[r]] - norm[r];
+        norms[r] = (LogNorm){top, logf(sum(total) + rest)};
+        out[r] = x[tokens[r]] - top - norms[r].log_sum;
     }
     return 0;
 }
 
 /* grad_logits = grad * (one at the token - softmax(logits)). */
-void log_probs_backward(const float *grad, const float *logits, const int64_t *tokens, const float *norm, float *grad_logits,
+void log_probs_backward(const float *grad, const float *logits, const int64_t *tokens, const LogNorm *norms, float *grad_logits,
                         size rows, size vocabulary, int threads) {
     PARALLEL(rows * vocabulary)
     for (size r = 0; r < rows; r++) {
         const float *x = logits + r * vocabulary;
-        float *o = grad_logits + r * vocabulary;
+        float *o = grad_logits + r * vocabulary, top = norms[r].top, log_sum = norms[r].log_sum;
         size i = 0;
-        for (; i + W <= vocabulary; i += W) store(o + i, exponential(load(x + i) - norm[r]) * -grad[r]);
-        if (i < vocabulary) store_some(o + i, exponential(load_some(x + i, vocabulary - i) - norm[r]) * -grad[r], vocabulary - i);
+        for (; i + W <= vocabulary; i += W) store(o + i, exponential(load(x + i) - top - log_sum) * -grad[r]);
+        if (i < vocabulary) store_some(o + i, exponential(load_some(x + i, vocabulary - i) - top - log_sum) * -grad[r], vocabulary - i);
         o[tokens[r]] += grad[r];
     }
 }

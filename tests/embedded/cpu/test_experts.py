@@ -198,7 +198,6 @@ def test_a_module_that_is_none_of_the_usual_does_not(taken, change):
     assert not taken
 
 
-@pytest.mark.xfail(strict=True, reason="the compiled product reads memory as if it were matrices in order")
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
 def test_weights_that_are_views(taken, name):
     layer, (index, (hidden, weights, *_)) = module(), inputs(40, 2, 24, 16)

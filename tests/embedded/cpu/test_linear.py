@@ -92,7 +92,6 @@ def test_the_largest_weight_is_compiled(compiled):
     assert compiled == [(ROWS, 8)]
 
 
-@pytest.mark.xfail(strict=True, reason="the compiled product reads memory as if it were a matrix in order")
 def test_a_weight_that_is_a_view(near):
     layer = linear.Linear(20, 30, bias=False)
     layer.weight = nn.Parameter(randn(20, 30).t())
