@@ -30,11 +30,13 @@ def embedded(checkpoint: str, limit: int) -> Generate:
     from transformers import AutoTokenizer
 
     from miles_core.embedded.build import detokenizer, end_tokens
+    from miles_core.embedded.cpu.install import use_kernels
     from miles_core.embedded.engine import EmbeddedEngine, Settings
     from miles_core.embedded.model import load_model
     from miles_core.rollout.engine import Request, Sampling
 
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), load_model(checkpoint, "float32")
+    use_kernels(model)  # as a run does
     settings = Settings(detokenizer(tokenizer), end_tokens(model, tokenizer), max_running_requests=PROMPTS * SAMPLES)
     engine = EmbeddedEngine(model, settings)
     sampling = Sampling(max_new_tokens=limit)
