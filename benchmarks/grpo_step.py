@@ -162,6 +162,8 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         commands = {"miles": [sys.executable, here, "--worker", "miles", *common]}
         for plugins in given.plugins:
             commands[f"miles {plugins}"] = [*commands["miles"], f"--worker-flags=--plugins {plugins}"]
+        for flags in given.also:
+            commands[f"miles {flags}"] = [*commands["miles"], f"--worker-flags={flags}"]
         extra = ["--trl-experts", given.trl_experts, "--trl-batch", str(given.trl_batch)]
         commands["trl"] = [given.trl_python, here, "--worker", "trl", *common, *extra]
         workers = [Worker(name, command, given.threads) for name, command in commands.items()]
@@ -194,6 +196,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2, help="unmeasured turns of each side")
     parser.add_argument("--steps-a-turn", type=int, default=2, help="counted steps of a turn, after one that is not")
     parser.add_argument("--plugins", nargs="*", default=["r3,tis"], help="plugin sets to measure beside the bare loop")
+    parser.add_argument("--also", nargs="*", default=[], help="sets of further flags of miles train to measure")
     parser.add_argument("--shots", type=int, default=0, help="worked examples before each prompt (about 9 tokens each)")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
     parser.add_argument("--trl-experts", default="grouped_mm", help="Transformers' experts implementation for TRL")

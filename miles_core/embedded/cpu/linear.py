@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from miles_core.embedded.cpu import operations
 
-#: Numbers of a weight at most, so that it stays in a core's cache (a megabyte), and rows at least, to pay for arranging it.
-LARGEST, ROWS = 1 << 18, 256
+#: Numbers of a weight at most, so that it stays in a core's cache (a megabyte), and rows at least, to pay for arranging it
+#: (benchmarks/cpu_kernels.py).
+LARGEST, ROWS = 1 << 18, 1024
 
 
 def products_here() -> bool:
