@@ -51,8 +51,9 @@ class Runner:
         self.layers = tuple(range(len(decoder_layers(model))))
         self.vocabulary, self.device = len(model.get_output_embeddings().weight), next(model.parameters()).device
         self.cache = Cache()
-        # A model whose layers all see everything is spared making masks, which looks for packed sequences first.
-        self._mask = None if has_windows(model) else window_mask(0)
+        # Making masks looks for packed sequences first: a few small operations a call, which a decode step on a CPU feels. Layers
+        # that all see everything need none.
+        self._mask = window_mask(0) if self.device.type == "cpu" and not has_windows(model) else None
 
     def clear(self) -> None:
         """Forget every row and give the cache's memory back."""

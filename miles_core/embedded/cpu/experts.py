@@ -26,7 +26,7 @@ def experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, dow
 
     Args:
         hidden: [rows, dim].
-        index: [rows, k] int64.
+        index: [rows, k] experts.
         weights: [rows, k].
         gate_up: [experts, 2 inner, dim].
         down: [experts, dim, inner].
@@ -34,9 +34,10 @@ def experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, dow
     Returns:
         [rows, dim].
     """
+    index = index.to(torch.int64).contiguous()
     if torch.is_grad_enabled():
         return _Experts.apply(hidden, index, weights, gate_up, down)
-    routing = operations.route(index.contiguous(), len(down))
+    routing = operations.route(index, len(down))
     y, _ = operations.experts(hidden.contiguous(), routing.row, routing.ends, gate_up, down, keep=False)
     return operations.gather_sum(y, routing.place, weights.contiguous())
 
@@ -46,7 +47,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        routing = operations.route(index.contiguous(), len(down))
+        routing = operations.route(index, len(down))
         hidden, weights = hidden.contiguous(), weights.contiguous()
         y, product = operations.experts(hidden, routing.row, routing.ends, gate_up, down, keep=True)
         ctx.routing = routing

@@ -6,6 +6,7 @@ so any C compiler takes about a second, and the library is kept in the user's ca
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -113,6 +114,8 @@ def _compiler() -> list[str]:
 
 def _compiled(compiler: Sequence[str]) -> Path:
     """The library made by this compiler for this processor, from the cache if it is there."""
+    if os.name != "posix":
+        raise CannotCompileError("the kernels are for Linux and macOS")
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -153,15 +156,18 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _cache() -> Path:
-    """Where compiled libraries are kept: a directory of the user's alone."""
+    """Where compiled libraries are kept: a directory that nobody but this user can write to, else one for this process."""
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles-core"
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(root, os.W_OK):
+        state = root.stat()
+        if os.access(root, os.W_OK) and state.st_uid == os.getuid() and not state.st_mode & 0o022:
             return root
     except (OSError, RuntimeError):  # RuntimeError: a user without a home directory
         pass
-    return Path(tempfile.mkdtemp(prefix="miles-core-"))
+    directory = tempfile.mkdtemp(prefix="miles-core-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
 
 
 def _processor() -> str:

@@ -309,7 +309,7 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool) -> Tensor:
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor) -> Tensor:
-        logits, tokens = logits.contiguous(), tokens.contiguous()
+        logits, tokens = logits.contiguous(), tokens.to(torch.int64).contiguous()
         out, norm = logits.new_empty(len(tokens)), logits.new_empty(len(tokens), 2)
         pointers = (t.data_ptr() for t in (logits, tokens, out, norm))
         if library().log_probs(*pointers, *logits.shape, torch.get_num_threads()):

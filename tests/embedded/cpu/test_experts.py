@@ -218,3 +218,10 @@ def test_large_experts_and_other_processors_do_not(taken, monkeypatch):
     monkeypatch.setattr(experts, "available", lambda: False)
     monkeypatch.setattr(experts, "products_here", lambda: False)
     assert not experts.fits(small)
+
+
+def test_any_integer_names_an_expert():
+    index, leaves = inputs(40, 3, 33, 19)
+    assert torch.equal(
+        experts.experts(leaves[0], index.int(), *leaves[1:]), experts.experts(leaves[0], index, *leaves[1:])
+    )

@@ -20,6 +20,7 @@ from miles_core.embedded.model import backbone, load_model
 from miles_core.embedded.packing import pack
 from miles_core.embedded.runner import Runner
 from miles_core.errors import ConfigError
+from miles_core.testing import toy_run
 from miles_core.testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 from miles_core.train.trainer import Context
 
@@ -309,3 +310,13 @@ def test_without_a_compiler_auto_says_so_once_and_compiled_is_refused(checkpoint
     assert [r.getMessage().endswith("no C compiler is here") for r in caplog.records] == [True]
     with pytest.raises(ConfigError, match="--cpu-kernels compiled: no C compiler"):
         use_kernels(model, "compiled")
+
+
+def test_a_run_computes_as_its_flag_says():
+    runs = {kernels: toy_run(cpu_kernels=kernels) for kernels in ("auto", "compiled", "torch")}
+    for kernels, run in runs.items():
+        policy = run.run.policy
+        for model in (policy.engine.model, policy.learner.learner.trainer.model):
+            assert any(hasattr(module, install.COMPILED) for module in model.modules()) == (kernels != "torch")
+    one, two = (runs[kernels].metrics[0]["train/grad_norm"] for kernels in ("compiled", "torch"))
+    assert one == pytest.approx(two, rel=1e-4)

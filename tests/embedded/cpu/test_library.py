@@ -142,7 +142,7 @@ def test_something_else_makes_another(compiler, monkeypatch, tmp_path, change):
     assert first.is_file()
 
 
-@pytest.mark.parametrize("how", ["a file is in the way", "not writable"])
+@pytest.mark.parametrize("how", ["a file is in the way", "not writable", "writable by others"])
 def test_a_cache_that_cannot_be_written_is_done_without(compiler, monkeypatch, tmp_path, how):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -150,6 +150,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(compiler, monkeypatch, t
     monkeypatch.setenv("CC", str(compiler()))
     if how == "not writable":
         monkeypatch.setattr(library.os, "access", lambda *a: False)  # permissions do not stop a superuser
+    elif how == "writable by others":
+        (tmp_path / "cache" / "miles-core").mkdir(parents=True)
+        (tmp_path / "cache" / "miles-core").chmod(0o777)
     else:
         (tmp_path / "cache").write_text("")
     assert compiled().is_relative_to(elsewhere)
