@@ -313,7 +313,7 @@ def test_without_a_compiler_auto_says_so_once_and_compiled_is_refused(checkpoint
 
 
 def test_a_run_computes_as_its_flag_says():
-    runs = {kernels: toy_run(cpu_kernels=kernels) for kernels in ("auto", "compiled", "torch")}
+    runs = {kernels: toy_run(device="cpu", cpu_kernels=kernels) for kernels in ("auto", "compiled", "torch")}
     for kernels, run in runs.items():
         policy = run.run.policy
         for model in (policy.engine.model, policy.learner.learner.trainer.model):
