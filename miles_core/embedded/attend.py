@@ -29,7 +29,7 @@ INDEX = "index"
 #: Own tokens are attended to in multiples of this: products over very few columns take a slow path on a CPU.
 _STEP = 16
 #: Up to this many tokens a CPU is faster with a compiled loop over rows than with products (benchmarks/cpu_kernels.py).
-_COMPILED = 256
+_COMPILED = 64
 
 
 class PromptCall:

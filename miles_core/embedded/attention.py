@@ -30,7 +30,7 @@ _SLACK = 16
 #: Up to this many keys a CPU is faster with plain products.
 _SHORT = 64
 #: Up to this many keys a CPU is faster with a compiled loop over rows than with products (benchmarks/cpu_kernels.py).
-_COMPILED = 256
+_COMPILED = 128
 
 
 @dataclass

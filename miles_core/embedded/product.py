@@ -25,16 +25,20 @@ _ROWS = 32
 @cache
 def available() -> bool:
     """Whether oneDNN is the faster library here: 512-bit units, on a processor MKL does not use them on."""
-    try:
-        processor = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and has_wide_units(processor)
+        and has_wide_units(processor())
     )
+
+
+def processor() -> str:
+    """``/proc/cpuinfo``; empty where there is none."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
 
 
 def has_wide_units(processor: str) -> bool:

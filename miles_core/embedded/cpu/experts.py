@@ -3,6 +3,7 @@ products. See ``miles_core.embedded.experts`` for the others."""
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from miles_core.embedded.cpu import operations
-from miles_core.embedded.cpu.linear import LARGEST, products_here
+from miles_core.embedded.cpu.linear import LARGEST
 from miles_core.embedded.product import available
 
 
@@ -18,7 +19,12 @@ def fits(down: Tensor, *others: Tensor) -> bool:
     """Whether experts with down [experts, dim, inner] are small enough, all three matrices of one together, and in order."""
     if not all(t.is_contiguous() for t in (down, *others)):
         return False
-    return 3 * down.shape[1] * down.shape[2] <= LARGEST and products_here() and not available()
+    return 3 * down.shape[1] * down.shape[2] <= LARGEST and _x86() and not available()
+
+
+def _x86() -> bool:
+    """Other processors have libraries that know their matrix units."""
+    return platform.machine() in ("x86_64", "AMD64")
 
 
 def experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

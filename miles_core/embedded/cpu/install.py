@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from miles_core.embedded.cpu import operations
 from miles_core.embedded.cpu.library import library, why_not
-from miles_core.embedded.cpu.linear import Linear, products_here
-from miles_core.embedded.product import available
+from miles_core.embedded.cpu.linear import Linear, pays
 from miles_core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -72,11 +71,11 @@ def _change(model: nn.Module) -> None:
     model.get_output_embeddings().__dict__[COMPILED] = True
     for module in model.modules():
         name = type(module).__name__
-        if type(module) is nn.Linear and products_here() and not available():
+        if type(module) is nn.Linear and pays():
             module.__class__ = Linear
         if name.endswith("RMSNorm"):
             _change_norm(module)
-        elif name.endswith("Experts"):
+        elif isinstance(getattr(module, "down_proj", None), nn.Parameter):  # experts, whatever a release calls them
             module.__dict__[COMPILED] = True
         elif "Attention" in name:
             module.__dict__[COMPILED] = True

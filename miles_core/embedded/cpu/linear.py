@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from miles_core.embedded.cpu import operations
+from miles_core.embedded.product import available, processor
 
 #: Numbers of a weight at most, so that it stays in a core's cache (a megabyte), and rows at least, to pay for arranging it
 #: (benchmarks/cpu_kernels.py).
 LARGEST, ROWS = 1 << 18, 1024
 
 
-def products_here() -> bool:
-    """Whether the compiled products are for this processor: others have libraries that know their matrix units."""
-    return platform.machine() in ("x86_64", "AMD64")
+@cache
+def pays() -> bool:
+    """Whether linear layers are computed here: on processors of AMD, where MKL takes a slower path than on Intel's, but not on those
+    where oneDNN is the faster library anyway."""
+    return "AuthenticAMD" in processor() and not available()
 
 
 class Linear(nn.Linear):

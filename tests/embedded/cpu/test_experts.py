@@ -154,7 +154,7 @@ def module(dim=24, inner=16):
 def taken(monkeypatch):
     """Calls of the compiled experts, on a processor that they are for."""
     found, original = [], experts.experts
-    monkeypatch.setattr(experts, "products_here", lambda: True)
+    monkeypatch.setattr(experts, "_x86", lambda: True)
     monkeypatch.setattr(experts, "available", lambda: False)
     monkeypatch.setattr(experts, "experts", lambda *a: found.append(1) or original(*a))
     return found
@@ -216,7 +216,7 @@ def test_large_experts_and_other_processors_do_not(taken, monkeypatch):
     monkeypatch.setattr(experts, "available", lambda: True)
     assert not experts.fits(small)
     monkeypatch.setattr(experts, "available", lambda: False)
-    monkeypatch.setattr(experts, "products_here", lambda: False)
+    monkeypatch.setattr(experts, "_x86", lambda: False)
     assert not experts.fits(small)
 
 

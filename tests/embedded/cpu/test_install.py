@@ -79,9 +79,9 @@ def used(monkeypatch):
     monkeypatch.setattr(linear, "ROWS", 64)
     monkeypatch.setattr(attention, "_COMPILED", 100)
     monkeypatch.setattr(attend, "_COMPILED", 100)
-    for module in (install, experts):
-        monkeypatch.setattr(module, "products_here", lambda: True)
-        monkeypatch.setattr(module, "available", lambda: False)
+    monkeypatch.setattr(install, "pays", lambda: True)
+    monkeypatch.setattr(experts, "_x86", lambda: True)
+    monkeypatch.setattr(experts, "available", lambda: False)
     return names
 
 

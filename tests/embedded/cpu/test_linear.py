@@ -127,3 +127,18 @@ def test_what_is_not_finite_stays_in_its_row_and_column(value, transposed):
     expected = torch.stack([(row.unsqueeze(1) * weight).sum(0) for row in x])
     assert not expected.isfinite().all() and expected.isfinite().any()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("processor", "faster", "expected"),
+    [
+        ("vendor_id: AuthenticAMD", False, True),
+        ("vendor_id: AuthenticAMD", True, False),
+        ("vendor_id: GenuineIntel", False, False),
+        ("", False, False),
+    ],
+)
+def test_it_pays_on_processors_whose_library_is_slow(monkeypatch, processor, faster, expected):
+    monkeypatch.setattr(linear, "processor", lambda: processor)
+    monkeypatch.setattr(linear, "available", lambda: faster)
+    assert linear.pays.__wrapped__() == expected
