@@ -22,9 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "tis"
 
 ALONE = """
-import miles_core, sys
+import miles_core, shutil, sys
+from miles_core.embedded.cpu.library import compiler_says
 from miles_core.testing import toy_run
 assert "site-packages" in miles_core.__file__, miles_core.__file__
+assert not (shutil.which("cc") and compiler_says()), compiler_says()
 run = toy_run()
 assert len(run.metrics) == 2 and run.metrics[-1]["train/grad_norm"] > 0
 """
