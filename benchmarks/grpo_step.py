@@ -57,13 +57,50 @@ def work_with_miles(checkpoint: str, prompts: str, steps: int, more: str, report
         train.run([*flags.split(), *more.split()])
 
 
+def trl_config(directory: str, steps: int, experts: str, batch: int) -> Any:
+    """TRL's fastest settings for the step."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=directory,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=PROMPTS * SAMPLES // batch,
+        num_generations=SAMPLES,
+        max_completion_length=TOKENS,
+        max_steps=steps,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        beta=0.0,
+        num_iterations=1,
+        epsilon=0.2,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        router_aux_loss_coef=0.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+        model_init_kwargs={"dtype": "float32", "experts_implementation": experts},
+    )
+
+
 def work_with_trl(
     checkpoint: str, prompts: str, steps: int, reporter: Reporter, experts: str, batch: int, a_turn: int
 ) -> None:
     """Run ``GRPOTrainer.train``, held between two steps."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
     from workload import letters
 
     lengths: list[float] = []
@@ -104,39 +141,8 @@ def work_with_trl(
     timed("_generate", "generate")
     timed("_compute_loss", "forward")
     rows = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()]
-    total = PROMPTS * SAMPLES
     with tempfile.TemporaryDirectory() as directory:
-        config = GRPOConfig(
-            output_dir=directory,
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=total // batch,
-            num_generations=SAMPLES,
-            max_completion_length=TOKENS,
-            max_steps=steps,
-            learning_rate=LR,
-            lr_scheduler_type="constant",
-            optim="adamw_torch",
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            beta=0.0,
-            num_iterations=1,
-            epsilon=0.2,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            router_aux_loss_coef=0.0,
-            bf16=False,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            dataloader_num_workers=0,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=0,
-            model_init_kwargs={"dtype": "float32", "experts_implementation": experts},
-        )
+        config = trl_config(directory, steps, experts, batch)
         trainer = GRPOTrainer(
             checkpoint,
             reward,

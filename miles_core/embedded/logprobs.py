@@ -89,13 +89,13 @@ def _chunk(
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    steps = compiled(model.get_output_embeddings(), logits)
+    kernels = compiled(model.get_output_embeddings(), logits)
     if support is None:
-        return _full(logits, tokens, entropy, steps)
+        return _full(logits, tokens, entropy, kernels)
     sampled = support.offsets.diff() > 0
     if bool(sampled.all()):
         return _supported(logits, tokens, support, entropy)
-    log_probs, entropies = _full(logits, tokens, entropy, steps)
+    log_probs, entropies = _full(logits, tokens, entropy, kernels)
     where = sampled.nonzero().flatten()
     narrow, narrow_entropies = _supported(logits[where], tokens[where], support.select(where), entropy)
     log_probs = log_probs.index_copy(0, where, narrow)
@@ -104,8 +104,8 @@ def _chunk(
     return log_probs, entropies
 
 
-def _full(logits: Tensor, tokens: Tensor, entropy: bool, steps: bool) -> tuple[Tensor, Tensor | None]:
-    if steps and not entropy:
+def _full(logits: Tensor, tokens: Tensor, entropy: bool, kernels: bool) -> tuple[Tensor, Tensor | None]:
+    if kernels and not entropy:
         return operations.log_probs(logits, tokens), None
     every = logits.log_softmax(-1)
     log_probs = every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from miles_core.observe.environment import cpu_info
 
 #: From this many rows on.
 _ROWS = 32
@@ -29,16 +30,8 @@ def available() -> bool:
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and has_wide_units(processor())
+        and has_wide_units(cpu_info())
     )
-
-
-def processor() -> str:
-    """``/proc/cpuinfo``; empty where there is none."""
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
 
 
 def has_wide_units(processor: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -21,6 +22,9 @@ from functools import cache
 from pathlib import Path
 
 from miles_core.errors import MilesError
+from miles_core.observe.environment import cpu_info
+
+log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("steps.c", "attention.c", "products.c")
@@ -163,8 +167,10 @@ def _cache() -> Path:
         state = root.stat()
         if os.access(root, os.W_OK) and state.st_uid == os.getuid() and not state.st_mode & 0o022:
             return root
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home directory
-        pass
+        why = f"{root} is not this user's alone to write to"
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
+        why = str(error)
+    log.info("compiled kernels are not kept for the next run: %s", why)
     directory = tempfile.mkdtemp(prefix="miles-core-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return Path(directory)
@@ -172,8 +178,5 @@ def _cache() -> Path:
 
 def _processor() -> str:
     """What ``-march=native`` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
+    lines = [x for x in cpu_info().splitlines() if x.startswith(("model name", "flags", "Features"))]
+    return "\n".join(dict.fromkeys(lines)) or f"{platform.machine()} {platform.processor()}"

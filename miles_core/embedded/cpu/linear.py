@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from miles_core.embedded.cpu import operations
-from miles_core.embedded.product import available, processor
+from miles_core.embedded.product import available
+from miles_core.observe.environment import cpu_info
 
 #: Numbers of a weight at most, so that it stays in a core's cache (a megabyte), and rows at least, to pay for arranging it
 #: (benchmarks/cpu_kernels.py).
@@ -21,7 +22,7 @@ LARGEST, ROWS = 1 << 18, 1024
 def pays() -> bool:
     """Whether linear layers are computed here: on processors of AMD, where MKL takes a slower path than on Intel's, but not on those
     where oneDNN is the faster library anyway."""
-    return "AuthenticAMD" in processor() and not available()
+    return "AuthenticAMD" in cpu_info() and not available()
 
 
 class Linear(nn.Linear):

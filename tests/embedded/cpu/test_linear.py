@@ -139,6 +139,6 @@ def test_what_is_not_finite_stays_in_its_row_and_column(value, transposed):
     ],
 )
 def test_it_pays_on_processors_whose_library_is_slow(monkeypatch, processor, faster, expected):
-    monkeypatch.setattr(linear, "processor", lambda: processor)
+    monkeypatch.setattr(linear, "cpu_info", lambda: processor)
     monkeypatch.setattr(linear, "available", lambda: faster)
     assert linear.pays.__wrapped__() == expected
