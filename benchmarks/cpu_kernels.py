@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
 
+from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_core.embedded import attend, attention, experts, logprobs, product
-from miles_core.embedded.cache import Cache
-from miles_core.embedded.cpu import experts as fused
-from miles_core.embedded.cpu import library, linear, operations
-from miles_core.embedded.cpu.install import COMPILED
-from miles_core.embedded.packing import Packing, pack
-from miles_core.train.trainer import Context
+from miles_embedded.cpu import experts as fused
+from miles_embedded.cpu import library, linear, operations
+from miles_embedded.cpu.install import COMPILED
+from miles_embedded.engine.cache import Cache
+from miles_embedded.trainer.packing import Packing, pack
 
 #: The model and the step of grpo_step.py; rows of a packed pass in training, and of a decode step.
 HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS, CHOICES, INNER, VOCABULARY = 128, 4, 2, 32, 8, 2, 128, 259

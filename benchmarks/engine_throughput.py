@@ -29,11 +29,11 @@ def embedded(checkpoint: str, limit: int) -> Generate:
     """The embedded engine: all requests at once, its own batching."""
     from transformers import AutoTokenizer
 
-    from miles_core.embedded.build import detokenizer, end_tokens
-    from miles_core.embedded.cpu.install import use_kernels
-    from miles_core.embedded.engine import EmbeddedEngine, Settings
-    from miles_core.embedded.model import load_model
-    from miles_core.rollout.engine import Request, Sampling
+    from miles_core.contracts.engine import Request, Sampling
+    from miles_embedded.cpu.install import use_kernels
+    from miles_embedded.engine.build import detokenizer, end_tokens
+    from miles_embedded.engine.engine import EmbeddedEngine, Settings
+    from miles_embedded.model.load import load_model
 
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), load_model(checkpoint, "float32")
     use_kernels(model)  # as a run does

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.marker import hookimpl
 
 
 def _around(inner):

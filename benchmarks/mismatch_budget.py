@@ -33,7 +33,7 @@ def main() -> None:
     given = parser.parse_args()
     import torch
 
-    from miles_core.observe.budget_table import BUDGET_COLUMNS, budget_rows
+    from miles_core.mismatch.table import BUDGET_COLUMNS, budget_rows
 
     torch.set_num_threads(given.threads)
     found: dict[str, Any] = {}
@@ -64,10 +64,10 @@ def warmed_up(directory: Path, given: Any) -> None:
 async def measured(directory: Path, given: Any, flags: tuple[str, ...]) -> dict[str, Any]:
     """One setup's budget, with an interval for the gap that training sees and for the whole one."""
     from miles_core.config.load import load
-    from miles_core.launch import make_run
-    from miles_core.observe.budget import budget
-    from miles_core.observe.probe import bare, probe, probe_prompts
-    from miles_core.plugin.prepare import applied, prepare
+    from miles_core.mismatch.budget import budget
+    from miles_core.mismatch.probe import bare, probe, probe_prompts
+    from miles_core.run.launch import make_run
+    from miles_core.run.prepare import applied, prepare
 
     words = f"""--hf-checkpoint {directory}/trained --prompt-data {directory}/data/train.jsonl --input-key prompt
         --label-key label --rm-type exact --plugins r3,fp8 --emulate-precision --dtype bfloat16 --device cpu

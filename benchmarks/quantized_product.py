@@ -27,19 +27,19 @@ import torch
 from measure import finish, installed, options
 from torch import nn
 
+from miles_core.contracts.engine import Request, Response, Sampling
+from miles_core.contracts.trainer import Parts
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
-from miles_core.embedded.engine import EmbeddedEngine, Settings
-from miles_core.embedded.layout import export
-from miles_core.embedded.model import NAME, prepare
-from miles_core.embedded.trainer import EmbeddedTrainer, TrainerConfig
+from miles_core.precision.codec import Codec
 from miles_core.precision.installed import format_class
 from miles_core.precision.product import Products, emulated
-from miles_core.precision.train import install
-from miles_core.rollout.engine import Request, Response, Sampling
-from miles_core.sync.encode import Codec
 from miles_core.testing.yardstick import weighted
-from miles_core.train.trainer import Parts
+from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.model.load import NAME, prepare
+from miles_embedded.model.views import export
+from miles_embedded.quantized.weights import install
+from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 ROWS = (1, 64, 256, 1024, 4096, 8192)
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336))

@@ -234,11 +234,11 @@ def engine_for(case: Case, path: Path, rounds: bool, given: Any, dtype: str = "b
 
     ``rounds``: inputs of quantised matrices are rounded where the format says so."""
     from miles_core.config.load import load
-    from miles_core.embedded.engine import EmbeddedEngine, Settings
-    from miles_core.embedded.model import load_model, resolve_device
+    from miles_core.precision.codec import Codec
     from miles_core.precision.installed import format_class
     from miles_core.precision.select import codec_for
-    from miles_core.sync.encode import Codec
+    from miles_embedded.engine.engine import EmbeddedEngine, Settings
+    from miles_embedded.model.load import load_model, resolve_device
 
     codec = Codec()
     if rounds and case.format != "bf16":
@@ -251,7 +251,7 @@ def engine_for(case: Case, path: Path, rounds: bool, given: Any, dtype: str = "b
 def own_noise(case: Case, path: Path, given: Any) -> float:
     """What BF16 arithmetic alone does: the mean |difference| between the emulation in BF16 and in FP32, over tokens that
     the first sampled. Two correct implementations of the format in BF16 can be this far apart."""
-    from miles_core.rollout.engine import Request, Sampling
+    from miles_core.contracts.engine import Request, Sampling
 
     async def scored() -> float:
         low, high = (engine_for(case, path, True, given, dtype) for dtype in ("bfloat16", "float32"))
@@ -269,7 +269,7 @@ def own_noise(case: Case, path: Path, given: Any) -> float:
 
 async def replies(engine: Any, said: dict[str, Any]) -> dict[str, Any]:
     """See ``embedded``."""
-    from miles_core.rollout.engine import Request, Sampling
+    from miles_core.contracts.engine import Request, Sampling
 
     await engine.start()
     found: dict[str, Any] = {}

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_core.algorithm.correction import Correction, CorrectionInputs, Needs, compose_corrections
-    from miles_core.config.option import option
+    from miles_core.contracts.engine import Engine, Request, Response, Sampling
+    from miles_core.contracts.policy import Policy
+    from miles_core.contracts.runtime import Runtime
+    from miles_core.contracts.trainer import Context, Loss, Output, Trainer
+    from miles_core.contracts.transport import Transport
     from miles_core.data.batch import Batch
     from miles_core.data.field import Field
     from miles_core.data.sample import Sample, Status
+    from miles_core.data.unit import Unit
     from miles_core.errors import MilesError
-    from miles_core.plugin.hooks import hookimpl
     from miles_core.plugin.manifest import Pair, Plugin, Rule, Set
-    from miles_core.policy import Policy
+    from miles_core.plugin.marker import hookimpl
+    from miles_core.plugin.option import option
     from miles_core.precision.format import Format
-    from miles_core.rollout.engine import Engine, Request, Response, Sampling
-    from miles_core.run import Run
-    from miles_core.runtime import Runtime
+    from miles_core.run.run import Run
     from miles_core.stash import StashKey
-    from miles_core.sync.transport import Transport
-    from miles_core.sync.unit import Unit
-    from miles_core.train.trainer import Context, Loss, Output, Trainer
 
 __version__ = "0.1.0"
 

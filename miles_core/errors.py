@@ -42,7 +42,7 @@ class NonFiniteError(MilesError):
 
 
 class MismatchError(MilesError):
-    """Engine and trainer disagree beyond the tolerance (``gap``: ``miles_core.observe.gap.Gap``), or the engine serves
+    """Engine and trainer disagree beyond the tolerance (``gap``: ``miles_core.mismatch.gap.Gap``), or the engine serves
     older weights."""
 
     def __init__(self, message: str, gap: Any = None) -> None:

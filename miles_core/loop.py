@@ -1,7 +1,7 @@
 """The loop. Everything a plugin can change is a line that mentions a hook.
 
 One step: roll out groups of samples, learn from them, sync the new weights to the engine. The synchronous schedule is the only
-one here, so a step's samples always come from the weights of the step before. ``miles_core.plugin.hooks`` is the map.
+one here, so a step's samples always come from the weights of the step before. ``miles_core.contracts.hooks`` is the map.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
+from miles_core.contracts.policy import Policy
+from miles_core.mismatch.at_sync import verify
 from miles_core.observe.hints import for_error
-from miles_core.observe.verify import verify
 from miles_core.plugin.load import compose
-from miles_core.policy import Policy
 from miles_core.precision.schedule import follow
 from miles_core.rollout.collect import Group, Interrupted
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.summary import rollout_metrics
-from miles_core.run import Run
+from miles_core.run.run import Run
+from miles_core.run.warm_start import warm_start
 from miles_core.train.steps import optimiser_steps
-from miles_core.train.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 

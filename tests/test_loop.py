@@ -202,7 +202,7 @@ def test_other_model_families(toy_run, family):
 
 
 WATCH = """
-from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.marker import hookimpl
 
 @hookimpl
 def on_batch(run, batch):

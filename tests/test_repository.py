@@ -15,8 +15,8 @@ import pytest
 
 import miles_core
 from miles_core.config.groups import GROUPS
-from miles_core.config.option import METADATA_KEY
 from miles_core.plugin.discovery import discover
+from miles_core.plugin.option import METADATA_KEY
 
 ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "miles_core").rglob("*.py"))

@@ -8,11 +8,11 @@ from itertools import groupby
 import pytest
 import torch
 
-from miles_core.plugin.hooks import MAKERS, HookSpecs
+from miles_core.contracts.hooks import MAKERS, HookSpecs
 
 EVERYTHING = '''
 """Writes down every call."""
-from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.marker import hookimpl
 
 calls = []
 
@@ -199,7 +199,7 @@ def test_a_plugin_that_only_watches_changes_no_number(toy_run, tmp_path):
 CORRECTION = """
 import torch
 from miles_core.algorithm.correction import Correction, compose_corrections
-from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.marker import hookimpl
 
 def halved(inputs):
     ratio = (inputs.old_log_probs - inputs.rollout_log_probs).exp()
@@ -227,7 +227,7 @@ DRAFTING = '''
 """Drafts the next tokens and keeps those that sampling would have drawn anyway."""
 import torch
 from miles_core import __version__
-from miles_core.embedded.decoder import Emitted
+from miles_embedded.engine.decoder import Emitted
 from miles_core.plugin.manifest import Plugin
 
 plugin = Plugin(
@@ -328,13 +328,13 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
 
 PARTS = """
 from miles_core.algorithm.advantage import ADVANTAGES
-from miles_core.embedded.build import make_engine
-from miles_core.embedded.decoder import PlainDecoder
-from miles_core.embedded.model import make_model
-from miles_core.embedded.trainer import make_trainer
+from miles_embedded.engine.build import make_engine
+from miles_embedded.engine.decoder import PlainDecoder
+from miles_embedded.model.load import make_model
+from miles_embedded.trainer.trainer import make_trainer
 from miles_core.plugin.manifest import Plugin
-from miles_core.runtime import InlineRuntime
-from miles_core.sync.transport import make_transport
+from miles_core.run.inline import InlineRuntime
+from miles_core.sync.copy import make_transport
 
 KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "advantage", "reward")
 plugin = Plugin(

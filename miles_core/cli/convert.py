@@ -16,8 +16,8 @@ from miles_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
+    from miles_core.convert.job import Conversion, Outcome
     from miles_core.plugin.manifest import Plugin
-    from miles_core.precision.convert import Conversion, Outcome
 
 USAGE = "miles convert --to FORMAT --model-dir DIR --save-dir DIR [--dry-run] [options of the format]"
 PLAIN = "bf16"
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(_as_json(conversion) if options.json else _listing(conversion, options.verbose))
         return 0
-    from miles_core.precision.convert import run as convert
+    from miles_core.convert.job import run as convert
 
     with _progress(conversion.before) as advance:
         outcome = convert(conversion, options.save_dir, options.workers, options.shard_size, advance)
@@ -106,8 +106,8 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
         raise ConfigError(unknown(options.to, known))
     config = load(["--rollout-precision", options.to, *rest])
     _refuse_foreign(config, known[options.to])
-    from miles_core.precision.checkpoint_files import CheckpointFiles
-    from miles_core.precision.encode_files import plan
+    from miles_core.checkpoint.hf_files import CheckpointFiles
+    from miles_core.convert.encode import plan
     from miles_core.precision.select import codec_for
 
     codec = codec_for(format_class(options.to, manifests), config, str(options.model_dir))
@@ -115,8 +115,8 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
 
 
 def _plan_plain(directory: Path) -> Conversion:
+    from miles_core.convert.decode import open_quantized, plan
     from miles_core.errors import CheckpointError
-    from miles_core.precision.decode_files import open_quantized, plan
 
     source = open_quantized(directory)
     if source is None:

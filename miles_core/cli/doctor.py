@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.embedded.cpu.library import compiler_says
 from miles_core.observe.environment import Environment, bytes_text, environment, installed
+from miles_embedded.cpu.library import compiler_says
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from miles_core.convert.memory import Row
     from miles_core.observe.model_info import ModelInfo
-    from miles_core.precision.memory import Row
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ def memory_in(model: str, precision: str, options: Sequence[str]) -> list[Row]:
         ConfigError: no installed plugin has the format, or a weight cannot be stored in it.
         CheckpointError: the checkpoint cannot be read, or is quantised already.
     """
+    from miles_core.checkpoint.hf_files import CheckpointFiles
     from miles_core.config.load import load
-    from miles_core.precision.checkpoint_files import CheckpointFiles
-    from miles_core.precision.encode_files import plan
+    from miles_core.convert.encode import plan
+    from miles_core.convert.memory import memory_table
     from miles_core.precision.installed import format_class
-    from miles_core.precision.memory import memory_table
     from miles_core.precision.select import codec_for
 
     format = format_class(precision)
@@ -138,8 +138,8 @@ def plugin_states(model: str | None) -> list[dict[str, str]]:
     """Every installed plugin and what it alone comes to on this host (and with this model): usable, or why not."""
     from miles_core.config.load import load
     from miles_core.errors import PluginError
-    from miles_core.plugin.prepare import catalogue_for, facts_for
     from miles_core.plugin.resolve import check
+    from miles_core.run.prepare import catalogue_for, facts_for
 
     config = load(["--hf-checkpoint", model] if model else [])
     catalogue, facts = catalogue_for(config), facts_for(config)

@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _situation(rest: Sequence[str], options: argparse.Namespace) -> tuple[Any, Catalogue, Facts]:
     from miles_core.config.load import load
-    from miles_core.plugin.prepare import catalogue_for, facts_for
+    from miles_core.run.prepare import catalogue_for, facts_for
 
     config = load(rest)
     return config, catalogue_for(config), facts_for(config, given(options))
@@ -102,9 +102,9 @@ def _check(argv: Sequence[str]) -> int:
     """Resolve the given options, and look for mistakes in every installed manifest."""
     options, rest = parser(USAGE, "Resolve without running; find mistakes in manifests.").parse_known_args(list(argv))
     from miles_core.plugin.explain import lint
-    from miles_core.plugin.prepare import requested
     from miles_core.plugin.render import notices
     from miles_core.plugin.resolve import resolve
+    from miles_core.run.prepare import requested
 
     config, catalogue, facts = _situation(rest, options)
     found = [f"{name}: {line}" for name, m in catalogue.items() for line in lint(m, catalogue, facts)]
@@ -123,8 +123,8 @@ def _explain(argv: Sequence[str]) -> int:
     made.add_argument("name", help="an installed plugin, or the path of a single-file one")
     options, rest = made.parse_known_args(list(argv))
     from miles_core.plugin.explain import explain
-    from miles_core.plugin.prepare import requested
     from miles_core.plugin.resolve import check
+    from miles_core.run.prepare import requested
 
     config, catalogue, facts = _situation(rest, options)
     name = catalogue.request(options.name)

@@ -18,7 +18,7 @@ def run(argv: Sequence[str]) -> int:
         print_help(schema_for(argv), "miles train", SWITCHES)
         return 0
     config = load([word for word in argv if word != DRY_RUN])
-    from miles_core.plugin.prepare import applied, prepare
+    from miles_core.run.prepare import applied, prepare
 
     plan, catalogue = prepare(config)
     config = applied(config, plan)
@@ -34,6 +34,6 @@ def run(argv: Sequence[str]) -> int:
     ):
         if value is None:
             raise ConfigError(f"miles train needs {flag}; miles demo makes a small model and prompts of its own")
-    from miles_core.launch import launch
+    from miles_core.run.launch import launch
 
     return 130 if launch(config, plan, catalogue).stop_requested else 0

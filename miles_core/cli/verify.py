@@ -29,18 +29,18 @@ def run(argv: Sequence[str]) -> int:
     made.add_argument("--budget", action="store_true", help="divide the gap among its causes (docs/mismatch.md)")
     options, rest = made.parse_known_args(list(argv))
     from miles_core.config.load import load
-    from miles_core.plugin.prepare import applied, prepare
+    from miles_core.run.prepare import applied, prepare
 
     config = load(rest)
     plan, catalogue = prepare(config, given(options))
     config = applied(config, plan)
     import asyncio
 
-    from miles_core.checkpoint import checkpoint_step, locate_checkpoint
-    from miles_core.launch import make_run
+    from miles_core.checkpoint.directory import checkpoint_step, locate_checkpoint
+    from miles_core.mismatch.command import check
+    from miles_core.mismatch.page import tables, verdict, write_page
     from miles_core.observe import log as logs
-    from miles_core.observe.check import check
-    from miles_core.observe.check_page import tables, verdict, write_page
+    from miles_core.run.launch import make_run
 
     logs.configure(config.run.log_level if config.chosen("log_level") else "warning")
     directory = output_directory(config)

@@ -1,5 +1,5 @@
 """Configuration: dataclasses that become flags, files and facts."""
 
-from miles_core.config.option import option
+from miles_core.plugin.option import option
 
 __all__ = ["option"]

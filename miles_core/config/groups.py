@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from miles_core.config.option import option
+from miles_core.plugin.option import option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -22,8 +22,8 @@ class Run:
     plugins: tuple[str, ...] = option(
         (), help="plugins to use, in order: names, or paths of single-file plugins (./my.py)", metavar="NAME,..."
     )
-    engine: str = option("embedded", help="who generates", choices=("embedded", "*"), part="engine")
-    trainer: str = option("embedded", help="who trains", choices=("embedded", "*"), part="trainer")
+    engine: str = option("", help="who generates", choices=("*",), part="engine")
+    trainer: str = option("", help="who trains", choices=("*",), part="trainer")
     runtime: str = option(
         "inline", help="where the parts run; inline is this process", choices=("inline", "*"), part="runtime"
     )

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.config.groups import GROUPS
-from miles_core.config.option import METADATA_KEY, OptionInfo
 from miles_core.errors import PluginError
 from miles_core.plugin.core import CORE as MANIFEST
 from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.option import METADATA_KEY, OptionInfo
 
 CORE = "core"
 ROOT = "run"  # the group whose facts have no prefix: ``engine``, not ``run.engine``
@@ -203,6 +203,7 @@ def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
     options = [
         option for table, group in tables.items() for option in _options_of(table, group, owners[table], plugins)
     ]
+    options = _with_defaults(options, plugins)
     flags = _merge_flags(options)
     merged = {option.path: option for flag in flags.values() for option in flag.options}
     schema = Schema(
@@ -225,7 +226,7 @@ def _options_of(table: str, group: type, owner: str, plugins: list[Plugin]) -> l
     for entry in dataclasses.fields(group):
         info = entry.metadata.get(METADATA_KEY)
         if not isinstance(info, OptionInfo):
-            raise PluginError(f"{owner}: {group.__name__}.{entry.name} is not made with miles_core.config.option(...)")
+            raise PluginError(f"{owner}: {group.__name__}.{entry.name} is not made with miles_core.plugin.option(...)")
         if entry.default_factory is not dataclasses.MISSING:
             default = entry.default_factory()
         elif entry.default is not dataclasses.MISSING:
@@ -236,6 +237,20 @@ def _options_of(table: str, group: type, owner: str, plugins: list[Plugin]) -> l
         choices, providers = _choices(info, hints[entry.name], plugins)
         found.append(Option(f"{table}.{entry.name}", owner, flag, hints[entry.name], default, info, choices, providers))
     return found
+
+
+def _with_defaults(options: list[Option], plugins: list[Plugin]) -> list[Option]:
+    """The options with the defaults that manifests give; two different ones for one option are refused."""
+    given: dict[str, tuple[Any, str]] = {}
+    for plugin in plugins:
+        for fact, default in plugin.defaults.items():
+            other = given.setdefault(fact, (default, plugin.name))
+            if other[0] != default:
+                raise PluginError(
+                    f"{other[1]} and {plugin.name} give different defaults for {fact}: {other[0]!r} and {default!r}; "
+                    "uninstall one of them"
+                )
+    return [dataclasses.replace(o, default=given[o.fact][0]) if o.fact in given else o for o in options]
 
 
 def _choices(

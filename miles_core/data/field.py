@@ -46,3 +46,6 @@ CORE_FIELDS = (
     Field("loss_mask", "float32", "response"),
     Field("rollout_log_probs", "float32", "response"),
 )
+
+#: Token ids the engine could have sampled at each response position (top-k, top-p); always contains the sampled one.
+SAMPLING_SUPPORT = Field("sampling_support", "int32", "response", ragged=True)

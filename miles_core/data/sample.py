@@ -12,8 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 from miles_core.data.field import Field
+from miles_core.data.reward_value import reward_value
 from miles_core.errors import DataError
-from miles_core.reward.value import reward_value
 
 
 class Status(StrEnum):

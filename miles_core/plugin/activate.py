@@ -16,8 +16,8 @@ from miles_core.plugin.manifest import Plugin, Set
 from miles_core.plugin.plan import Problem, Setting, described
 from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluate, parse, same
 
-#: kind of backend -> the one a run has when nobody chooses.
-BACKENDS = {"engine": "embedded", "trainer": "embedded", "runtime": "inline"}
+#: The kinds of parts whose name selects the plugin that provides it.
+BACKENDS = ("engine", "trainer", "runtime")
 SIDES = ("rollout.precision", "train.precision")
 EMULATE = "train.emulate_precision"  # the option behind the fact precision.emulated
 _ROUNDS = 32
@@ -86,9 +86,9 @@ def derive(
     extra: dict[str, Fact] = {}
     for plugin in active.values():
         extra |= {f.name: f for f in default_facts(plugin) if f.name not in facts}
-    for kind, default in BACKENDS.items():
+    for kind in BACKENDS:
         if kind not in facts:
-            extra[kind] = Fact(kind, default, "default", flag=f"--{kind}")
+            extra[kind] = Fact(kind, _default(kind, manifests), "default", flag=f"--{kind}")
     for side in SIDES:
         if side not in facts:
             extra[side] = Fact(side, "bf16", "default", flag="--" + side.replace(".", "-"))
@@ -132,6 +132,12 @@ def _elsewhere(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[Fact]:
         for fact in facts.values():
             if fact.name == "gpu" or fact.name.startswith("gpu."):
                 yield replace(fact, state=State.UNKNOWN, value=None, origin=origin)
+
+
+def _default(kind: str, manifests: Mapping[str, Plugin]) -> str:
+    """The part of a kind that a run has when nobody chooses: what a manifest says, else the first of core."""
+    named = [str(m.defaults[kind]) for m in manifests.values() if kind in m.defaults]
+    return next(iter([*named, *CORE.provides.get(kind, {})]), "")
 
 
 def provider(kind: str, name: object, manifests: Mapping[str, Plugin]) -> Plugin | None:

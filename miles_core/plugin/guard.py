@@ -51,7 +51,7 @@ def check_implementation(plugin: str, holder: Any, specs: Mapping[str, tuple[str
         hook = marks.get("specname") or name
         if hook not in specs:
             raise PluginError(
-                f"{where}: there is no hook {hook!r}; {nearest(hook, specs) or 'see miles_core.plugin.hooks'}"
+                f"{where}: there is no hook {hook!r}; {nearest(hook, specs) or 'see miles_core.contracts.hooks'}"
             )
         used = [flag for flag in _FORBIDDEN if marks.get(flag)]
         if used:

@@ -60,7 +60,7 @@ class Plugin:
         summary: one line for ``miles plugins``.
         version: the distribution's version.
         core: the range of miles-core versions it works with, e.g. ``"~=0.1"``.
-        config: a dataclass whose fields are made with ``miles_core.config.option``; its fields become flags and the
+        config: a dataclass whose fields are made with ``miles_core.plugin.option``; its fields become flags and the
             table ``[name]`` of a configuration file. ``None`` when the plugin has no options.
         hooks: condition -> ``"module:Class"`` or several of them; only those whose condition holds are imported. In a
             single-file plugin ``"Class"`` is a class of that file.
@@ -78,6 +78,8 @@ class Plugin:
         before, after: names of plugins this one comes before or after in every chain.
         aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-fp8": {"rollout.precision":
         "fp8"}}``. environment: environment variable -> option path it sets, as if the flag were given.
+        defaults: values of options that nobody chose, option's fact -> value: a backend that ships with an installation says
+            so here. Two installed manifests with different values for one option are refused.
         facts: facts this plugin defines beside its options, name -> one line of meaning.
         passthrough: flag prefix -> configuration table, e.g. ``{"--sglang-": "sglang"}``: every flag (and every key of
             that table) which no option declares is taken as it is, for software with a command line of its own.
@@ -103,5 +105,6 @@ class Plugin:
     after: tuple[str, ...] = ()
     aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     passthrough: Mapping[str, str] = field(default_factory=dict)

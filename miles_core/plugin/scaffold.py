@@ -41,7 +41,7 @@ _MANIFEST = '''\
 
 from dataclasses import dataclass
 
-from miles_core.config.option import option
+from miles_core.plugin.option import option
 from miles_core.plugin.manifest import Plugin
 
 __version__ = "0.1.0"
@@ -69,7 +69,7 @@ _HOOKS = '''\
 
 import time
 
-from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.marker import hookimpl
 
 from $package import $classname
 
@@ -103,7 +103,7 @@ miles train --plugins $name ...
 ```
 
 `$package/__init__.py` says what the plugin is; `$package/hooks.py` is where it takes part in a run. Every hook it could
-implement is described in `miles_core.plugin.hooks`. Run the tests with `python -m pytest`.
+implement is described in `miles_core.contracts.hooks`. Run the tests with `python -m pytest`.
 """
 
 _TEST = """\

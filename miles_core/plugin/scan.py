@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from miles_core.contracts.hooks import HookSpecs
 from miles_core.errors import PluginError
 from miles_core.plugin.guard import MARK
-from miles_core.plugin.hooks import HookSpecs
 from miles_core.plugin.load import import_target
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import HookTarget, Plan

@@ -8,8 +8,8 @@ to its declared parity, and the weight it trains with, the one that is exported 
 
 from __future__ import annotations
 
-from miles_core.sync.encode import COPY, Codec
-from miles_core.sync.unit import Unit
+from miles_core.data.unit import Unit
+from miles_core.precision.codec import COPY, Codec
 
 
 def project(codec: Codec, unit: Unit) -> Unit:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
-    from miles_core.policy import Policy
-    from miles_core.run import Run
+    from miles_core.contracts.policy import Policy
+    from miles_core.run.run import Run
 
 log = logging.getLogger(__name__)
 

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from miles_core.checkpoint.hf_files import CONFIG, CheckpointFiles, read_json
 from miles_core.errors import ConfigError
+from miles_core.mismatch.parity import SideParity, check, real_layer
 from miles_core.plugin.detect import model_facts
-from miles_core.precision.checkpoint_files import CONFIG, CheckpointFiles, read_json
+from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.fused_experts import Family
-from miles_core.precision.parity import SideParity, check, real_layer
 from miles_core.precision.product import Products
 from miles_core.precision.schedule import PLAIN, precisions
 from miles_core.precision.selector import Keep, Selector
-from miles_core.sync.encode import Codec
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
     from miles_core.config.groups import Precision
-    from miles_core.policy import Policy
-    from miles_core.precision.train import FakeQuantizer
-    from miles_core.rollout.engine import Engine
-    from miles_core.run import Run
-    from miles_core.train.trainer import Trainer
+    from miles_core.contracts.engine import Engine
+    from miles_core.contracts.policy import Policy
+    from miles_core.contracts.trainer import Trainer
+    from miles_core.run.run import Run
+    from miles_embedded.quantized.weights import FakeQuantizer
 
 
 def make_codec(run: Run, policy: Policy | None = None, precision: str | None = None) -> Codec:
@@ -53,7 +53,7 @@ class TrainedPrecision:
         """Take a model in, when every other hook has seen it; None when it stays as it is for the whole run."""
         if self.codec.format is None:
             return None
-        from miles_core.precision.train import install  # brings Transformers, which miles convert does without
+        from miles_embedded.quantized.weights import install  # brings Transformers, which miles convert does without
 
         quantizer = install(model, self.codec, self.products.of(self.codec.format, model))
         quantizer.enabled = self.current != PLAIN

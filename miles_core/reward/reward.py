@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+from miles_core.data.reward_value import number
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import load_function
 from miles_core.reward.math_verifier import MathVerifier
 from miles_core.reward.remote import RemoteReward
 from miles_core.reward.rules import RULES, Rule
-from miles_core.reward.value import number
 
 RM_TYPES = (*RULES, "math", "remote")
 DEFAULT_CONCURRENCY = 64

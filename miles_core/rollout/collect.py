@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError
-from miles_core.rollout.prompt import Prompt
+from miles_core.rollout.queue import Prompt
 
 if TYPE_CHECKING:
-    from miles_core.run import Run
+    from miles_core.run.run import Run
 
 Group = list[Sample]
 Score = Callable[[list[Sample]], Awaitable[None]]

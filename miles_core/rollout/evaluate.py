@@ -10,13 +10,13 @@ import statistics
 from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample, Status
-from miles_core.rollout.prompt import Prompt
+from miles_core.rollout.queue import Prompt
 
 if TYPE_CHECKING:
     from miles_core.data.prompts import Prompts
     from miles_core.rollout.collect import Group, Score
     from miles_core.rollout.generate import Generate
-    from miles_core.run import Run
+    from miles_core.run.run import Run
 
 #: Evaluation samples are numbered from here, so that they share no random number with training samples.
 FIRST_INDEX = 1 << 40

@@ -11,15 +11,15 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import load_function
-from miles_core.rollout.engine import Request, Response, Sampling
 from miles_core.rollout.record import Record
 
 if TYPE_CHECKING:
-    from miles_core.rollout.engine import Engine
-    from miles_core.run import Run
+    from miles_core.contracts.engine import Engine
+    from miles_core.run.run import Run
 
 Generate = Callable[[Sample], Awaitable[list[Sample]]]
 

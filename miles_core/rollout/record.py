@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from miles_core.contracts.engine import Response
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample, Status, rows
 from miles_core.errors import DataError
-from miles_core.rollout.engine import Response
 
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 

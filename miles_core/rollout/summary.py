@@ -9,7 +9,7 @@ from miles_core.data.sample import Status
 
 if TYPE_CHECKING:
     from miles_core.rollout.collect import Group
-    from miles_core.run import Run
+    from miles_core.run.run import Run
 
 
 def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:

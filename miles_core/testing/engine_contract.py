@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from miles_core.contracts.engine import Engine, Request, Response, Sampling
+from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
+from miles_core.mismatch.same_model import COMPARED
 from miles_core.plugin.detect import model_facts
-from miles_core.rollout.engine import Engine, Request, Response, Sampling
-from miles_core.rollout.fields import SAMPLING_SUPPORT
-from miles_core.same_model import COMPARED
-from miles_core.sync.unit import Encoded
 from miles_core.testing.tiny import tiny_checkpoint, tiny_tokenizer
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4, 5, 6], [3, 4, 5, 6]]

@@ -20,17 +20,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from miles_core.embedded.layout import Loader, export, views
-from miles_core.embedded.model import load_model
+from miles_core.data.unit import Unit
 from miles_core.errors import ConfigError, MilesError
+from miles_core.mismatch.product_probe import check_product
+from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.gpu_kernel import reference_only
 from miles_core.precision.product import NoProduct
-from miles_core.precision.product_probe import check_product
-from miles_core.precision.train import FakeQuantizer, install
-from miles_core.sync.encode import Codec
-from miles_core.sync.unit import Unit
 from miles_core.testing.tiny import tiny_checkpoint
+from miles_embedded.model.load import load_model
+from miles_embedded.model.views import Loader, export, views
+from miles_embedded.quantized.weights import FakeQuantizer, install
 
 
 class FormatContract:

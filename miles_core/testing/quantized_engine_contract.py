@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from miles_core.contracts.engine import Engine
+from miles_core.data.unit import Encoded, Unit
+from miles_core.mismatch.parity import check, probes
+from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
-from miles_core.precision.parity import check, probes
-from miles_core.rollout.engine import Engine
-from miles_core.sync.encode import Codec
-from miles_core.sync.unit import Encoded, Unit
 from miles_core.testing.engine_contract import FREE, GREEDY, PROMPTS, Limits, ask, stored_units
 from miles_core.testing.tiny import tiny_checkpoint
 

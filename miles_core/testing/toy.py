@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_core.plugin.plan import Plan
-    from miles_core.run import Run
+    from miles_core.run.run import Run
 
 REWARD = """
 async def reward(args, sample):
@@ -125,9 +125,9 @@ def toy_run(
     from rich.console import Console
 
     from miles_core.config.load import load
-    from miles_core.launch import launch
     from miles_core.observe.metrics import read
-    from miles_core.plugin.prepare import applied, prepare
+    from miles_core.run.launch import launch
+    from miles_core.run.prepare import applied, prepare
 
     config = load(toy_arguments(plugins, directory, steps, family, sizes, **options))
     accepted, catalogue = prepare(config)
@@ -138,6 +138,6 @@ def toy_run(
 def plan(plugins: Sequence[str] = (), facts: Sequence[str] = (), **options: Any) -> Plan:
     """Resolve without running: the accepted plan, or PlanError. ``facts`` are ``NAME=VALUE`` overrides, e.g. ``gpu=B200``."""
     from miles_core.config.load import load
-    from miles_core.plugin.prepare import prepare
+    from miles_core.run.prepare import prepare
 
     return prepare(load(toy_arguments(plugins, **options)), facts)[0]

@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from miles_core.contracts.trainer import Context, Loss, Output, Parts, Trainer
 from miles_core.data.batch import Batch
+from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.errors import MilesError
-from miles_core.rollout.fields import SAMPLING_SUPPORT
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.yardstick import (
     Setup,
@@ -37,7 +38,6 @@ from miles_core.testing.yardstick import (
     yardstick,
     yardstick_model,
 )
-from miles_core.train.trainer import Context, Loss, Output, Parts, Trainer
 
 __all__ = ["Setup", "TrainerContract"]
 
@@ -61,7 +61,7 @@ class TrainerContract:
 
     def active_context(self) -> Callable[[], Context | None] | None:
         """How a module asks for the context it runs in; None where layers take no call object."""
-        from miles_core.embedded.call import active_context
+        from miles_embedded.model.call import active_context
 
         return active_context
 

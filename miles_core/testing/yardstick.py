@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from miles_core.contracts.trainer import Context, Loss, Output, Trainer
 from miles_core.data.batch import Batch, Ragged, collate
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample
-from miles_core.train.trainer import Context, Loss, Output, Trainer
 
 #: A column of inputs, different for every token: nothing may be shared under it.
 TAG = Field("tag", "int64", "token-1", pad=-1)

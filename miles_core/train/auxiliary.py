@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from miles_core.contracts.trainer import Loss, Output
 from miles_core.data.batch import Batch
-from miles_core.train.trainer import Loss, Output
 
 
 def trained_tokens(batch: Batch) -> Tensor:

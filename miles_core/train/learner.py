@@ -19,18 +19,18 @@ from miles_core.algorithm.correction import identity, needs_of
 from miles_core.algorithm.kl import kl_estimate
 from miles_core.algorithm.overlong import overlong_penalty
 from miles_core.algorithm.reduction import loss_weights
+from miles_core.checkpoint.store import Store
+from miles_core.contracts.trainer import Parts, Trainer
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
+from miles_core.data.unit import Unit
 from miles_core.errors import ConfigError, DataError, NonFiniteError
 from miles_core.plugin.load import compose
-from miles_core.store import Store
-from miles_core.sync.unit import Unit
 from miles_core.train.loss import column, correction_inputs, mismatch, policy_loss, rollout_log_probs, supervised_loss
-from miles_core.train.trainer import Parts, Trainer
 
 if TYPE_CHECKING:
-    from miles_core.policy import Policy
-    from miles_core.run import Run
+    from miles_core.contracts.policy import Policy
+    from miles_core.run.run import Run
 
 Metrics = dict[str, tuple[float, float]]
 

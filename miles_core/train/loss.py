@@ -16,9 +16,9 @@ from torch import Tensor
 from miles_core.algorithm.correction import Correct, CorrectionInputs
 from miles_core.algorithm.kl import kl_estimate
 from miles_core.algorithm.policy_loss import Clip, PolicyLossInputs, policy_loss_of, token_objective
+from miles_core.contracts.trainer import Context, Loss, LossFunction, Output
 from miles_core.data.batch import Batch
 from miles_core.errors import PluginError
-from miles_core.train.trainer import Context, Loss, LossFunction, Output
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,7 +5,7 @@ import pytest
 from miles_core.plugin import discovery
 
 PLUGIN = """
-from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.marker import hookimpl
 from miles_core.plugin.manifest import Pair, Plugin, Rule
 
 plugin = Plugin(

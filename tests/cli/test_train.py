@@ -10,7 +10,7 @@ from miles_core.errors import CheckpointError, ConfigError
 
 PLUGIN = '''
 from dataclasses import dataclass
-from miles_core.config.option import option
+from miles_core.plugin.option import option
 from miles_core.plugin.manifest import Plugin
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ def launched(monkeypatch):
         calls.append(SimpleNamespace(config=config, plan=plan, manifests=manifests))
         return SimpleNamespace(stop_requested=False)
 
-    module = ModuleType("miles_core.launch")
+    module = ModuleType("miles_core.run.launch")
     module.launch = launch
-    monkeypatch.setitem(sys.modules, "miles_core.launch", module)
+    monkeypatch.setitem(sys.modules, "miles_core.run.launch", module)
     return calls
 
 
@@ -69,7 +69,7 @@ def test_a_run_gets_the_configuration_with_what_plugins_set(shout, launched, mod
 
 
 def test_a_run_that_was_stopped_exits_with_130(monkeypatch, launched, model_directory):
-    monkeypatch.setattr(sys.modules["miles_core.launch"], "launch", lambda *a: SimpleNamespace(stop_requested=True))
+    monkeypatch.setattr(sys.modules["miles_core.run.launch"], "launch", lambda *a: SimpleNamespace(stop_requested=True))
     assert train.run(["--hf-checkpoint", model_directory, "--prompt-data", "p.jsonl"]) == 130
 
 

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from miles_core.cli.main import main
-from miles_core.embedded.engine import EmbeddedEngine
-from miles_core.precision.parity import FormatItself, bounded
+from miles_core.precision.quantizer import FormatItself, bounded
 from miles_core.testing.toy import toy_files
+from miles_embedded.engine.engine import EmbeddedEngine
 
 FP8 = ("--plugins", "fp8", "--rollout-precision", "fp8", "--emulate-precision")
 

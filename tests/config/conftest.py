@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from miles_core.config.load import load
-from miles_core.config.option import option
 from miles_core.plugin.manifest import Plugin, Rule
+from miles_core.plugin.option import option
 
 
 @dataclass(frozen=True)

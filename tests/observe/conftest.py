@@ -9,8 +9,8 @@ import pytest
 def with_parts(tmp_path):
     """``with_parts(body, plugins, **flags)``: run ``await body(run, policy)`` on parts synced as version 0."""
     from miles_core.config.load import load
-    from miles_core.launch import make_run
-    from miles_core.plugin.prepare import applied, prepare
+    from miles_core.run.launch import make_run
+    from miles_core.run.prepare import applied, prepare
     from miles_core.testing.toy import toy_arguments
 
     def call(body, plugins=(), **options):

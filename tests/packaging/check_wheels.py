@@ -23,7 +23,7 @@ PLUGIN = "tis"
 
 ALONE = """
 import miles_core, shutil, sys
-from miles_core.embedded.cpu.library import compiler_says
+from miles_embedded.cpu.library import compiler_says
 from miles_core.testing import toy_run
 assert "site-packages" in miles_core.__file__, miles_core.__file__
 assert not (shutil.which("cc") and compiler_says()), compiler_says()

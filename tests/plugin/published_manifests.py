@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from miles_core.config.option import option
 from miles_core.data.field import Field
 from miles_core.plugin.facts import Fact, Facts
 from miles_core.plugin.manifest import Pair, Plugin, Rule
+from miles_core.plugin.option import option
 
 CORE_RANGE = "~=0.1"
 DRIFT = (

@@ -14,7 +14,7 @@ from miles_core.plugin.manifest import Plugin
 plugin = Plugin("{name}", "summary of {name}", "0.1.0", "~=0.1", hooks={{"": "miles_test_{name}.hooks:Hooks"}})
 """
 HOOKS = """
-from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.marker import hookimpl
 class Hooks:
     @hookimpl
     def on_step(self, metrics):
@@ -118,7 +118,7 @@ def test_a_file_with_only_marked_functions_is_a_plugin_named_like_it(tmp_path):
     path = write(
         tmp_path,
         '''"""Counts steps."""
-from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.marker import hookimpl
 
 @hookimpl
 def on_step(metrics):
@@ -144,7 +144,7 @@ def test_a_file_with_an_unmarked_hook_is_refused(tmp_path):
         loaded(
             write(
                 tmp_path,
-                "from miles_core.plugin.hooks import hookimpl\n"
+                "from miles_core.contracts.hooks import hookimpl\n"
                 "@hookimpl\ndef on_step(metrics):\n    pass\n"
                 "def on_save(store):\n    pass\n",
             )
@@ -190,7 +190,7 @@ def test_the_host_imports_neither_torch_nor_transformers(tmp_path):
     code = (
         "import sys\n"
         "from miles_core.config.load import load\n"
-        "from miles_core.plugin.prepare import prepare\n"
+        "from miles_core.run.prepare import prepare\n"
         "from miles_core.plugin.render import describe\n"
         "from miles_core.plugin.scan import implemented\n"
         f"plan, _ = prepare(load(['--plugins', {write(tmp_path, FILE_WITH_MANIFEST)!r}]))\n"

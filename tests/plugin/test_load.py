@@ -2,13 +2,14 @@ import sys
 
 import pytest
 
+from miles_core.contracts.hooks import HookSpecs
 from miles_core.errors import PluginError
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.guard import specified
-from miles_core.plugin.hooks import HookSpecs, hookimpl
 from miles_core.plugin.load import compose, load_hooks
 from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.marker import hookimpl
 from miles_core.plugin.resolve import resolve
 
 HERE = "miles_loaded_by_test"
@@ -239,8 +240,8 @@ def test_everything_core_declares_exists():
     import importlib
 
     from miles_core.data.field import CORE_FIELDS
-    from miles_core.embedded.engine import EmbeddedEngine
-    from miles_core.embedded.trainer import EmbeddedTrainer
+    from miles_embedded.engine.engine import EmbeddedEngine
+    from miles_embedded.trainer.trainer import EmbeddedTrainer
 
     for parts in CORE.provides.values():
         for target in parts.values():
@@ -255,7 +256,7 @@ def test_options_come_from_the_configuration_or_are_defaults(load):
     from dataclasses import dataclass
 
     from miles_core.config.load import load as load_config
-    from miles_core.config.option import option
+    from miles_core.plugin.option import option
 
     @dataclass(frozen=True)
     class Options:

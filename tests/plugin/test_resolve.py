@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_manifests import ALL, chosen, facts
 
-from miles_core.config.option import option
 from miles_core.data.field import Field
 from miles_core.errors import PlanError
 from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.fixes import fixes
 from miles_core.plugin.manifest import Pair, Plugin, Rule, Set
+from miles_core.plugin.option import option
 from miles_core.plugin.resolve import check, resolve
 
 NAMES = ("a", "b", "c", "d")

@@ -16,7 +16,7 @@ plugin = Plugin("{name}", "", "0.1.0", "~=0.1", hooks={{"": "miles_test_{name}.h
 HOOKS = """
 import a_library_that_is_not_installed
 from miles_core.plugin import hooks
-from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.marker import hookimpl
 
 class Base:
     @hookimpl
@@ -51,7 +51,7 @@ def test_hooks_are_read_from_source_without_importing(install):
 
 def test_a_class_that_inherits_from_elsewhere_is_imported(install):
     marked.cache_clear()
-    base = "from miles_core.plugin.hooks import hookimpl\n\n\nclass Base:\n"
+    base = "from miles_core.contracts.hooks import hookimpl\n\n\nclass Base:\n"
     base += "    @hookimpl\n    def on_stop(self):\n        pass\n"
     install(
         "green",

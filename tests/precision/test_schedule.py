@@ -10,9 +10,9 @@ from rich.console import Console
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError, MilesError, PlanError
-from miles_core.launch import launch
-from miles_core.plugin.prepare import applied, prepare
 from miles_core.precision.schedule import Precisions, precisions
+from miles_core.run.launch import launch
+from miles_core.run.prepare import applied, prepare
 from miles_core.testing.toy import toy_arguments
 
 UNIFIED = {"rollout_fp8": True, "train_fp8": True, "emulate_precision": True}
@@ -91,12 +91,12 @@ def test_a_warm_up_without_a_format_is_refused():
 
 
 FIXED = """
-from miles_core.embedded.build import make_engine
-from miles_core.embedded.trainer import make_trainer
+from miles_embedded.engine.build import make_engine
+from miles_embedded.trainer.trainer import make_trainer
 from miles_core.plugin.core import CORE
 from miles_core.plugin.manifest import Plugin
-from miles_core.rollout.engine import Engine
-from miles_core.train.trainer import Trainer
+from miles_core.contracts.engine import Engine
+from miles_core.contracts.trainer import Trainer
 
 plugin = Plugin(
     "fixed", "backends that stay as they were built", "0", "~=0.1",
@@ -147,7 +147,7 @@ def test_a_trainer_that_stays_in_bf16_need_not_switch(toy_run, fixed):
 def test_an_engine_whose_layout_changed_waits_for_weights(toy_run):
     import asyncio
 
-    from miles_core.rollout.engine import Request, Sampling
+    from miles_core.contracts.engine import Request, Sampling
 
     engine = toy_run(**MIXED, steps=1).run.policy.engine
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 import transformers
 
-from miles_core.embedded.layout import views
 from miles_core.errors import ConfigError
 from miles_core.precision.selector import Selector, matches
+from miles_embedded.model.views import views
 
 LAYER = "model.layers.0"
 SHAPES = {

@@ -34,7 +34,7 @@ def test_one_file_is_one_module(file):
 
 
 def test_a_module_path():
-    for spec in ("miles_core.algorithm.filters:nonzero_std", "miles_core.algorithm.filters.nonzero_std"):
+    for spec in ("miles_core.rollout.filter:nonzero_std", "miles_core.rollout.filter.nonzero_std"):
         assert load(spec, parameters=("args", "samples")).name == "nonzero_std"
 
 

@@ -8,7 +8,7 @@ import torch
 from miles_core.errors import ConfigError, DataError
 
 WATCH = """
-from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.marker import hookimpl
 
 @hookimpl
 def on_start(run):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles_core.contracts.engine import Response
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError
-from miles_core.rollout.engine import Response
 from miles_core.rollout.record import Record
 
 ROUTES = Field("routes", "int32", "token-1", pad=-1, shape=(None,))

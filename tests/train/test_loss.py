@@ -7,10 +7,10 @@ import torch
 
 from miles_core.algorithm.reduction import loss_weights
 from miles_core.config.load import load
+from miles_core.contracts.trainer import Context, Output
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_core.train.loss import mismatch, policy_loss, supervised_loss
-from miles_core.train.trainer import Context, Output
 
 CTX = Context("train", (), torch.zeros(0, dtype=torch.int64))
 

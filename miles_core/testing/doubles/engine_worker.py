@@ -12,12 +12,12 @@ from safetensors.numpy import save as save_arrays
 from safetensors.torch import load as load_tensors
 from transformers import AutoTokenizer
 
-from miles_core.embedded.build import detokenizer, end_tokens
-from miles_core.embedded.engine import EmbeddedEngine, Settings
-from miles_core.embedded.model import load_model
-from miles_core.sync.unit import Encoded
+from miles_core.data.unit import Encoded
 from miles_core.testing.doubles import frames
 from miles_core.testing.doubles.routes import record_routes
+from miles_embedded.engine.build import detokenizer, end_tokens
+from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.model.load import load_model
 
 
 class Worker:

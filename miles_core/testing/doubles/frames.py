@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
-from miles_core.rollout.engine import Request, Response, Sampling
+from miles_core.contracts.engine import Request, Response, Sampling
 
 _HEAD = struct.Struct("<II")
 

@@ -19,9 +19,9 @@ from safetensors.numpy import load as load_arrays
 from safetensors.torch import save as save_tensors
 
 from miles_core import errors
+from miles_core.contracts.engine import Engine, PauseMode, Request, Response
+from miles_core.data.unit import Encoded
 from miles_core.plugin.core import CORE
-from miles_core.rollout.engine import Engine, PauseMode, Request, Response
-from miles_core.sync.unit import Encoded
 from miles_core.testing.doubles import frames
 
 

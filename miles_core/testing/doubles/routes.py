@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core.embedded.call import active_context
-from miles_core.embedded.model import decoder_layers
+from miles_embedded.model.call import active_context
+from miles_embedded.model.load import decoder_layers
 
 #: [tokens - 1, mixture-of-experts layers, experts a token].
 ROUTES = "routes"

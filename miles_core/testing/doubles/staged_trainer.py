@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles_core.contracts.trainer import Context, Loss, LossFunction, Output, Pass
 from miles_core.data.batch import Batch
-from miles_core.embedded.attention import PackedCall
-from miles_core.embedded.balance import Balance
-from miles_core.embedded.call import watch_layers
-from miles_core.embedded.model import backbone, decoder_layers
-from miles_core.embedded.trainer import EmbeddedTrainer, TrainerConfig
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
-from miles_core.train.trainer import Context, Loss, LossFunction, Output, Pass
+from miles_embedded.model.call import watch_layers
+from miles_embedded.model.load import backbone, decoder_layers
+from miles_embedded.trainer.attention import PackedCall
+from miles_embedded.trainer.balance import Balance
+from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 #: Micro-batches whose first stage may be ahead of the second.
 AHEAD = 2
@@ -81,7 +81,7 @@ class StagedTrainer(EmbeddedTrainer):
     """See the module's paragraph; optimiser, export and state are the embedded trainer's.
 
     Args:
-        model: prepared by ``miles_core.embedded.model``.
+        model: prepared by ``miles_embedded.model.load``.
         config: of the embedded trainer.
         reference: makes the reference model.
     """

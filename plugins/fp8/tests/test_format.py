@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles_core.data.unit import Unit
 from miles_core.errors import MilesError
-from miles_core.sync.encode import Codec
-from miles_core.sync.unit import Unit
+from miles_core.precision.codec import Codec
 from miles_fp8.format import CODES, SCALES, Fp8, round_up_to_power_of_two
 
 E4M3 = sorted(

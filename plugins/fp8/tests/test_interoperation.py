@@ -8,10 +8,10 @@ import transformers
 from safetensors.torch import save_file
 
 from miles_core.cli.main import main
-from miles_core.embedded.layout import Loader, export
-from miles_core.embedded.model import load_model
-from miles_core.sync.encode import Codec
+from miles_core.precision.codec import Codec
 from miles_core.testing.tiny import tiny_checkpoint
+from miles_embedded.model.load import load_model
+from miles_embedded.model.views import Loader, export
 from miles_fp8.format import Fp8
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 
-from miles_core.embedded import call as calls
-from miles_core.embedded.model import NAME
+from miles_core.contracts.trainer import Context
 from miles_core.testing.tiny import FAMILIES, ROUTER_FAMILIES
-from miles_core.train.trainer import Context
+from miles_embedded.model import call as calls
+from miles_embedded.model.load import NAME
 from miles_r3 import ROUTES
 from miles_r3.embedded import RECORDED, REPLAY, moe_blocks, tap
 

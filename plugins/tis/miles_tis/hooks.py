@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from miles_core.algorithm.correction import Correct, compose_corrections
-from miles_core.plugin.hooks import hookimpl
+from miles_core.plugin.marker import hookimpl
 from miles_tis.bounds import bounds, rejection_bounds
 from miles_tis.config import TisConfig
 from miles_tis.correction import correct, derived, needs

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from miles_core.config.groups import Algorithm
+from miles_core.contracts.trainer import Output
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_core.embedded.trainer import EmbeddedTrainer
 from miles_core.errors import ConfigError, DataError, PlanError, PluginError
 from miles_core.train.loss import policy_loss
-from miles_core.train.trainer import Output
+from miles_embedded.trainer.trainer import EmbeddedTrainer
 from miles_tis.config import TisConfig
 from miles_tis.correction import correct
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_core.embedded.cpu.library import why_not
+from miles_embedded.cpu.library import why_not
 
 
 @pytest.fixture

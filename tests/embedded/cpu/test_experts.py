@@ -7,9 +7,9 @@ from torch.nn.functional import silu
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from miles_core.embedded import experts as grouped
-from miles_core.embedded.cpu import experts
-from miles_core.embedded.cpu.install import COMPILED
+from miles_embedded.cpu import experts
+from miles_embedded.cpu.install import COMPILED
+from miles_embedded.model import experts as grouped
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

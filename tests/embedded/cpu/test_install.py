@@ -9,20 +9,21 @@ import torch
 import transformers
 from torch import nn
 
+from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_core.embedded import attend, attention
-from miles_core.embedded.attention import PackedCall
-from miles_core.embedded.cpu import experts, install, linear, operations
-from miles_core.embedded.cpu.install import use_kernels
-from miles_core.embedded.logprobs import logits_of, token_log_probs
-from miles_core.embedded.model import backbone, load_model
-from miles_core.embedded.packing import pack
-from miles_core.embedded.runner import Runner
 from miles_core.errors import ConfigError
 from miles_core.testing import toy_run
 from miles_core.testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
-from miles_core.train.trainer import Context
+from miles_embedded.cpu import experts, install, linear, operations
+from miles_embedded.cpu.install import use_kernels
+from miles_embedded.engine import attention as attend
+from miles_embedded.engine.runner import Runner
+from miles_embedded.model.load import backbone, load_model
+from miles_embedded.model.logprobs import logits_of, token_log_probs
+from miles_embedded.trainer import attention
+from miles_embedded.trainer.attention import PackedCall
+from miles_embedded.trainer.packing import pack
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.embedded.cpu import library
+from miles_embedded.cpu import library
 
 #: Notes what it is asked for; writes something where a library would be.
 _PRETEND = """#!/bin/sh

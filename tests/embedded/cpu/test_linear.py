@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from miles_core.embedded.cpu import linear, operations
+from miles_embedded.cpu import linear, operations
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

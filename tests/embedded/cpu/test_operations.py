@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from miles_core.embedded.cpu import operations
-from miles_core.embedded.cpu.operations import Cached, Tree
+from miles_embedded.cpu import operations
+from miles_embedded.cpu.operations import Cached, Tree
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -1,0 +1,340 @@
+"""Checkpoints: directories that exist completely or not at all.
+
+``Checkpoints`` owns ``<directory>/step_00000012``. A save fills a hidden sibling, flushes it to the disk, records the
+size and digest of every file in ``manifest.json`` and renames it into place; whatever goes wrong before the rename
+leaves the earlier checkpoints untouched. A load verifies every file against the manifest first, so a truncated or
+edited file is named instead of trained on. Nothing is pickled: tensors are safetensors, the rest is JSON.
+
+What goes inside is other people's: the trainer writes its directory, plugins and the loop use a ``Store``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_core import __version__
+from miles_core.checkpoint.store import Store as Store
+from miles_core.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that differs between the plan a checkpoint was saved under and the current one.
+
+    Attributes:
+        name: what differs, e.g. ``train.precision``.
+        saved: its value in the checkpoint.
+        current: its value now.
+        fatal: training cannot continue across it (model shape, number format).
+    """
+
+    name: str
+    saved: Any
+    current: Any
+    fatal: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} was {self.saved}, is now {self.current}"
+
+
+#: Facts without which saved weights and optimiser states fit no model: its shape, and what it is trained in.
+FATAL = ("model.type", "model.hidden_size", "model.layers", "model.num_experts", "model.vocab_size", "train.precision")
+
+#: Compares (saved plan, current plan), both plain JSON data.
+Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[Difference]]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        directory: where they are; made at the first save.
+        keep: how many of the newest to keep; 0 keeps all.
+    """
+
+    def __init__(self, directory: Path | str, keep: int = 0) -> None:
+        if keep < 0:
+            raise ValueError(f"keep must be 0 (all) or more, got {keep}")
+        self.directory = Path(directory)
+        self.keep = keep
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` is or would be."""
+        return self.directory / f"step_{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, ascending."""
+        if not self.directory.is_dir():
+            return []
+        self._recover()
+        found = (_STEP.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def latest(self) -> int | None:
+        """The last step that has a checkpoint, or None."""
+        return max(self.steps(), default=None)
+
+    @contextmanager
+    def save(self, step: int, plan: Mapping[str, Any] | None = None) -> Iterator[Path]:
+        """Fill the yielded directory; leaving the block without an error makes it the checkpoint of ``step``.
+
+        Args:
+            step: completed steps.
+            plan: the plan as JSON data, stored in the manifest and compared at ``load``.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written. The earlier checkpoints are as they were.
+        """
+        final = self.path(step)
+        work = self.directory / f".{final.name}.saving"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._recover()
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
+            yield work
+            _seal(work, step, plan)
+            self._replace(work, final)
+        except BaseException as error:
+            written = _size(work)
+            shutil.rmtree(work, ignore_errors=True)
+            if isinstance(error, CheckpointError) or not _is_io(error):
+                raise
+            raise self._cannot_save(step, written, error) from error
+        self._prune(step)
+
+    def load(
+        self, step: int | None = None, plan: Mapping[str, Any] | None = None, compare: Compare | None = None
+    ) -> Path:
+        """The verified directory of ``step`` (by default the latest).
+
+        Args:
+            step: which one.
+            plan: the current plan as JSON data; without it nothing is compared.
+            compare: tells what differs between the saved plan and ``plan``; differences that are not fatal are logged.
+
+        Raises:
+            CheckpointError: none there, incomplete, damaged (the file is named), or saved under a plan that training
+                cannot continue from (the differences are listed).
+        """
+        steps = self.steps()
+        chosen = steps[-1] if step is None and steps else step
+        if chosen is None or chosen not in steps:
+            have = f"it has steps {', '.join(map(str, steps))}" if steps else "it has none"
+            wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+            raise CheckpointError(f"{wanted} was asked for in {self.directory}, but {have}; check --load")
+        path = self.path(chosen)
+        manifest = verify(path)
+        if plan is not None and compare is not None:
+            _check_plan(path, manifest.get("plan"), plan, compare)
+        return path
+
+    def _replace(self, work: Path, final: Path) -> None:
+        """Rename ``work`` to ``final``. An older ``final`` steps aside; after a crash ``_recover`` brings it back."""
+        aside = final.with_name(f".{final.name}.replaced")
+        if final.exists():
+            final.rename(aside)
+        work.rename(final)
+        _sync_directory(self.directory)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _recover(self) -> None:
+        for aside in self.directory.glob(".step_*.replaced"):
+            final = aside.with_name(aside.name[1 : -len(".replaced")])
+            if final.exists():
+                shutil.rmtree(aside)
+            else:
+                aside.rename(final)
+
+    def _prune(self, saved: int) -> None:
+        """Delete all but the newest ``keep``, never the one just saved."""
+        if not self.keep:
+            return
+        for step in [s for s in self.steps() if s != saved][: -(self.keep - 1) or None]:
+            shutil.rmtree(self.path(step))
+
+    def _cannot_save(self, step: int, written: int, error: BaseException) -> CheckpointError:
+        earlier = [_size(self.path(s)) for s in self.steps()]
+        needed = max([written, *earlier])
+        free = shutil.disk_usage(self.directory if self.directory.is_dir() else self.directory.parent).free
+        safe = f"the {len(earlier)} earlier checkpoints there are untouched" if earlier else "nothing was left there"
+        if _no_space(error):
+            return CheckpointError(
+                f"the disk is full: saving step {step} in {self.directory} needs {needed:,} bytes or more and {free:,} "
+                f"are free; {safe}. Free space there or choose another --save"
+            )
+        return CheckpointError(f"cannot save step {step} in {self.directory}: {error}; {safe}")
+
+
+def verify(path: Path | str) -> dict[str, Any]:
+    """Check every file of the checkpoint at ``path`` against its manifest, and return the manifest.
+
+    Raises CheckpointError naming the first file that is missing, truncated or changed.
+    """
+    path = Path(path)
+    manifest = _read_manifest(path)
+    for name, entry in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {path}: file {name} is missing; use an earlier checkpoint")
+        size = file.stat().st_size
+        if size != entry["size"]:
+            raise CheckpointError(
+                f"checkpoint {path}: file {name} has {size:,} bytes, {entry['size']:,} were saved; "
+                "use an earlier checkpoint"
+            )
+        if _digest(file) != entry["blake2b"]:
+            raise CheckpointError(
+                f"checkpoint {path}: the contents of {name} changed after it was saved (its digest differs); "
+                "use an earlier checkpoint"
+            )
+    return manifest
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(f"{path} is not a checkpoint of a run: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        version = manifest["format"]
+        files = {name: {"size": int(e["size"]), "blake2b": str(e["blake2b"])} for name, e in manifest["files"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged ({error!r}); use an earlier checkpoint") from error
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{path} has checkpoint format {version}, this version of miles-core ({__version__}) reads {FORMAT}"
+        )
+    return {**manifest, "files": files}
+
+
+def _check_plan(path: Path, saved: Mapping[str, Any] | None, plan: Mapping[str, Any], compare: Compare) -> None:
+    if saved is None:
+        raise CheckpointError(f"checkpoint {path} records no plan, so it cannot be compared with this run's")
+    differences = list(compare(saved, plan))
+    for difference in differences:
+        if not difference.fatal:
+            log.info("continuing from %s: %s", path, difference)
+    fatal = [str(d) for d in differences if d.fatal]
+    if fatal:
+        raise CheckpointError(
+            f"checkpoint {path} was saved by a run that this one cannot continue: {'; '.join(fatal)}. "
+            "Give the saved values again, or start a new run from its weights with --hf-checkpoint"
+        )
+
+
+def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+    """What differs between two plans (``Plan.to_json`` read as data): plugins, values they set, and the facts that
+    rules of either asked for. Only a change of a fact in ``FATAL`` is fatal."""
+    consulted = {*saved.get("consulted", ()), *current.get("consulted", ()), *FATAL}
+    before, after = _parts(saved, consulted), _parts(current, consulted)
+    differences = []
+    for name in dict.fromkeys([*before, *after]):
+        was, now = before.get(name, "absent"), after.get(name, "absent")
+        if was != now:
+            fatal = name in FATAL and name in before and name in after
+            differences.append(Difference(name, was, now, fatal))
+    return differences
+
+
+def _parts(plan: Mapping[str, Any], consulted: set[str]) -> dict[str, Any]:
+    parts = {"miles-core": plan.get("core")}
+    parts |= {f"plugin {p['name']}": p["version"] for p in plan.get("plugins", ())}
+    parts |= {f"setting {s['path']}": s["value"] for s in plan.get("sets", ())}
+    facts = (f for f in plan.get("facts", ()) if f["name"] in consulted and f.get("state", "KNOWN") == "KNOWN")
+    return parts | {f["name"]: f["value"] for f in facts}
+
+
+def locate_checkpoint(
+    source: Path | str, plan: Mapping[str, Any] | None = None, compare: Compare = compare_plans
+) -> Path:
+    """The verified checkpoint directory that ``--load`` means.
+
+    Args:
+        source: a run directory, its ``checkpoints`` directory (the latest step of either), or one step's directory.
+        plan: the current plan as JSON data, compared with the saved one.
+        compare: see ``Checkpoints.load``.
+
+    Raises:
+        CheckpointError: nothing there to resume from, a damaged file, or a plan that cannot continue.
+    """
+    source = Path(source)
+    if not source.is_dir():
+        raise CheckpointError(f"--load {source}: no such directory; give a run directory or one of its checkpoints")
+    match = _STEP.fullmatch(source.resolve().name)
+    if match:
+        return Checkpoints(source.resolve().parent).load(int(match[1]), plan, compare)
+    inside = source / "checkpoints"
+    return Checkpoints(inside if inside.is_dir() else source).load(None, plan, compare)
+
+
+def checkpoint_step(directory: Path) -> int:
+    """The completed steps of the checkpoint in ``directory``."""
+    match = _STEP.fullmatch(directory.name)
+    if match is None:
+        raise ValueError(f"{directory} is not named like a checkpoint")
+    return int(match[1])
+
+
+def _seal(work: Path, step: int, plan: Mapping[str, Any] | None) -> None:
+    """Write the manifest and flush everything to the disk."""
+    files = {}
+    for file in sorted(p for p in work.rglob("*") if p.is_file()):
+        files[file.relative_to(work).as_posix()] = {"size": file.stat().st_size, "blake2b": _digest(file, flush=True)}
+    manifest = {"format": FORMAT, "step": step, "miles_core": __version__, "plan": plan, "files": files}
+    with (work / MANIFEST).open("w", encoding="utf-8") as out:
+        json.dump(manifest, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    for directory in (*(p for p in work.rglob("*") if p.is_dir()), work):
+        _sync_directory(directory)
+
+
+def _digest(file: Path, flush: bool = False) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    with file.open("rb") as source:
+        if flush:
+            os.fsync(source.fileno())
+        while block := source.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _size(directory: Path) -> int:
+    return sum(p.stat().st_size for p in directory.rglob("*") if p.is_file()) if directory.is_dir() else 0
+
+
+def _no_space(error: BaseException) -> bool:
+    # safetensors writes from Rust and reports the errno only in its message.
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
+
+
+def _is_io(error: BaseException) -> bool:
+    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError" or _no_space(error)

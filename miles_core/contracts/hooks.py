@@ -1,0 +1,132 @@
+"""The hooks, and with them the map of the loop.
+
+One run, in order; every name below is a hook, indented under the moment it belongs to::
+
+    start            on_start                                   every process
+      build          make_runtime make_model on_model make_trainer make_engine make_decoder make_transport
+                     wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (asked once, then plain functions)
+      first sync     wrap_weights -> encode -> transport -> on_weights_synced
+    each step
+      rollout        wrap_rollout( groups: wrap_generate( on_request -> engine -> on_sample ) -> make_reward )
+      prepare        on_batch -> forward(old) -> forward(ref) -> make_advantage
+      train          per optimiser step: correction -> per micro-batch: forward -> loss -> backward; optimizer_step
+      sync           wrap_weights -> encode -> transport -> on_weights_synced
+      finish         on_step -> [evaluation] -> [on_save]
+    resume           on_load
+    end              on_stop
+
+The verb gives the calling convention. ``make_*`` builds one part; the provider is selected by name from what manifests
+provide, so it is a spec without an implementation method: a plugin names a callable in ``provides``. ``wrap_*`` is asked
+once and returns a function around the inner one (or None to stay out); the first plugin of the plan is the outermost. ``on_*`` is told
+and its return value ignored. pluggy runs at build time and for coarse events; no pluggy call sits inside a forward, a loss
+or a per-tensor stream.
+
+An implementation takes any subset of a hook's arguments, by name, without defaults, and is marked with ``hookimpl``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from miles_core.plugin.marker import hookspec
+
+if TYPE_CHECKING:
+    from miles_core.contracts.policy import Policy
+    from miles_core.contracts.run import Run
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+#: kind -> (arguments of the callable a manifest provides, what it returns, in which process).
+MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "runtime": (("run",), "miles_core.contracts.runtime.Runtime", "driver"),
+    "model": (("run", "policy", "role"), "torch.nn.Module", "owning process"),
+    "trainer": (("run", "policy"), "miles_core.contracts.trainer.Trainer", "every trainer rank"),
+    "engine": (("run", "policy"), "miles_core.contracts.engine.Engine", "rollout worker"),
+    "decoder": (("run", "policy", "engine"), "miles_embedded.engine.decoder.Decoder", "rollout worker"),
+    "transport": (("run", "policy", "engine"), "miles_core.contracts.transport.Transport", "every trainer rank"),
+    "advantage": (("run",), "f(AdvantageInputs) -> Tensor[tokens]", "every trainer rank"),
+    "reward": (("run",), "async f(args, sample) -> float | dict", "rollout worker"),
+}
+
+
+class HookSpecs:
+    """Every event and wrapper hook. ``Runs in`` names the process."""
+
+    @hookspec
+    def on_start(self, run: Run) -> None:
+        """The plan is accepted and nothing is built yet. Runs in: every process."""
+
+    @hookspec
+    def on_model(self, run: Run, policy: Policy, model: Any, role: str) -> None:
+        """A model instance exists, possibly on the meta device, before data-parallel sharding, compilation and checkpoint
+        wrappers; with tensor, expert or pipeline parallelism it is this rank's part, once a chunk. ``role`` is ``train``,
+        ``rollout``, ``ref``, ``critic``, ``draft`` or ``shared`` (engine and trainer hold one module). Swap or hook modules
+        here; no per-call state may live on a module. Runs in: the owning process, once an instance."""
+
+    @hookspec
+    def wrap_rollout(self, run: Run) -> Wrapper | None:
+        """Around ``async rollout(step) -> list[group]`` (a group is a list of samples of one prompt). Runs in: driver."""
+
+    @hookspec
+    def wrap_generate(self, run: Run) -> Wrapper | None:
+        """Around ``async generate(sample) -> list[Sample]``, one sample's generation without its reward. Runs in: the process
+        that awaits the engine (driver)."""
+
+    @hookspec
+    def on_request(self, run: Run, request: Any) -> None:
+        """A request is about to leave; add extras or metadata. Runs in: the process that awaits the engine (driver)."""
+
+    @hookspec
+    def on_sample(self, run: Run, sample: Any) -> None:
+        """A sample is finished, its reward not yet known. Called once a sample. Runs in: the process that awaits the engine (driver)."""
+
+    @hookspec
+    def on_batch(self, run: Run, policy: Policy, batch: Any) -> None:
+        """All samples of a rollout are collated (``miles_core.data.batch.Batch``), before log-probabilities and
+        advantages; columns may be added or changed in place. Runs in: every trainer rank."""
+
+    @hookspec
+    def wrap_forward(self, run: Run, policy: Policy) -> Wrapper | None:
+        """Around ``forward(chunk, micro_batch, ctx) -> Output``, one micro-batch through one model chunk, in every pass
+        (see ``Context``). What a recomputation needs goes into ``ctx.state``. Runs in: every trainer rank."""
+
+    @hookspec
+    def wrap_correction(self, run: Run) -> Wrapper | None:
+        """Around ``correct(inputs) -> Correction``, on all local tokens of one optimiser step, after old log-probs and
+        advantages and before the first backward; ``compose_corrections`` does it and takes what the correction ``Needs``, which
+        decides the passes made for it. Runs in: every trainer rank, once an optimiser step (without needs: a micro-batch)."""
+
+    @hookspec
+    def wrap_loss(self, run: Run) -> Wrapper | None:
+        """Around ``loss(output, micro_batch, ctx) -> Loss``, the policy loss of a micro-batch. Runs in: every trainer rank."""
+
+    @hookspec
+    def wrap_weights(self, run: Run, policy: Policy) -> Wrapper | None:
+        """Around ``weights() -> iterator of Unit``, the export stream of the model copy: add, drop or rename tensors, never
+        quantise. The first plugin sees what the later ones produced. Runs in: every trainer rank."""
+
+    @hookspec
+    def wrap_optimizer_step(self, run: Run, policy: Policy) -> Wrapper | None:
+        """Around ``optimizer_step() -> metrics``, gradients complete and not yet clipped. Runs in: every trainer rank."""
+
+    @hookspec
+    def on_weights_synced(self, run: Run, policy: Policy, version: int) -> None:
+        """The engine serves ``version``. Runs in: driver."""
+
+    @hookspec
+    def on_step(self, run: Run, metrics: dict[str, float]) -> None:
+        """A step is complete; add metrics under ``<plugin>/...``. Runs in: driver."""
+
+    @hookspec
+    def on_save(self, run: Run, policy: Policy | None, store: Any) -> None:
+        """A checkpoint is being written; ``store`` (``miles_core.checkpoint.directory.Store``) takes tensors and JSON under the plugin's own
+        name. Runs in: every trainer rank (``policy`` set), and the driver (``policy`` None, another store)."""
+
+    @hookspec
+    def on_load(self, run: Run, policy: Policy | None, store: Any) -> None:
+        """A checkpoint is being read. Runs in: every trainer rank."""
+
+    @hookspec
+    def on_stop(self, run: Run, error: BaseException | None) -> None:
+        """The run ends, well or with ``error``; release what you hold. Runs in: every process."""

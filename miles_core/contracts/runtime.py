@@ -1,0 +1,97 @@
+"""Where the parts run.
+
+The driver talks to a policy's trainer through a ``LearnerHandle`` and to its engine through the engine contract; a
+runtime makes both, and the driver does not know how far away they are. ``inline`` keeps them in this process. With Ray:
+
+- A trainer rank is an actor with one GPU and ``max_concurrency=1`` (calls are collectives: one at a time, in one order
+  on every rank). Each builds its own run, hooks and ``Learner`` after ``miles_core.plugin.worker.accept`` took the plan
+  that came as JSON; the driver compares the digests with ``same_plan``.
+- The handle sends each call to all ranks. ``learn`` and ``supervise`` divide samples by whole groups over data-parallel
+  ranks, the same share for all ranks of one model replica, and add up the (sum, weight) pairs of one rank a replica.
+- ``policy.engine`` is an ``Engine`` in front of actors that hold one engine each: ``generate`` picks one (a group stays
+  together), every other call goes to all of them.
+- Weights never pass through the driver: ``push`` runs export, encoding and transport inside the ranks. A rank's
+  transport gets the same kind of engine front, to tell the engines to receive.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from miles_core.contracts.emulation import AS_TRAINED, Emulation
+from miles_core.contracts.transport import SyncReport
+from miles_core.data.sample import Sample
+
+if TYPE_CHECKING:
+    from miles_core.contracts.policy import Policy
+    from miles_core.precision.schedule import Precisions
+
+
+Metrics = dict[str, float]
+
+
+class LearnerHandle(ABC):
+    """What the driver asks of one policy's trainer, all ranks of it. Metrics are means over tokens and ranks."""
+
+    @abstractmethod
+    async def learn(self, samples: Sequence[Sample]) -> Metrics:
+        """Train on one rollout (whole groups)."""
+
+    @abstractmethod
+    async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
+        """One supervised step."""
+
+    @abstractmethod
+    async def reset_optimizer(self) -> None:
+        """Forget moments and schedule after a warm start."""
+
+    @abstractmethod
+    async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
+        """The policy's log-probabilities of each sample's response tokens, [response_length] float32, 0 where its loss
+        mask is 0; computed like those of a training step (pass ``verify``), or as ``emulation`` says. Fields that the
+        samples carry take part, as in training; ones that they do not carry are not missed."""
+
+    #: the version that ``keep`` put aside last
+    kept_version: int | None = None
+
+    @abstractmethod
+    async def keep(self, version: int) -> None:
+        """Put a copy of the weights aside, as ``push`` would send them now, for passes with ``Emulation.kept``: one copy
+        in host memory, which replaces the last. ``version``: what the engine calls them (-1 before the first sync)."""
+
+    @abstractmethod
+    async def rebuild(self, precisions: Precisions) -> None:
+        """Train, and encode what is pushed, in another precision from now on."""
+
+    @abstractmethod
+    async def push(self, version: int) -> SyncReport:
+        """Encode the weights and deliver them to the policy's engine as ``version``."""
+
+    @abstractmethod
+    async def save(self, directory: Path) -> None:
+        """Write the trainer's state."""
+
+    @abstractmethod
+    async def load(self, directory: Path) -> None:
+        """Read the trainer's state."""
+
+    @abstractmethod
+    async def export(self, directory: Path) -> None:
+        """Write a Hugging Face checkpoint."""
+
+
+class Runtime(ABC):
+    """Builds the parts of each policy and releases them."""
+
+    @abstractmethod
+    async def build(self, policy: Policy) -> None:
+        """Set ``policy.learner`` and ``policy.engine``, the engine started but without weights of this run."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release everything that was built, also after a failure half-way."""

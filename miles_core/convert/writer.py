@@ -1,0 +1,264 @@
+"""Writing a checkpoint's weight files piece by piece, so that it exists complete or not at all and can be continued.
+
+What every file will hold is known before any weight is read (``plan_shards``), so a header is written first and each
+tensor goes to its place when it is made; memory is what is being made, not a file. Files are written into a hidden
+directory beside the final one. A journal there names the finished files with their digests and the fingerprint of the
+whole conversion: the same command later keeps files that still have their digest and goes on. The rename of the
+directory comes last.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles_core.checkpoint.hf_files import DTYPES, INDEX
+from miles_core.errors import CheckpointError
+
+#: Bytes of one weight file.
+SHARD_BYTES = 5 * 10**9
+JOURNAL = "conversion.json"
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Write:
+    """Data of a target: ``tensor`` goes to its byte ``start``."""
+
+    name: str
+    tensor: Tensor
+    start: int = 0
+
+
+class Shard:
+    """One weight file: where each of its targets lies."""
+
+    def __init__(self, file: str, targets: Iterable[Target]) -> None:
+        self.file = file
+        self.targets = {t.name: t for t in targets}
+        self.header = self._header()
+        offset = len(self.header)
+        self.offsets: dict[str, int] = {}
+        for target in self._order():
+            self.offsets[target.name] = offset
+            offset += target.nbytes
+        self.nbytes = offset
+
+    def put(self, descriptor: int, write: Write) -> None:
+        """Write one piece into the open file."""
+        data = memoryview(write.tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        if write.start + len(data) > self.targets[write.name].nbytes:
+            raise ValueError(f"{write.name}: {len(data)} bytes at {write.start} are more than was planned")
+        at = self.offsets[write.name] + write.start
+        while data:
+            count = os.pwrite(descriptor, data, at)
+            data, at = data[count:], at + count
+
+    def _order(self) -> list[Target]:
+        # Wide elements first: then each tensor starts at a multiple of its element size, as readers need.
+        return sorted(self.targets.values(), key=lambda t: -t.dtype.itemsize)
+
+    def _header(self) -> bytes:
+        said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for target in self._order():
+            span = [offset, offset + target.nbytes]
+            said[target.name] = {"dtype": _CODES[target.dtype], "shape": list(target.shape), "data_offsets": span}
+            offset += target.nbytes
+        text = json.dumps(said, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def plan_shards(groups: Iterable[list[Target]], limit: int = SHARD_BYTES) -> list[tuple[Shard, list[int]]]:
+    """Distribute groups of targets over files: a group is never divided, a file is closed before it grows beyond
+    ``limit``. Returns each file with the positions of its groups."""
+    groups = list(groups)
+    parts: list[list[int]] = [[]]
+    used = 0
+    for position, group in enumerate(groups):
+        size = sum(t.nbytes for t in group)
+        if parts[-1] and used + size > limit:
+            parts.append([])
+            used = 0
+        parts[-1].append(position)
+        used += size
+    names = ["model.safetensors"]
+    if len(parts) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    return [(Shard(name, [t for p in part for t in groups[p]]), part) for name, part in zip(names, parts, strict=True)]
+
+
+class WorkDirectory:
+    """The hidden directory a conversion fills; see the module's paragraph.
+
+    Args:
+        final: what it becomes; must not exist, or be empty.
+        fingerprint: of the conversion: the same one continues, another starts anew.
+
+    Attributes:
+        restarted: why an unfinished conversion found there was thrown away; empty when none was.
+    """
+
+    def __init__(self, final: Path, fingerprint: str) -> None:
+        self.final = final
+        self.path = final.parent / f".{final.name}.converting"
+        self.fingerprint = fingerprint
+        self.restarted = ""
+        self._done: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> WorkDirectory:
+        if self.final.exists() and (not self.final.is_dir() or any(self.final.iterdir())):
+            raise CheckpointError(
+                f"--save-dir {self.final} already exists and is not empty; choose another directory, or delete it"
+            )
+        with told(self):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise CheckpointError(f"another conversion is writing {self.final} (in {self.path})") from error
+        with told(self):
+            self._resume()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def finished(self, shard: Shard) -> bool:
+        """Whether this file was written before and is as it was then."""
+        known = self._done.get(shard.file)
+        path = self.path / shard.file
+        if known is None or not path.is_file() or path.stat().st_size != shard.nbytes:
+            return False
+        return bool(known["sha256"] == _digest(path))
+
+    def needed(self, shards: Iterable[Shard]) -> int:
+        """Bytes still to be written."""
+        return sum(s.nbytes for s in shards if s.file not in self._done)
+
+    @contextmanager
+    def open(self, shard: Shard) -> Iterator[int]:
+        """A descriptor to write the file through; leaving the block without an error finishes it."""
+        partial = self.path / f"{shard.file}.part"
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            os.pwrite(descriptor, shard.header, 0)
+            yield descriptor
+            os.fsync(descriptor)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        digest = _digest(partial)
+        partial.rename(self.path / shard.file)
+        self._done[shard.file] = {"sha256": digest}
+        self._write_journal()
+
+    def finish(self, shards: list[Shard], files: Mapping[str, str], copies: Mapping[str, Path]) -> None:
+        """Add the other files (name -> text, written in this order; name -> file to copy) and rename the directory."""
+        for name, source in copies.items():
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, self.path / name)
+        if len(shards) > 1:
+            home = {name: s.file for s in shards for name in s.targets}
+            size = sum(t.nbytes for s in shards for t in s.targets.values())
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(home.items()))}
+            (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        for name, text in files.items():
+            (self.path / name).write_text(text, encoding="utf-8")
+        for entry in self.path.rglob("*"):
+            if entry.is_file():
+                _flush(entry)
+        (self.path / JOURNAL).unlink()
+        os.replace(self.path, self.final)
+        _flush(self.final.parent)
+
+    def _resume(self) -> None:
+        path = self.path / JOURNAL
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            said = json.loads(path.read_text())
+            if said["fingerprint"] == self.fingerprint:
+                self._done = dict(said["done"])
+                for entry in self.path.glob("*.part"):
+                    entry.unlink()
+                return
+        if any(self.path.iterdir()):
+            self.restarted = (
+                f"{self.path} held an unfinished conversion of other weights or with other options; starting anew"
+            )
+            for entry in self.path.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        self._write_journal()
+
+    def _write_journal(self) -> None:
+        temporary = self.path / f"{JOURNAL}.part"
+        temporary.write_text(json.dumps({"fingerprint": self.fingerprint, "done": self._done}, indent=1))
+        _flush(temporary)
+        temporary.replace(self.path / JOURNAL)
+
+    def kept(self) -> str:
+        """What an interrupted conversion leaves, for messages."""
+        if not self._done:
+            return "nothing was finished"
+        return f"{len(self._done)} finished weight files are kept in {self.path}, the same command continues from them"
+
+
+@contextmanager
+def told(work: WorkDirectory) -> Iterator[None]:
+    """Turns a disk's refusal into a CheckpointError that says what is left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            free = shutil.disk_usage(work.path if work.path.exists() else Path.cwd()).free
+            raise CheckpointError(
+                f"the disk of {work.final} is full ({free:,} bytes free): the conversion stopped; {work.kept()}. Free "
+                "some space, or choose another --save-dir"
+            ) from error
+        where = f" ({error.filename})" if error.filename else ""
+        raise CheckpointError(f"{work.final} cannot be written: {error.strerror or error}{where}") from error
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

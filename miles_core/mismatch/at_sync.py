@@ -1,0 +1,185 @@
+"""``--verify-logprobs``: after every weight sync, engine and trainer score the same tokens.
+
+The engine answers a few probe prompts under the weights it was just given. Its log-probabilities of what it sampled are
+compared with the trainer's, computed as in training; a mean |delta| beyond the tolerance stops the run. Two checks find an
+engine that serves older weights: the version it reports, and whether its scores moved. For the second, the tokens of the
+sync before are scored again on both sides (an engine that can ``score``): the trainer's log-probabilities of them moved by a
+vector d, and the engine's must have moved along it, however small d is compared with the mismatch itself: the
+coefficient of its movement on d is near 1 when the update arrived, 0 when it did not, between when a part is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miles_core.data.sample import Sample
+from miles_core.errors import MismatchError
+from miles_core.mismatch.budget import budget, in_this_process
+from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure
+from miles_core.mismatch.probe import bare, probe, probe_prompts
+from miles_core.mismatch.table import BUDGET_FILE
+from miles_core.stash import StashKey
+
+if TYPE_CHECKING:
+    from miles_core.contracts.policy import Policy
+    from miles_core.run.run import Run
+
+log = logging.getLogger(__name__)
+
+#: An engine that moved by less than this part of the trainer's movement (medians) did not move.
+_STILL = 0.1
+#: ... and where the two agreed ten times better than they moved, it must have moved so far along.
+_ALMOST = 0.9
+#: Below this movement of the trainer's log-probs (root mean square, nats) FP32 rounding hides the engine's.
+_SMALLEST = 1e-5
+#: ... and below this part of the mismatch, a low-precision engine may rightly not have moved at all.
+_VISIBLE = 0.1
+
+
+@dataclass
+class Earlier:
+    """The probe of the sync before: its tokens, what both sides said of them then, each by itself, and in which number
+    formats they computed."""
+
+    samples: list[Sample]
+    trainer: LogProbs
+    engine: LogProbs | None
+    formats: Any
+
+
+_PROMPTS = StashKey[Sequence[Sequence[int]]]()
+_EARLIER = StashKey[dict[str, Earlier]]()
+
+
+async def verify(run: Run, policy: Policy) -> dict[str, float]:
+    """Check the weights that ``policy.version`` names; returns metrics, nothing without ``--verify-logprobs``.
+
+    Raises:
+        MismatchError: see the class.
+    """
+    options = run.config.run
+    if not options.verify_logprobs:
+        return {}
+    check_version(policy)
+    if _PROMPTS not in run.stash:
+        run.stash[_PROMPTS] = probe_prompts(run)
+    earlier = run.stash.setdefault(_EARLIER, {})
+    last = earlier.get(policy.name)
+    moved = None if last is None else await movement(run, policy, last)
+    samples = await probe(run, policy, run.stash[_PROMPTS], key=policy.version * len(run.stash[_PROMPTS]))
+    check_versions_of(samples, policy)
+    gap = measure(_engine(samples), await policy.learner.log_probs(samples), samples, run.tokenizer.decode)
+    if gap.mean_abs > options.verify_logprobs_tolerance:
+        raise MismatchError(await _sentence(run, policy, gap, options.verify_logprobs_tolerance), gap)
+    if last is None:
+        await write_budget(run, policy)
+    alone = [bare(s) for s in samples]
+    earlier[policy.name] = Earlier(
+        alone, await policy.learner.log_probs(alone), await score(run, policy, alone), policy.precisions
+    )
+    if not in_this_process(policy.engine):  # else the engine is asked for its weights
+        await policy.learner.keep(policy.version)
+    return gap.metrics("verify") | ({} if moved is None else {"verify/moved": moved})
+
+
+def check_version(policy: Policy) -> None:
+    """The engine must report the version that was synced."""
+    engine = policy.engine
+    assert engine is not None
+    if engine.version != policy.version:
+        raise MismatchError(
+            f"stale weights: the engine serves version {engine.version} although version {policy.version} was synced; "
+            "the weight update did not reach it (look at the transport's messages above)"
+        )
+
+
+def check_versions_of(samples: Sequence[Sample], policy: Policy) -> None:
+    """Every token of a fresh probe must come from the version that was synced."""
+    for sample in samples:
+        others = [v for _, v in sample.weight_versions if v != policy.version]
+        if others:
+            raise MismatchError(
+                f"stale weights: probe sample {sample.index} was generated with weight version {others[0]} after version "
+                f"{policy.version} was synced; an engine worker did not take the update"
+            )
+
+
+async def score(run: Run, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray] | None:
+    """The engine's log-probabilities of the samples' response tokens over the whole vocabulary; None when it cannot."""
+    engine, temperature = policy.engine, run.config.rollout.temperature
+    assert engine is not None
+    needed = {"score"} if temperature == 1 else {"score", "score_temperature"}
+    if not needed <= engine.capabilities:
+        return None
+    found = await engine.score([s.tokens for s in samples], temperature)
+    return [f[s.prompt_length - 1 :] for f, s in zip(found, samples, strict=True)]
+
+
+async def movement(run: Run, policy: Policy, last: Earlier) -> float | None:
+    """How far along the trainer's movement since ``last`` the engine moved: near 1 when it serves the update.
+
+    None where the engine cannot score, the step was too small to see, or a side changed its number format meanwhile.
+
+    Raises:
+        MismatchError: it did not move, or too little of the way.
+    """
+    if policy.precisions != last.formats:
+        return None
+    engine = await score(run, policy, last.samples)
+    if engine is None or last.engine is None:
+        return None
+    now = await policy.learner.log_probs(last.samples)
+    step = _difference(now, last.trainer)
+    size, mismatch = _rms(step), _rms(_difference(last.engine, last.trainer))
+    if size < _SMALLEST or size < _VISIBLE * mismatch:
+        return None
+    change = _difference(engine, last.engine)
+    moved, error = along(change, step)
+    still = float(np.median(np.abs(change))) < _STILL * float(np.median(np.abs(step)))
+    if still or (mismatch < _VISIBLE * size and moved + 3 * error < _ALMOST):
+        what = "it still serves the previous weights" if still else "part of the update is missing"
+        raise MismatchError(
+            f"stale weights: version {policy.version} was synced and the engine reports it, but its log-probs moved only "
+            f"{moved:.0%} of the way the trainer's did (median change {np.median(np.abs(change)):.2e} against "
+            f"{np.median(np.abs(step)):.2e} nats over {len(step)} tokens): "
+            f"{what}; look at the transport, and compare with another (--transport copy)"
+        )
+    return moved if error < KNOWN else None
+
+
+async def write_budget(run: Run, policy: Policy) -> None:
+    """Measure the budget and keep it in the run directory for the report."""
+    samples = await probe(run, policy, run.stash[_PROMPTS], support=True)
+    found = await budget(run, policy, samples)
+    content = {"policy": policy.name, "version": policy.version, **found.to_dict()}
+    (run.directory / BUDGET_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+async def _sentence(run: Run, policy: Policy, gap: Gap, tolerance: float) -> str:
+    found = await budget(run, policy, await probe(run, policy, run.stash[_PROMPTS], support=True))
+    causes = ", ".join(f"{c.name} {c.share:.0%}" for c in found.ordered()[:3])
+    worst = "\n  ".join(map(str, gap.worst[:4]))
+    return (
+        f"engine and trainer disagree by {gap.mean_abs:.3g} nats a token (mean |delta log p| over {gap.tokens} tokens, "
+        f"largest {gap.max_abs:.3g}) at weight version {policy.version}, beyond --verify-logprobs-tolerance "
+        f"{tolerance:g}; by cause: {causes} (miles verify --budget shows more). The worst tokens:\n  {worst}"
+    )
+
+
+def _engine(samples: Sequence[Sample]) -> list[np.ndarray]:
+    return [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
+
+
+def _rms(values: np.ndarray) -> float:
+    return math.sqrt(float(values @ values) / max(len(values), 1))
+
+
+def _difference(a: LogProbs, b: LogProbs) -> np.ndarray:
+    return np.concatenate([np.asarray(x, np.float64) - y for x, y in zip(a, b, strict=True)])

@@ -1,0 +1,113 @@
+"""What ``miles verify`` does: build engine and trainer as a run would, and hold one against the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miles_core.data.sample import Sample
+from miles_core.mismatch.at_sync import check_version, check_versions_of, score
+from miles_core.mismatch.budget import Budget, budget, in_this_process
+from miles_core.mismatch.gap import Gap, measure
+from miles_core.mismatch.parity import SideParity
+from miles_core.mismatch.probe import bare, probe, probe_prompts
+
+if TYPE_CHECKING:
+    from miles_core.contracts.policy import Policy
+    from miles_core.run.run import Run
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One policy's result.
+
+    Attributes:
+        gap: engine (as it sampled) against trainer (as it trains).
+        decoding: the engine's log-probs while decoding against its own scores of the whole sequence; None where it
+            cannot score or the sampler is truncated.
+        budget: when asked for.
+        parity: how each side with a number format quantises, against what it declares.
+        engine, trainer: the log-probabilities themselves, one array a sample, for plots.
+    """
+
+    policy: str
+    tolerance: float
+    gap: Gap
+    decoding: Gap | None
+    budget: Budget | None
+    samples: Sequence[Sample]
+    engine: Sequence[np.ndarray]
+    trainer: Sequence[np.ndarray]
+    parity: Sequence[SideParity] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Within the tolerance."""
+        return self.gap.mean_abs <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without the samples."""
+        return {
+            "policy": self.policy,
+            "ok": self.ok,
+            "tolerance": self.tolerance,
+            "gap": self.gap.to_dict(),
+            "decoding": self.decoding and self.decoding.to_dict(),
+            "budget": self.budget and self.budget.to_dict(),
+            "parity": [side.to_dict() for side in self.parity],
+        }
+
+
+async def check(run: Run, with_budget: bool = False) -> list[Verification]:
+    """Verify every policy of a run that was not built yet; the run is closed again.
+
+    A checkpoint given with ``--load`` is read first.
+    """
+    error: BaseException | None = None
+    run.hooks.on("on_start", run=run)
+    try:
+        await run.build_policies()
+        prompts = probe_prompts(run)
+        found = []
+        for policy in run.policies:
+            if run.resume_from is not None:
+                if with_budget and not in_this_process(policy.engine):
+                    await policy.learner.keep(-1)  # what the engine was started with
+                await policy.learner.load(run.resume_from / policy.name)
+            policy.version = (await policy.learner.push(run.step)).version
+            run.hooks.on("on_weights_synced", run=run, policy=policy, version=policy.version)
+            found.append(await check_policy(run, policy, prompts, with_budget))
+        return found
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        run.hooks.on("on_stop", run=run, error=error)
+        await run.close()
+
+
+async def check_policy(
+    run: Run, policy: Policy, prompts: Sequence[Sequence[int]], with_budget: bool = False
+) -> Verification:
+    """Hold the engine of ``policy`` against its trainer; both are built and synced."""
+    check_version(policy)
+    samples = await probe(run, policy, prompts)
+    check_versions_of(samples, policy)
+    engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
+    trainer = await policy.learner.log_probs(samples)
+    alone = [bare(s) for s in samples]
+    scored = None if any(s.fields.get("sampling_support") for s in samples) else await score(run, policy, alone)
+    return Verification(
+        policy=policy.name,
+        tolerance=run.config.run.verify_logprobs_tolerance,
+        gap=measure(engine, trainer, samples, run.tokenizer.decode),
+        decoding=None if scored is None else measure(engine, scored, samples),
+        budget=await budget(run, policy, await probe(run, policy, prompts, support=True)) if with_budget else None,
+        samples=samples,
+        engine=engine,
+        trainer=trainer,
+        parity=policy.parity,
+    )

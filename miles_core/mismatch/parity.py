@@ -1,0 +1,194 @@
+"""Does a backend quantise as the format says? Declared by the backend, measured when a run starts.
+
+Engine and trainer may quantise with code of their own: a kernel that multiplies by a reciprocal where the format
+divides, a library that rounds a scale up. A backend therefore declares, for each format, how close its results are
+(``bytes``, ``values``, or within ``bounded(eps)``), for weights and for activations apart. Before the first step both
+sides quantise a few small probes (random, with a tile of zeros, with heavy tails, a piece of a real layer) and are
+compared with the ``Format``; a result worse than declared stops the run. The embedded backend calls the format
+itself: ``bytes``. Where products read the codes, they are measured too (``precision.product_probe``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from miles_core.errors import MilesError
+from miles_core.mismatch.product_probe import check_product
+from miles_core.precision.format import Format
+from miles_core.precision.quantizer import BYTES, VALUES, Parity, Quantizer, bounded
+
+if TYPE_CHECKING:
+    from miles_core.data.unit import Unit
+    from miles_core.precision.codec import Codec
+
+log = logging.getLogger(__name__)
+
+#: Rows of a real layer that are probed, and columns of a made probe where the format's tile does not say.
+_ROWS, _COLUMNS = 256, 256
+
+
+
+
+#: The kinds of tensors that are measured apart.
+TENSORS = ("weights", "activations")
+
+
+
+
+
+
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The worst probe of one kind of tensor: its name, how close it was, and the share of values that differ."""
+
+    probe: str
+    parity: Parity
+    differing: float
+
+
+@dataclass(frozen=True)
+class SideParity:
+    """One side of a run against its format: what it declares and what was measured, for (weights, activations)."""
+
+    backend: str
+    format: str
+    probes: tuple[str, ...]
+    declared: tuple[Parity, Parity]
+    measured: tuple[Measured, Measured]
+    #: (declared, measured) of products that read codes, against the emulated ones; None where they are emulated
+    products: tuple[Parity, Parity] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        tensors: dict[str, dict[str, Any]] = {}
+        for what, declared, found in zip(TENSORS, self.declared, self.measured, strict=True):
+            tensors[what] = {
+                "declared": str(declared),
+                "measured": str(found.parity),
+                "differing": found.differing,
+                "worst_probe": found.probe,
+            }
+        if self.products is not None:
+            tensors["products"] = {"declared": str(self.products[0]), "measured": str(self.products[1])}
+        return {"backend": self.backend, "format": self.format, "probes": list(self.probes), **tensors}
+
+
+def probes(format: Format, real: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Name -> matrix [rows, K], BF16 numbers in FP32.
+
+    Args:
+        format: gives the size.
+        real: one layer by name; a piece of it is taken.
+    """
+    rows, columns = (2 * size if size <= _COLUMNS else _COLUMNS for size in format.tile)
+    rows, columns = max(rows, 16), max(columns, _COLUMNS)
+    generator = torch.Generator().manual_seed(0)
+    made = {
+        "random": torch.randn(rows, columns, generator=generator),
+        "a tile of zeros": torch.randn(rows, columns, generator=generator),
+        "heavy tails": torch.randn(rows, columns, generator=generator)
+        / torch.rand(rows, columns, generator=generator).clamp(min=1e-4),
+    }
+    made["a tile of zeros"][: format.tile[0], : format.tile[1]] = 0
+    made |= {name: tensor[:_ROWS].detach().float().cpu() for name, tensor in (real or {}).items()}
+    fitting = {n: t for n, t in made.items() if format.refuse((t.shape[0], t.shape[1])) is None}
+    return {name: tensor.bfloat16().float() for name, tensor in fitting.items()}
+
+
+def measure(format: Format, quantizer: Quantizer, matrices: Mapping[str, Tensor]) -> tuple[Measured, Measured]:
+    """The worst probe for weights, and for activations."""
+    weights, activations = [], []
+    for name, matrix in matrices.items():
+        own, expected = quantizer.weight(matrix), format.quantize(matrix)
+        same = own.keys() == expected.keys() and all(_same_bytes(own[k], expected[k]) for k in expected)
+        weights.append(_compare(name, same, format.dequantize(own), format.dequantize(expected)))
+        read, rounded = quantizer.activation(matrix), format.fake_quantize_activation(matrix)
+        activations.append(_compare(name, _same_bytes(read, rounded), read, rounded))
+    return _worst(weights), _worst(activations)
+
+
+def check(
+    backend: str, format: Format, quantizer: Quantizer | None, real: Mapping[str, Tensor] | None = None
+) -> SideParity:
+    """Stop the run where a backend quantises worse than it declares.
+
+    Args:
+        backend: as in ``engine sglang``, for messages.
+        format: the run's format.
+        quantizer: the backend's, None when it declares nothing.
+        real: one layer of the model by name.
+
+    Returns:
+        what was measured.
+
+    Raises:
+        MilesError: nothing is declared for this format, or a probe (of a product too) was worse than declared; names the
+            probe.
+    """
+    if quantizer is None:
+        raise MilesError(
+            f"{backend} declares no parity for {format.name}, so nobody knows whether it computes with the same "
+            "numbers as the other side; use a backend that does, or bf16"
+        )
+    matrices = probes(format, real)
+    found = measure(format, quantizer, matrices)
+    declared = (quantizer.weights, quantizer.activations)
+    for what, is_declared, measured in zip(TENSORS, declared, found, strict=True):
+        if not is_declared.covers(measured.parity):
+            raise MilesError(
+                f"{backend} quantises {format.name} {what} differently than it declares: {is_declared} is declared, "
+                f"measured is {measured.parity} ({measured.differing:.2%} of the values of the probe "
+                f"{measured.probe!r} differ). Its version or a setting of its kernels changed the numbers: use the "
+                "version it was declared for, or bf16"
+            )
+    log.info("%s, %s: weights %s, activations %s", backend, format.name, found[0].parity, found[1].parity)
+    products = None
+    if quantizer.product is not None:
+        distance = check_product(backend, format, quantizer.product, quantizer.shapes, real)
+        products = (bounded(quantizer.product.eps), bounded(distance))
+    return SideParity(backend, format.name, tuple(matrices), declared, found, products)
+
+
+def real_layer(units: Iterable[Unit], codec: Codec) -> dict[str, Tensor]:
+    """The first quantised matrix of an export stream, a piece of it, by name; the stream is read to its end."""
+    found: dict[str, Tensor] = {}
+    for unit in units:
+        for part in () if found else codec.parts(unit):
+            for name, tensor in part.tensors.items():
+                if not found and codec.quantises(name, tuple(tensor.shape)):
+                    found[name] = tensor[:_ROWS].detach().clone()
+    return found
+
+
+def _compare(name: str, same_bytes: bool, found: Tensor, expected: Tensor) -> Measured:
+    if same_bytes:
+        return Measured(name, BYTES, 0.0)
+    found, expected = found.float(), expected.float()
+    if torch.equal(found, expected):
+        return Measured(name, VALUES, 0.0)
+    difference, size = (found - expected).norm(), expected.norm()
+    eps = float(difference / size) if bool(size > 0) else float("inf")
+    eps = eps if eps == eps else float("inf")  # NaN differs from everything
+    return Measured(name, bounded(eps), float((found != expected).float().mean()))
+
+
+def _worst(found: list[Measured]) -> Measured:
+    worst = found[0]
+    for measured in found[1:]:
+        if not worst.parity.covers(measured.parity):
+            worst = measured
+    return worst
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))

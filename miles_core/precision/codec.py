@@ -1,0 +1,216 @@
+"""Encoding the export stream with the run's number format, and reading it back.
+
+The same codec serves the weight sync (trainer encodes, engine decodes) and the trainer's own fake-quantised forward,
+so both sides compute with the same codes. What is quantised is the BF16 model copy: a weight held in another dtype is rounded
+to BF16 here, for every side. Weights are encoded again at every sync; nothing is kept between two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from miles_core.data.unit import Encoded, Unit
+from miles_core.errors import CheckpointError, ConfigError, MilesError
+from miles_core.precision.format import Format, part_name
+from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
+from miles_core.precision.selector import Selector, Shape
+
+log = logging.getLogger(__name__)
+
+#: The model copy's dtype: what every number format quantises, whatever dtype a weight is held or stored in.
+COPY = torch.bfloat16
+
+
+class Codec:
+    """Encodes units for the engine and decodes them on the other side.
+
+    Args:
+        format: the number format; None sends every tensor as it is.
+        selector: which checkpoint tensors the format applies to.
+
+    Experts that a checkpoint has in one tensor are taken apart and encoded one by one; ``settle`` says whose they are.
+    """
+
+    def __init__(self, format: Format | None = None, selector: Selector | None = None) -> None:
+        self.format = format
+        if selector is None:
+            selector = Selector()
+            if format is not None:
+                selector = Selector(format.skip, format.skip_origin, format.only, format.only_origin)
+        self.selector = selector
+        self.family = Family()
+        self._apart = True
+        self._checked = False
+
+    def settle(self, shapes: Mapping[str, Shape], family: Family) -> None:
+        """Decide for a whole model whether its joined experts are taken apart: all are when any is quantised, none
+        otherwise, because an engine that has seen one kind of name reads no other.
+
+        Args:
+            shapes: every tensor of the model's checkpoints as they are stored in BF16; none when they are not known.
+            family: how they join experts.
+
+        Raises:
+            CheckpointError: see ``experts``.
+        """
+        self.family = family
+        if self.format is None:
+            return
+        experts = [x for name, shape in shapes.items() for x in self._experts(name, shape)]
+        self._apart = not experts or any(self.selector(x.name, x.shape) for x in experts)
+
+    def experts(self, name: str, shape: Shape) -> list[Expert]:
+        """The matrices that a joined tensor is encoded as; none for any other tensor, which keeps its name.
+
+        Raises:
+            CheckpointError: nobody knows how the family joins experts, and they are not left alone.
+        """
+        return self._experts(name, shape) if self._apart else []
+
+    def reason(self, name: str, shape: Shape) -> str | None:
+        """Why a tensor keeps its precision; None when it is quantised."""
+        inside = [] if self._apart else self._experts(name, shape)
+        return self.selector.reason(inside[0].name, inside[0].shape) if inside else self.selector.reason(name, shape)
+
+    def quantises(self, name: str, shape: Shape) -> bool:
+        """Whether the format applies to a tensor, of those that are encoded under a name of their own."""
+        return self.reason(name, shape) is None
+
+    def encode(self, units: Iterable[Unit]) -> Iterator[Encoded]:
+        """Encoded tensors in the order of the stream.
+
+        Raises:
+            MilesError: a weight that holds NaN or Inf, or that the format cannot store; names the tensor.
+            ConfigError: at the end of the first stream, a selector that matched none of its tensors.
+        """
+        seen: dict[str, Shape] = {}
+        for unit in units:
+            if not self._checked:
+                seen |= {name: tuple(tensor.shape) for name, tensor in unit.tensors.items()}
+            for part in self.parts(unit):
+                yield from self._encode(part.tensors)
+        self.check(seen)
+
+    def check(self, shapes: Mapping[str, Shape]) -> list[str]:
+        """Hold the selectors against all tensors of the checkpoint, once; see ``Selector.check``. Returns its notes,
+        which are logged too."""
+        notes = []
+        if self.format is not None and not self._checked:
+            single: dict[str, Shape] = {}
+            for name, shape in shapes.items():
+                single |= {x.name: x.shape for x in self._experts(name, shape)} or {name: shape}
+            notes = self.selector.check(single)
+            for note in notes:
+                log.info("%s", note)
+        self._checked = True
+        return notes
+
+    def parts(self, unit: Unit) -> Iterator[Unit]:
+        """The unit with joined experts apart: what is encoded together."""
+        rest = {}
+        for name, tensor in unit.tensors.items():
+            experts = self.experts(name, tuple(tensor.shape))
+            for index, members in groupby(experts, lambda x: x.index):
+                yield Unit({x.name: x.of(tensor[index]) for x in members})
+            if not experts:
+                rest[name] = tensor
+        if rest:
+            yield Unit(rest)
+
+    def encode_unit(self, unit: Unit) -> list[Encoded]:
+        """One unit's tensors, in its order; each is rounded to BF16 before, coupled weights share their statistics."""
+        return [encoded for part in self.parts(unit) for encoded in self._encode(part.tensors)]
+
+    @torch.no_grad()
+    def _encode(self, tensors: dict[str, Tensor]) -> list[Encoded]:
+        format = self.format
+        if format is None:
+            return [Encoded(name, {name: tensor}) for name, tensor in tensors.items()]
+        chosen = {n: t.to(COPY) for n, t in tensors.items() if self.quantises(n, tuple(t.shape))}
+        for name, tensor in chosen.items():
+            _check(format, name, tensor)
+        stats = _shared_stats(format, chosen, list(tensors))
+        return [
+            Encoded(n, named(n, format.quantize(chosen[n], stats[n])), format.name)
+            if n in chosen
+            else Encoded(n, {n: t})
+            for n, t in tensors.items()
+        ]
+
+    def _experts(self, name: str, shape: Shape) -> list[Expert]:
+        """What is in a joined tensor, whether or not it is taken apart."""
+        if self.format is None or not is_joined(name, shape):
+            return []
+        try:
+            return take_apart(name, shape, self.family)
+        except CheckpointError:
+            if self.selector.spares(name, shape):
+                return []
+            raise
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        """The values an encoded tensor stands for: FP32, or the tensor itself where it travels as it is."""
+        if not encoded.format:
+            return encoded.parts[encoded.name]
+        if self.format is None or encoded.format != self.format.name:
+            mine = f"for {self.format.name}" if self.format else "without a number format"
+            raise ConfigError(
+                f"{encoded.name} arrived as {encoded.format}, but this engine was built {mine}; trainer and engine "
+                "must be started with the same --rollout-precision"
+            )
+        return self.format.dequantize({part.rpartition(".")[2]: t for part, t in encoded.parts.items()})
+
+
+def named(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A format's parts under the names they are stored by."""
+    return {part_name(name, suffix): tensor for suffix, tensor in parts.items()}
+
+
+def _check(format: Format, name: str, weight: Tensor) -> None:
+    """Refuse what the format cannot store."""
+    why = format.refuse((weight.shape[0], weight.shape[1]))
+    if why is not None:
+        raise ConfigError(f"{name} {list(weight.shape)} cannot be stored as {format.name}: {why}")
+    if not weight.numel():
+        return
+    low, high = torch.aminmax(weight)  # one pass without a mask in memory; NaN comes through
+    if bool(low.isfinite() & high.isfinite()):
+        return
+    bad = ~weight.isfinite()
+    first = bad.nonzero()[0].tolist()
+    raise MilesError(
+        f"{name} holds {int(bad.sum())} values that are NaN or Inf, the first ({weight[tuple(first)].item()}) at "
+        f"{first}; it cannot be quantised. The weights went wrong in training or in the checkpoint: look at the last "
+        "gradient norms, or resume from an earlier step with a lower --lr"
+    )
+
+
+def _shared_stats(format: Format, chosen: dict[str, Tensor], present: list[str]) -> dict[str, Tensor | None]:
+    """Each weight's statistics, reduced over the weights it is coupled with."""
+    stats: dict[str, Tensor | None] = {name: format.stats(tensor) for name, tensor in chosen.items()}
+    for name in chosen:
+        members = coupled(format, name)
+        absent = [m for m in members if m not in chosen]
+        if absent:
+            how = "is left alone by a selector" if absent[0] in present else "did not come with it"
+            raise ConfigError(
+                f"{name}: {format.name} encodes it together with {absent[0]}, which {how}; quantise both or neither"
+            )
+        together = [s for s in (stats[m] for m in members) if s is not None]
+        if len(together) > 1:
+            joint = torch.stack(together).amax(0)
+            stats.update(dict.fromkeys(members, joint))
+    return stats
+
+
+def coupled(format: Format, name: str) -> list[str]:
+    """Names of the weights that are encoded with ``name``, itself included; empty when it stands alone."""
+    stem, _, leaf = name.rpartition(".")
+    parent, _, last = stem.rpartition(".")
+    group = next((group for group in format.couple if last in group), ())
+    return [f"{parent}.{member}.{leaf}" for member in group]

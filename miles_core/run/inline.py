@@ -1,0 +1,116 @@
+"""The runtime that keeps trainer, engine and driver in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from miles_core.contracts.emulation import AS_TRAINED, Emulation
+from miles_core.contracts.engine import Engine
+from miles_core.contracts.runtime import LearnerHandle, Metrics, Runtime
+from miles_core.contracts.transport import SyncReport, Transport
+from miles_core.data.sample import Sample
+from miles_core.mismatch.same_model import check_same_model
+from miles_core.plugin.detect import gpu_facts, model_facts
+from miles_core.precision.schedule import current
+from miles_core.precision.select import check_parity, make_codec
+from miles_core.precision.snapshot import Kept, keep
+from miles_core.train.learner import Learner
+from miles_core.train.steps import optimiser_steps
+
+if TYPE_CHECKING:
+    from miles_core.contracts.policy import Policy
+    from miles_core.precision.schedule import Precisions
+    from miles_core.run.run import Run
+
+
+
+
+
+
+
+class InlineRuntime(Runtime):
+    """Trainer, engine and driver in one process."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.engines: list[Engine] = []
+        self.learners: list[Learner] = []
+
+    async def build(self, policy: Policy) -> None:
+        run, options = self.run, self.run.config.run
+        # The driver is the only worker here: what it could not know while planning must hold now.
+        run.plan.check_deferred([*gpu_facts(), *model_facts(policy.hf_checkpoint)])
+        trainer = run.hooks.make("trainer", options.trainer, run=run, policy=policy)
+        learner = Learner(run, policy, trainer)
+        self.learners.append(learner)
+        engine: Engine = run.hooks.make("engine", options.engine, run=run, policy=policy)
+        self.engines.append(engine)
+        await engine.start()
+        check_same_model(run, policy, trainer, engine)
+        policy.parity = check_parity(run, policy, trainer, engine)
+        policy.engine = engine
+        transport = run.hooks.make("transport", options.transport, run=run, policy=policy, engine=engine)
+        policy.learner = InlineLearner(run, learner, transport)
+
+    async def close(self) -> None:
+        for engine in self.engines:
+            await engine.stop()
+        for learner in self.learners:
+            learner.trainer.close()
+
+
+class InlineLearner(LearnerHandle):
+    """A learner called directly."""
+
+    def __init__(self, run: Run, learner: Learner, transport: Transport) -> None:
+        self.run, self.learner, self.transport = run, learner, transport
+        self.codec = make_codec(run, learner.policy)
+        self.kept: Kept | None = None
+
+    async def learn(self, samples: Sequence[Sample]) -> Metrics:
+        return means(self.learner.learn(samples, *optimiser_steps(samples, self.run.config.train)))
+
+    async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
+        return means(self.learner.supervise(samples, lr))
+
+    async def reset_optimizer(self) -> None:
+        self.learner.trainer.reset_optimizer()
+
+    async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
+        with self.learner.trainer.emulating(emulation, self.codec, self.kept):
+            return self.learner.log_probs(samples)
+
+    async def keep(self, version: int) -> None:
+        self.kept = keep(self.learner.trainer.units(), self.codec, version)
+        self.kept_version = version
+
+    async def rebuild(self, precisions: Precisions) -> None:
+        if precisions.train != current(self.run, self.learner.policy).train:
+            self.learner.trainer.rebuild({"precision": precisions.train})
+        self.codec = make_codec(self.run, self.learner.policy, precisions.rollout)
+
+    async def push(self, version: int) -> SyncReport:
+        return await self.transport.send(self.codec.encode(self.learner.units(self.transport.everywhere)), version)
+
+    async def save(self, directory: Path) -> None:
+        self.learner.save(directory)
+
+    async def load(self, directory: Path) -> None:
+        self.learner.load(directory)
+
+    async def export(self, directory: Path) -> None:
+        self.learner.trainer.export(directory, self.run.tokenizer)
+
+
+def means(pairs: dict[str, tuple[float, float]]) -> Metrics:
+    """name -> sum / weight; quantities of weight 0 were not measured."""
+    return {name: total / weight for name, (total, weight) in pairs.items() if weight}
+
+
+def make_runtime(run: Run) -> InlineRuntime:
+    """The runtime named ``inline``."""
+    return InlineRuntime(run)

@@ -1,0 +1,51 @@
+"""Supervised warm start: a few steps of likelihood training with the policy's own trainer, before the first rollout."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from miles_core.data.prompts import Prompts
+from miles_core.data.sample import Sample
+from miles_core.rollout.collect import Interrupted
+
+if TYPE_CHECKING:
+    from miles_core.run.run import Run
+
+
+async def warm_start(run: Run) -> None:
+    """``--sft-steps`` steps on ``--sft-data``; nothing to do without it. Raises Interrupted when the user stops it."""
+    options = run.config.sft
+    if not options.data or not options.steps:
+        return
+    samples = supervised_samples(run)
+    order = random.Random(run.config.train.seed)
+    queue: list[Sample] = []
+    run.progress.phase("warm start", total=options.steps)
+    with run.clock.phase("warm_start"):
+        for _ in range(options.steps):
+            while len(queue) < options.batch_size:
+                queue += order.sample(samples, len(samples))
+            batch, queue = queue[: options.batch_size], queue[options.batch_size :]
+            for policy in run.policies:
+                metrics = await policy.learner.supervise(batch, lr=options.lr)
+            run.progress.advance(1)
+            if run.stop_requested:
+                raise Interrupted
+        for policy in run.policies:
+            await policy.learner.reset_optimizer()
+    run.record(0, run.clock.metrics() | metrics)
+
+
+def supervised_samples(run: Run) -> list[Sample]:
+    """Prompt and response tokenised apart, an end token appended: what the engine would have produced."""
+    options, data = run.config.sft, run.config.data
+    rows = Prompts(
+        options.data, input_key=data.input_key, label_key=options.response_key, metadata_key=data.metadata_key
+    )
+    samples = []
+    for number, row in enumerate(rows):
+        prompt = run.render(row.prompt)
+        answer = [*run.tokenizer.encode(str(row.label), add_special_tokens=False), run.tokenizer.eos_token_id]
+        samples.append(Sample(prompt=row.prompt, tokens=prompt + answer, response_length=len(answer), index=number))
+    return samples

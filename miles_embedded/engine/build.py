@@ -1,0 +1,49 @@
+"""The embedded engine from a run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from miles_core.precision.product import Products
+from miles_core.precision.select import make_codec
+from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.model.load import build_model
+
+
+def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
+    """The provider of ``--engine embedded``. The decoder is the first that an active plugin provides, else core's."""
+    config = run.config
+    model = build_model(run, policy, "rollout")
+    settings = Settings(
+        detokenize=detokenizer(run.tokenizer),
+        eos=end_tokens(model, run.tokenizer),
+        seed=config.train.seed,
+        max_running_requests=config.rollout.max_running_requests,
+        max_context=config.rollout.max_context_len or 0,
+        codec=make_codec(run, policy),
+        codec_of=lambda precision: make_codec(run, policy, precision),
+        products=Products.from_config(config),
+        kv_cache_dtype="" if config.rollout.kv_cache_dtype == "auto" else config.rollout.kv_cache_dtype,
+    )
+    engine = EmbeddedEngine(model, settings)
+    name = run.hooks.provided("decoder")[0]
+    engine.decoder = run.hooks.make("decoder", name, run=run, policy=policy, engine=engine)
+    return engine
+
+
+def detokenizer(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Token ids to text without special tokens; straight to the Rust tokenizer where nothing else would be done."""
+    if tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        backend = tokenizer.backend_tokenizer
+        return lambda tokens: backend.decode(tokens, skip_special_tokens=True)
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
+    """Ids that end a response: the generation configuration's and the tokenizer's."""
+    declared = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = set(declared) if isinstance(declared, list) else {declared}
+    return sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None})

@@ -1,0 +1,400 @@
+"""The engine that ships with the core: continuous batching over Transformers modules, in this process.
+
+Requests wait, join the batch at the next step, share the prompt they have in common, leave when they end. One
+asyncio task steps the batch while there is work and lets others run between steps; everything that touches the batch
+happens between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from miles_core.contracts.engine import Engine, PauseMode, Request, Response
+from miles_core.data.unit import Encoded
+from miles_core.errors import MilesError, NonFiniteError
+from miles_core.plugin.core import CORE
+from miles_core.precision.codec import Codec
+from miles_core.precision.format import Format
+from miles_core.precision.product import Products
+from miles_core.precision.quantizer import FormatItself
+from miles_embedded.engine import sampling as draw
+from miles_embedded.engine.cache import follow
+from miles_embedded.engine.decoder import Decoder, PlainDecoder, one_each
+from miles_embedded.engine.prefixes import Key, Prompt, Prompts, chunks
+from miles_embedded.engine.runner import Fed, Runner
+from miles_embedded.engine.scheduler import Row, Scheduler
+from miles_embedded.model.blame import first_in
+from miles_embedded.model.load import facts_of
+from miles_embedded.model.load_units import load_units
+from miles_embedded.quantized.activation import RoundedInputs
+from miles_embedded.quantized.linear import linear_shapes
+
+
+@dataclass
+class Settings:
+    """Limits of the engine.
+
+    Attributes:
+        seed: the run's seed.
+        max_running_requests: rows in the batch at most.
+        max_context: longest sequence; 0 takes the model's own limit.
+        eos: ids that end a response.
+        detokenize: token ids to text.
+        kv_cache_dtype: keys and values hold what this type can (``call.KV_DTYPES``); "" is the model's own.
+        codec: reads encoded weights, and rounds the inputs of layers where their format says so.
+        codec_of: precision -> codec, for ``rebuild``.
+        products: how quantised layers multiply.
+        decoder: one scheduler step; core's emits one token a row.
+    """
+
+    detokenize: Callable[[list[int]], str]
+    eos: Sequence[int] = ()
+    seed: int = 0
+    max_running_requests: int = 512
+    max_context: int = 0
+    kv_cache_dtype: str = ""
+    codec: Codec = field(default_factory=Codec)
+    codec_of: Callable[[str], Codec] | None = None
+    products: Products = field(default_factory=Products)
+    decoder: Decoder = field(default_factory=PlainDecoder)
+
+
+class EmbeddedEngine(Engine):
+    """See the module's paragraph. ``model`` comes from ``embedded.model.load_model`` and stays on its device."""
+
+    capabilities = frozenset(CORE.capabilities["engine"])
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.decoder = settings.decoder
+        config = model.config.get_text_config()
+        self.max_context = settings.max_context or config.max_position_embeddings
+        self.codec = settings.codec
+        self._inputs = self._rounded_inputs()
+        self.kv_cache_dtype = settings.kv_cache_dtype
+        self.runner = Runner(model, settings.kv_cache_dtype)
+        self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
+        self.rows: list[Row] = []
+        self._joining: list[Row] = []
+        self._prompts = Prompts(self.runner)
+        self._version = -1
+        self._usable = True
+        self._paused = False
+        self._task: asyncio.Task[None] | None = None
+        self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
+        self._names: set[str] | None = None
+        self._stopped = False
+
+    # -- the contract ---------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        self._stopped = self._paused = False
+
+    async def stop(self) -> None:
+        await self.pause("abort")
+        await self.sleep()
+        self._stopped = True
+
+    async def generate(self, request: Request) -> Response:
+        if self._stopped:
+            raise RuntimeError("the engine was stopped; call start first")
+        row = self.scheduler.make_row(request, asyncio.get_running_loop().create_future())
+        self.scheduler.waiting.append(row)
+        self._wake()
+        return await row.future
+
+    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+        for i, sequence in enumerate(sequences):
+            if not 0 < len(sequence) <= self.max_context:
+                raise MilesError(
+                    f"sequence {i} to score has {len(sequence)} tokens; 1 to {self.max_context} are possible"
+                )
+        results: dict[int, np.ndarray] = {}
+        for chunk in chunks([len(s) for s in sequences]):
+            scored = self.runner.score([sequences[i] for i in chunk], temperature)
+            results.update(zip(chunk, scored, strict=True))
+            await asyncio.sleep(0)
+        return [results[i] for i in range(len(sequences))]
+
+    async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
+        if not self._paused and (self.rows or self.scheduler.waiting):
+            raise RuntimeError(f"update_weights with {len(self.rows)} requests in flight: pause or abort them first")
+        self._usable = False
+        load_units(self.model, self._inputs.taking(units), self.codec.decode)
+        self._version, self._usable = version, True
+        self._prompts.retire()
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        self._paused = True
+        if mode == "abort":
+            self._finish(self.rows, "abort")
+            while self.scheduler.waiting:
+                self.scheduler.respond(self.scheduler.waiting.popleft(), "abort", {})
+        elif mode == "retract":
+            self._retract()
+        elif mode != "in_place":
+            raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._wake()
+
+    async def sleep(self) -> None:
+        """Free the cache; the weights stay, so that nothing has to come back before the next update."""
+        if self.rows:
+            raise RuntimeError(f"sleep with {len(self.rows)} requests in the cache: abort or retract them first")
+        self.runner.clear()
+        self._prompts.clear()
+
+    async def rebuild(self, layout: dict[str, Any]) -> None:
+        """Weights always lie here as plain numbers, beside the codes of native products: a precision is how they are
+        read, and how products read their inputs."""
+        if not self._paused and (self.rows or self.scheduler.waiting):
+            raise RuntimeError(f"rebuild with {len(self.rows)} requests in flight: pause or abort them first")
+        if self.settings.codec_of is None:
+            raise RuntimeError("this engine was built without a way to make other codecs (Settings.codec_of)")
+        self._inputs.remove()
+        self.codec = self.settings.codec_of(layout["precision"])
+        self._inputs = self._rounded_inputs()
+        self._usable = False
+        self._prompts.retire()
+
+    def quantizer(self, format: Format) -> FormatItself:
+        """There is no other code here than the format's own."""
+        return FormatItself(format, self.settings.products.of(format, self.model), linear_shapes(self.model))
+
+    @property
+    def native_products(self) -> bool:
+        return bool(self._inputs.layers)
+
+    def emulated_products(self) -> AbstractContextManager[None]:
+        return self._inputs.emulated()
+
+    def model_facts(self) -> Mapping[str, Any]:
+        return facts_of(self.model)
+
+    # -- what a decoder calls ---------------------------------------------------------------------------------------
+
+    def forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> Fed:
+        """Feed ``tokens[i]`` (one or more) to row i; logits and hidden states of all of them, flat, in order."""
+        return self.runner.forward(self._slots(rows), tokens, self._fields())
+
+    def truncate(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        """Drop the cache of row i beyond ``lengths[i]`` tokens, prompt included; never into the prompt."""
+        slots = self._slots(rows)
+        cache = self.runner.cache
+        own = np.asarray(lengths, np.int64) - cache.prefixes.lengths[cache.prefix_of[slots]]
+        if (own < 0).any() or (own > cache.own.lengths[slots]).any():
+            raise ValueError(f"truncate to {list(lengths)}: outside of what is cached")
+        cache.own.lengths[slots] = own
+
+    def sample(
+        self, logits: Tensor, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 0
+    ) -> draw.Sampled:
+        """Draw one token from each logits row [n, vocab]; ``rows[i]`` gives its parameters and key. ``positions``
+        [n] are the indexes of the drawn tokens in their sequences, by default the next one of each row."""
+        params, keys, recording = self._parameters(rows)
+        u = self._uniform(rows, keys, positions, stream)
+        return draw.sample(logits, params, u, recording)
+
+    def distribution(self, logits: Tensor, rows: Sequence[Row]) -> draw.Distribution:
+        """What ``sample`` draws from: [n, vocab] log-probabilities."""
+        return draw.distribution(logits, self._parameters(rows)[0])
+
+    def record(self, dist: draw.Distribution, rows: Sequence[Row], tokens: Tensor) -> draw.Sampled:
+        """Log-probabilities and supports of tokens [n] that a decoder chose itself from ``distribution(logits, rows)``."""
+        return draw.record(dist, tokens, self._parameters(rows)[2])
+
+    def uniform(self, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 1) -> Tensor:
+        """[n] float64 numbers in (0, 1); ``stream`` 0 is what ``sample`` uses."""
+        return self._uniform(rows, self._parameters(rows)[1], positions, stream)
+
+    # -- stepping ---------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if not self._paused and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self._steps())
+
+    async def _steps(self) -> None:
+        try:
+            while not self._paused and (self.rows or self.scheduler.waiting):
+                self._step()
+                await asyncio.sleep(0)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        if not self._usable:
+            raise MilesError(
+                "the engine has no complete weights (an update failed part-way, or its layout changed); it cannot "
+                "generate until an update succeeds"
+            )
+        self._leave([row for row in self.rows if row.future.done()])
+        try:
+            self._admit()
+            if self.rows:
+                emitted = self.decoder.step(self, self.rows)
+                self._finish(self.scheduler.accept(self.rows, emitted, self._version))
+        except NonFiniteError as error:
+            raise NonFiniteError(self._blame(error)) from error
+
+    def _blame(self, error: NonFiniteError) -> str:
+        """Run the rows through the model once more, to name the first module that computed what is not finite."""
+        tokens = [row.tokens for row in (*self.rows, *self._joining)]
+        found = first_in(self.model, lambda: self.runner.score(tokens, 1.0))
+        return f"engine, weight version {self._version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
+
+    def _admit(self) -> None:
+        waiting = self.scheduler.waiting
+        while waiting and len(self.rows) + len(self._joining) < self.settings.max_running_requests:
+            row = waiting.popleft()
+            if not row.future.done():
+                self._joining.append(row)
+        if self._joining:
+            self._join(self._joining)
+            self._joining = []
+
+    def _join(self, joining: list[Row]) -> None:
+        wanted: dict[Key, set[str]] = {}
+        for row in joining:
+            wanted.setdefault(row.start, set()).update(row.fields)
+        found = self._prompts.compute(wanted)
+        for row in joining:
+            if lacking := row.fields - found[row.start].fields:
+                row.future.set_exception(_not_recorded(lacking))
+        joining = [row for row in joining if not row.future.done()]
+        if not joining:
+            return
+        prompts = [found[row.start] for row in joining]
+        slots = self.runner.cache.add_rows([p.slot for p in prompts])
+        for row, slot in zip(joining, slots.tolist(), strict=True):
+            row.slot = slot
+        self.rows += joining
+        self._changed()
+        self._first_tokens([(r, p) for r, p in zip(joining, prompts, strict=True) if not r.log_probs])
+
+    def _first_tokens(self, fresh: list[tuple[Row, Prompt]]) -> None:
+        """Sample what follows the prompts, whose logits are computed once for all rows that share one."""
+        if not fresh:
+            return
+        order = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt for _, prompt in fresh))}
+        logits = self.runner.head(torch.stack([prompt.hidden for prompt in order]))
+        index = torch.tensor([order[prompt] for _, prompt in fresh], device=logits.device)
+        rows = [row for row, _ in fresh]
+        sampled = self.sample(logits.index_select(0, index), rows)
+        self._finish(self.scheduler.accept(rows, one_each(sampled), self._version))
+
+    def _finish(self, rows: list[Row], finish: str = "") -> None:
+        if not rows:
+            return
+        rows = list(rows)
+        extras = self._extras(rows)
+        self._leave(rows)
+        for row, own in zip(rows, extras, strict=True):
+            self.scheduler.respond(row, finish or row.finish, own)
+
+    def _extras(self, rows: list[Row]) -> list[dict[str, Any]]:
+        out: list[dict[str, Any]] = [{} for _ in rows]
+        for name in self._fields():
+            asking = [i for i, row in enumerate(rows) if name in row.request.extras]
+            if not asking:
+                continue
+            recorded = self.runner.fields(self._slots([rows[i] for i in asking]), name)
+            for i, fresh in zip(asking, recorded, strict=True):
+                row = rows[i]
+                old = row.kept.get(name)
+                full = fresh if old is None else np.concatenate([old, fresh[len(old) :]])
+                out[i][name] = full[: len(row.tokens) - 1]
+        return out
+
+    def _leave(self, rows: Sequence[Row]) -> None:
+        """Take rows out of the batch and the cache."""
+        if not rows:
+            return
+        self.decoder.leave(rows)
+        where, whence, prompts = self.runner.cache.remove_rows(np.sort(self._slots(rows)))
+        for row in rows:
+            row.slot = -1
+        follow(self.rows, where, whence, self.runner.cache.rows)
+        self._prompts.moved(*prompts)
+        self._changed()
+
+    def _retract(self) -> None:
+        rows = list(self.rows)
+        for row, kept in zip(rows, self._extras(rows), strict=True):
+            row.kept = kept
+        self._leave(rows)
+        self.scheduler.waiting.extendleft(reversed(rows))
+
+    def _fail(self, error: BaseException) -> None:
+        rows = [*self.rows, *self._joining, *self.scheduler.waiting]
+        self.decoder.leave(self.rows)
+        self.rows.clear()
+        self._joining = []
+        self.scheduler.waiting.clear()
+        self._prompts.clear()
+        self.runner.clear()
+        self._changed()
+        for row in rows:
+            if not row.future.done():
+                if isinstance(error, Exception):
+                    row.future.set_exception(error)
+                else:
+                    row.future.cancel()
+
+    # -- small things -----------------------------------------------------------------------------------------------
+
+    def _rounded_inputs(self) -> RoundedInputs:
+        return RoundedInputs(self.model, self.codec, self.settings.products.of(self.codec.format, self.model))
+
+    def _slots(self, rows: Sequence[Row]) -> np.ndarray:
+        return np.fromiter((row.slot for row in rows), np.int64, len(rows))
+
+    def _fields(self) -> set[str]:
+        if self._names is None:
+            self._names = set().union(*(row.fields for row in self.rows))
+        return self._names
+
+    def _changed(self) -> None:
+        self._batch = self._names = None
+
+    def _parameters(self, rows: Sequence[Row]) -> tuple[draw.Params, Tensor, Tensor | None]:
+        whole = rows is self.rows
+        if whole and self._batch is not None:
+            return self._batch
+        records = [row.records_support for row in rows]
+        made = (
+            draw.params_of([row.request.sampling for row in rows], self.runner.device),
+            torch.tensor([row.request.key for row in rows], dtype=torch.int64, device=self.runner.device),
+            torch.tensor(records, device=self.runner.device) if any(records) else None,
+        )
+        if whole:
+            self._batch = made
+        return made
+
+    def _uniform(self, rows: Sequence[Row], keys: Tensor, positions: Tensor | None, stream: int) -> Tensor:
+        if positions is None:
+            positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=keys.device)
+        return draw.uniform(self.settings.seed, keys, positions, stream)
+
+
+def _not_recorded(names: set[str]) -> MilesError:
+    return MilesError(
+        f"a request asks for {', '.join(sorted(names))}, but nothing in the engine's model recorded it; "
+        "the plugin that declares the field must hook the rollout model (on_model with role rollout or shared)"
+    )

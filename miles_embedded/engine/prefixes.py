@@ -1,0 +1,81 @@
+"""The prompts in the cache: computed when the first row needs one, shared while any row does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from miles_embedded.engine.cache import follow
+from miles_embedded.engine.runner import Runner
+
+Key = tuple[int, ...]
+#: Prompt tokens, padding included, computed in one call.
+_TOKENS = 16384
+
+
+@dataclass(eq=False)
+class Prompt:
+    """One prompt: its tokens, its slot, its last token's hidden state [hidden], and the fields recorded for it."""
+
+    key: Key
+    slot: int
+    hidden: Tensor
+    fields: set[str]
+
+
+class Prompts:
+    """Follows the prefix slots of ``runner``'s cache."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._slots: list[Prompt] = []
+        self._known: dict[Key, Prompt] = {}
+
+    def compute(self, wanted: Mapping[Key, set[str]]) -> dict[Key, Prompt]:
+        """Find or compute prompts.
+
+        Args:
+            wanted: tokens -> names of fields that must be recorded for them. A name that no module records is missing
+                from the result's ``fields``.
+        """
+        found = {k: p for k, names in wanted.items() if (p := self._known.get(k)) is not None and names <= p.fields}
+        fresh = [k for k in wanted if k not in found]
+        names = set().union(*wanted.values())
+        for chunk in chunks([len(k) for k in fresh]):
+            keys = [fresh[i] for i in chunk]
+            slots, hidden, recorded = self.runner.prompts(keys, names)
+            for i, key in enumerate(keys):
+                found[key] = self._known[key] = Prompt(key, int(slots[i]), hidden[i], recorded)
+                self._slots.append(found[key])
+        return found
+
+    def moved(self, gone: np.ndarray, where: np.ndarray, whence: np.ndarray) -> None:
+        """Slots were freed and others moved, see ``Cache.remove_rows``."""
+        for slot in gone.tolist():
+            prompt = self._slots[slot]
+            if self._known.get(prompt.key) is prompt:
+                del self._known[prompt.key]
+        follow(self._slots, where, whence, self.runner.cache.prefixes.size)
+
+    def retire(self) -> None:
+        """The weights changed: rows keep their prompts, but no new row may share one."""
+        self._known.clear()
+
+    def clear(self) -> None:
+        """The cache was emptied."""
+        self._known.clear()
+        self._slots.clear()
+
+
+def chunks(lengths: Sequence[int]) -> list[list[int]]:
+    """Indexes in runs of similar length, each at most _TOKENS with its padding (or one sequence)."""
+    out: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if out and (len(out[-1]) + 1) * lengths[i] <= _TOKENS:
+            out[-1].append(i)
+        else:
+            out.append([i])
+    return out

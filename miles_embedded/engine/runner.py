@@ -1,0 +1,156 @@
+"""Running the model over cached rows: prompts in, tokens in, logits out. Knows nothing of requests or sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from miles_core.contracts.trainer import Context
+from miles_embedded.engine.attention import DecodeCall, Layout, PromptCall
+from miles_embedded.engine.cache import Cache, Store, to_device
+from miles_embedded.model.call import KV_DTYPE, Call, check_kv_dtype
+from miles_embedded.model.load import backbone, decoder_layers, has_windows
+from miles_embedded.model.logprobs import logits_of
+from miles_embedded.model.sight import window_mask
+
+#: Logits computed at once when scoring, rows x vocabulary.
+_LOGITS = 1 << 26
+
+
+@dataclass
+class Fed:
+    """What the model made of the tokens of one call.
+
+    Attributes:
+        hidden: [tokens, hidden] after the last norm.
+    """
+
+    hidden: Tensor
+    head: Callable[[Tensor], Tensor]
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[tokens, vocab] in the model's type."""
+        return self.head(self.hidden)
+
+
+class Runner:
+    """A model and the cache of its rows. ``kv_dtype``: round keys and values as a cache of that type would."""
+
+    def __init__(self, model: nn.Module, kv_dtype: str = "") -> None:
+        self.kv_dtype = check_kv_dtype(kv_dtype)
+        self.model, self.backbone = model, backbone(model)
+        #: [..., hidden] -> [..., vocab]
+        self.head = partial(logits_of, model)
+        self.layers = tuple(range(len(decoder_layers(model))))
+        self.vocabulary, self.device = len(model.get_output_embeddings().weight), next(model.parameters()).device
+        self.cache = Cache()
+        # Making masks looks for packed sequences first: a few small operations a call, which a decode step on a CPU feels. Layers
+        # that all see everything need none.
+        self._mask = window_mask(0) if self.device.type == "cpu" and not has_windows(model) else None
+
+    def clear(self) -> None:
+        """Forget every row and give the cache's memory back."""
+        self.cache = Cache()
+
+    @torch.no_grad()
+    def prompts(self, sequences: Sequence[Sequence[int]], names: set[str]) -> tuple[np.ndarray, Tensor, set[str]]:
+        """Compute prompts into new prefix slots.
+
+        Args:
+            sequences: the prompts.
+            names: fields to keep if modules record them.
+
+        Returns:
+            Their slots, the hidden state of their last tokens [prompts, hidden], and the names that were recorded.
+        """
+        lengths = [len(s) for s in sequences]
+        slots = self.cache.add_prefixes(lengths)
+        call = PromptCall(self._context(sum(lengths)), lengths, self.cache, slots)
+        hidden = self._run([t for s in sequences for t in s], _positions(lengths), call)
+        recorded = names & call.ctx.extras.keys()
+        for name in recorded:
+            rows = call.pad(call.ctx.extras[name])
+            slab = _field_slab(self.cache.prefixes, name, rows[0])
+            slab[int(slots[0]) : int(slots[0]) + len(slots), 0, : rows.shape[1]] = rows
+        ends = to_device(np.cumsum(lengths) - 1, self.device)
+        return slots, hidden.index_select(0, ends), recorded
+
+    @torch.no_grad()
+    def forward(self, slots: np.ndarray, tokens: Sequence[Sequence[int]], names: set[str]) -> Fed:
+        """Feed ``tokens[i]`` (at least one) after what row ``slots[i]`` holds and append them to its cache."""
+        counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        layout = Layout(self.cache, slots, counts, self.device)
+        call = DecodeCall(self._context(int(counts.sum())), layout)
+        hidden = self._run([t for row in tokens for t in row], layout.positions, call)
+        for name in names & call.ctx.extras.keys():
+            rows = call.ctx.extras[name]
+            layout.write(_field_slab(self.cache.own, name, rows), rows.unsqueeze(1))
+        self.cache.own.lengths[slots] += counts
+        return Fed(hidden, self.head)
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
+        """log p of every token after the first, [len - 1] float32 each, over the full vocabulary."""
+        lengths = [len(s) for s in sequences]
+        call = PromptCall(self._context(sum(lengths)), lengths)
+        hidden = self._run([t for s in sequences for t in s], _positions(lengths), call)
+        starts = np.cumsum(lengths) - lengths
+        inputs = np.concatenate([np.arange(s, s + n - 1) for s, n in zip(starts, lengths, strict=True)])
+        targets = torch.tensor([t for s in sequences for t in s[1:]], dtype=torch.int64, device=self.device)
+        rows = max(1, _LOGITS // self.vocabulary)
+        parts = []
+        for index, target in zip(to_device(inputs, self.device).split(rows), targets.split(rows), strict=True):
+            logits = self.head(hidden.index_select(0, index)).float() / temperature
+            parts.append(logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1))
+        flat = torch.cat(parts).cpu().numpy() if parts else np.zeros(0, np.float32)
+        return np.split(flat, np.cumsum([n - 1 for n in lengths])[:-1])
+
+    def fields(self, slots: np.ndarray, name: str) -> list[np.ndarray]:
+        """What was recorded under ``name`` for each row: one entry a cached token, prompt first."""
+        cache = self.cache
+        prefix_slots, which = np.unique(cache.prefix_of[slots], return_inverse=True)
+        prompts = _read(cache.prefixes, name, prefix_slots)
+        own = _read(cache.own, name, slots)
+        if own is None:
+            return [prompts[w].copy() for w in which]
+        return [np.concatenate([prompts[w], o]) for w, o in zip(which, own, strict=True)]
+
+    def _context(self, tokens: int) -> Context:
+        ctx = Context("rollout", self.layers, torch.arange(tokens, device=self.device))
+        if self.kv_dtype:
+            ctx.state[KV_DTYPE] = self.kv_dtype
+        return ctx
+
+    def _run(self, tokens: list[int], positions: np.ndarray, call: Call) -> Tensor:
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device).unsqueeze(0)
+        where = to_device(positions, self.device).unsqueeze(0)
+        out: Any = self.backbone(
+            input_ids=ids, position_ids=where, attention_mask=self._mask, use_cache=False, call=call
+        )
+        return out[0][0]
+
+
+def _positions(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([np.arange(n) for n in lengths])
+
+
+def _field_slab(store: Store, name: str, like: Tensor) -> Tensor:
+    return store.slab(("field", name), 1, like.shape[1:], like)
+
+
+def _read(store: Store, name: str, slots: np.ndarray) -> list[np.ndarray] | None:
+    """Views, one a slot, of a copy of what the slots hold."""
+    slab = store.slabs.get(("field", name))
+    if slab is None:
+        return None
+    lengths = store.lengths[slots]
+    picked = slab[to_device(slots, slab.device), 0, : int(lengths.max(initial=0))].cpu()
+    rows = (picked.float() if picked.dtype == torch.bfloat16 else picked).numpy()
+    return [r[:n] for r, n in zip(rows, lengths.tolist(), strict=True)]

@@ -1,0 +1,257 @@
+"""Sampling a token from logits, the same one whatever else is in the batch.
+
+The random number of a token is a function of (seed, key, position, stream) alone, made by a counter-based integer hash
+(SplitMix64's finaliser, Steele, Lea and Flood 2014) in wrapping int64 arithmetic, so CPU and CUDA give the same
+bits. The token is read off the inverse of the cumulative distribution in vocabulary order. Cumulative sums are
+float64: in float32 the tail of a large vocabulary is lost in rounding, and a different order of summation on another
+device would move tokens.
+
+Top-k and top-p are taken jointly on the temperature-scaled full distribution: tokens are ranked by probability
+(equal ones by id), top-k keeps the first k ranks, top-p the shortest head that holds that mass, and the support is
+what both keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_core.contracts.engine import Sampling
+from miles_core.errors import NonFiniteError
+
+#: A truncated distribution never keeps more than this many tokens: the recorded support is then always the true one.
+SUPPORT_CAP = 4096
+#: Ranks looked at before sorting a whole vocabulary.
+_FIRST_RANKS = 1024
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_A = _signed(0xBF58476D1CE4E5B9)
+_MIX_B = _signed(0x94D049BB133111EB)
+
+
+def _mix(x: Tensor) -> Tensor:
+    # >> is arithmetic on int64; the masks make it logical.
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_A
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_B
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+@cache
+def _start(seed: int, stream: int) -> int:
+    state = torch.full((), _signed(seed & (1 << 64) - 1), dtype=torch.int64)
+    return int(_mix(state + _GOLDEN + stream * 0x632BE59B))
+
+
+def uniform(seed: int, keys: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
+    """One number in (0, 1) for each (key, position).
+
+    Args:
+        seed: the run's seed.
+        keys: [n] int64 sample numbers.
+        positions: [n] int64 index of the token in its sequence, prompt included.
+        stream: a further independent draw for the same token (0 draws the token itself).
+
+    Returns:
+        [n] float64, multiples of 2**-49: at least 2**-49 and at most 1 - 2**-49.
+    """
+    state = _mix(keys * _GOLDEN + _start(seed, stream))
+    state = _mix(state + positions * _GOLDEN)
+    top = (state >> 16) & ((1 << 48) - 1)
+    return (top.double() + 0.5) * 2.0**-48
+
+
+def pick(probs: Tensor, u: Tensor) -> Tensor:
+    """Invert the cumulative distribution: probs [n, vocab] (need not sum to one), u [n] in (0, 1) -> [n] int64.
+
+    The first index whose cumulative sum exceeds u * total; that sum grew there, so its probability is not zero. As u
+    <= 1 - 2**-49, the product stays below the total in float64.
+    """
+    cumulative = probs.double().cumsum(-1)
+    target = (u * cumulative[:, -1]).unsqueeze(1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+
+
+@dataclass
+class Params:
+    """Sampling parameters of n logit rows. A number holds for every row; a tensor [n, 1] differs by row."""
+
+    temperature: float | Tensor
+    top_k: int | Tensor = -1
+    top_p: float | Tensor = 1.0
+    greedy: bool | Tensor = False
+
+    @property
+    def truncated(self) -> bool:
+        """True when some row's support is smaller than the vocabulary."""
+        return not (isinstance(self.top_k, int) and self.top_k <= 0 and self.top_p == 1.0)
+
+
+def params_of(samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Params:
+    """Parameters of one logit row each; numbers where they all agree, which is the fast case."""
+    first = samplings[0]
+    if all(s is first or s == first for s in samplings):
+        greedy = first.temperature == 0
+        if greedy or not first.truncated:
+            return Params(first.temperature, greedy=greedy)
+        return Params(first.temperature, first.top_k, first.top_p)
+    cold = [s.temperature == 0 for s in samplings]
+    temperature = [1.0 if c else s.temperature for s, c in zip(samplings, cold, strict=True)]
+    top_k = [s.top_k if s.truncated else -1 for s in samplings]
+    top_p = [s.top_p if s.truncated else 1.0 for s in samplings]
+    same = max(top_k) <= 0 and min(top_p) >= 1.0
+
+    def column(values: list, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+    return Params(
+        column(temperature, torch.float32),
+        -1 if same else column(top_k, torch.int64),
+        1.0 if same else column(top_p, torch.float64),
+        column(cold, torch.bool) if any(cold) else False,
+    )
+
+
+@dataclass
+class Distribution:
+    """What n tokens are sampled from.
+
+    Attributes:
+        log_probs: [n, vocab] float32 of the sampled distribution; -inf outside the support, a greedy row is a point mass.
+        full: [n, vocab] float32 over the whole vocabulary at the row's temperature (greedy: 1); ``log_probs`` itself
+            where nothing is cut.
+        support: [n, vocab] bool, None where nothing is truncated.
+        capped: [n] bool, None likewise: SUPPORT_CAP cut this row.
+    """
+
+    log_probs: Tensor
+    full: Tensor
+    support: Tensor | None = None
+    capped: Tensor | None = None
+
+
+def distribution(logits: Tensor, params: Params) -> Distribution:
+    """logits [n, vocab] -> what is sampled from. A greedy row takes its first maximum."""
+    logits = logits.float()
+    if params.greedy is True:
+        return Distribution(_point(logits), logits.log_softmax(-1))
+    unit = isinstance(params.temperature, float) and params.temperature == 1.0
+    full = (logits if unit else logits / params.temperature).log_softmax(-1)
+    out = Distribution(full, full)
+    if params.truncated:
+        support, capped = _support(full, params.top_k, params.top_p)
+        kept = torch.where(support, full, float("-inf")).log_softmax(-1)
+        out = Distribution(kept, full, support, capped)
+    if isinstance(params.greedy, Tensor):
+        out.log_probs = torch.where(params.greedy, _point(logits), out.log_probs)
+    return out
+
+
+def _point(logits: Tensor) -> Tensor:
+    return torch.full_like(logits, float("-inf")).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
+
+
+def _support(log_probs: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> tuple[Tensor, Tensor]:
+    vocab = log_probs.shape[-1]
+    probs = log_probs.double().exp()
+    for ranks in (min(_FIRST_RANKS, vocab), vocab):
+        # A stable full sort ranks equal probabilities by id; topk alone would leave that to the device.
+        if ranks < vocab:
+            values, index = probs.topk(ranks, dim=-1)
+        else:
+            values, index = probs.sort(dim=-1, descending=True, stable=True)
+        before = values.cumsum(-1) - values
+        keep = before < top_p
+        if isinstance(top_k, Tensor):
+            keep &= (torch.arange(ranks, device=keep.device) < top_k) | (top_k <= 0)
+        elif top_k > 0:
+            keep[:, top_k:] = False
+        if ranks == vocab or _settled(values, keep):
+            break
+    keep[:, 0] = True  # top_p = 0 still keeps the most likely token
+    full = torch.ones_like(keep[:, :1])
+    if isinstance(top_k, Tensor) or isinstance(top_p, Tensor):
+        off = (top_k <= 0) & (torch.as_tensor(top_p, device=keep.device) >= 1.0)
+        full = full & ~off
+    else:
+        off = None
+    capped = torch.zeros(len(keep), dtype=torch.bool, device=keep.device)
+    if ranks > SUPPORT_CAP:
+        capped = (keep[:, SUPPORT_CAP:].any(-1, keepdim=True) & full).squeeze(1)
+        keep[:, SUPPORT_CAP:] &= ~full
+    support = torch.zeros(log_probs.shape, dtype=torch.bool, device=keep.device).scatter_(-1, index, keep)
+    if off is not None:
+        support |= off
+    return support, capped
+
+
+def _settled(values: Tensor, keep: Tensor) -> bool:
+    """The cut lies inside the ranks looked at, and not between equal probabilities."""
+    if bool(keep[:, -1].any()):
+        return False
+    cut = keep.sum(-1, keepdim=True).clamp(min=1)
+    return not bool((values.gather(-1, cut - 1) == values.gather(-1, cut)).any())
+
+
+@dataclass
+class Sampled:
+    """n chosen tokens.
+
+    Attributes:
+        tokens: [n] ids.
+        log_probs: [n] over the support for rows that record it, else over the full vocabulary.
+        supports: each recording row's support, an empty array for the others; None when no row records.
+        capped: likewise, whether the cap cut it.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    supports: list[np.ndarray] | None = None
+    capped: list[bool] | None = None
+
+
+def sample(logits: Tensor, params: Params, u: Tensor, recording: Tensor | None = None) -> Sampled:
+    """Draw one token a row.
+
+    Args:
+        logits: [n, vocab].
+        params: of each row.
+        u: [n] from ``uniform``.
+        recording: [n] bool, rows whose support is wanted; None for none.
+    """
+    dist = distribution(logits, params)
+    index = logits.argmax(-1) if params.greedy is True else pick(dist.log_probs.exp(), u)
+    return record(dist, index, recording)
+
+
+def record(dist: Distribution, tokens: Tensor, recording: Tensor | None = None) -> Sampled:
+    """Log-probabilities and supports of ``tokens`` [n], however they were chosen. NonFiniteError when logits are not."""
+    last = dist.full.shape[-1] - 1
+    index = tokens.clamp(max=last).unsqueeze(1)
+    log_probs = dist.full.gather(-1, index)
+    if recording is None or dist.support is None:
+        out = Sampled(tokens.tolist(), log_probs.squeeze(1).tolist())
+    else:
+        wanted = recording.unsqueeze(1)
+        log_probs = torch.where(wanted, dist.log_probs.gather(-1, index), log_probs)
+        capped = dist.capped.tolist() if dist.capped is not None else None
+        out = Sampled(tokens.tolist(), log_probs.squeeze(1).tolist(), _ids(dist.support & wanted), capped)
+    if max(out.tokens) > last or any(math.isnan(p) for p in out.log_probs):
+        raise NonFiniteError("the model's logits are not finite; its weights or the last update hold NaN or infinity")
+    return out
+
+
+def _ids(mask: Tensor) -> list[np.ndarray]:
+    """mask [n, vocab] -> ascending int32 ids of each row."""
+    ids = mask.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    return np.split(ids, mask.sum(-1).cumsum(0).tolist()[:-1])

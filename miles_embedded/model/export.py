@@ -1,0 +1,83 @@
+"""A Hugging Face checkpoint from a model in memory: config, weights in shards, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from miles_core.errors import CheckpointError
+from miles_embedded.model.views import export
+
+#: Bytes of one weight file.
+SHARD_BYTES = 5 * 10**9
+
+
+def export_checkpoint(model: nn.Module, tokenizer: Any, directory: Path | str, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write ``directory``; it appears complete or not at all.
+
+    Args:
+        model: the model copy; its tensors are written in the dtype they have.
+        tokenizer: a Transformers tokenizer, or None to leave it out.
+        directory: must not exist, or be empty; CheckpointError otherwise, and when the disk refuses.
+        shard_bytes: a weight file is closed before it grows beyond this.
+    """
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(f"{directory} already exists and is not empty; choose another directory for the export")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        _write(model, tokenizer, work, shard_bytes)
+        os.chmod(work, 0o755)
+        os.replace(work, directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int) -> None:
+    model.config.save_pretrained(directory)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    shards = _plan(model, shard_bytes)
+    names = [
+        "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        for i in range(len(shards))
+    ]
+    home = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    pending: dict[str, Tensor] = {}
+    size = 0
+    for unit in export(model):
+        for name, tensor in unit.tensors.items():
+            pending[name] = tensor.detach().to("cpu").contiguous()
+            size += tensor.nbytes
+            if len(pending) == len(shards[names.index(home[name])]):
+                save_file(pending, directory / home[name], metadata={"format": "pt"})
+                pending = {}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": home}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _plan(model: nn.Module, shard_bytes: int) -> list[list[str]]:
+    """Tensor names of each shard, in stream order."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for unit in export(model):
+        for name, tensor in unit.tensors.items():
+            if shards[-1] and used + tensor.nbytes > shard_bytes:
+                shards.append([])
+                used = 0
+            shards[-1].append(name)
+            used += tensor.nbytes
+    return shards

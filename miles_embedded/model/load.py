@@ -1,0 +1,203 @@
+"""Loading a Transformers causal language model so that engine and trainer can run it.
+
+The modules are Transformers' own. Two of their extension points are used, attention and experts (see ``call`` and
+``experts``); nothing is patched.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from miles_core.errors import CheckpointError
+from miles_core.plugin.detect import config_facts
+from miles_embedded.cpu.allocator import keep_freed_memory
+from miles_embedded.cpu.install import use_kernels
+from miles_embedded.model.call import attention, no_mask, watch_layers
+from miles_embedded.model.dequantize import dequantized
+from miles_embedded.model.experts import grouped_experts
+from miles_embedded.model.indexer import KNOWN
+from miles_embedded.model.onednn import use_fast_linear
+
+NAME = "miles"
+#: Values of a configuration's ``layer_types`` that attention here knows; the last two are one thing in different releases.
+_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention"}
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def checkpoint_config(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """The model's configuration; CheckpointError when ``path`` is no checkpoint directory."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"--hf-checkpoint {path}: no such directory; give a local Hugging Face checkpoint")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"--hf-checkpoint {path}: it has no config.json; is this a Hugging Face checkpoint?")
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"--hf-checkpoint {path}: config.json is not valid JSON ({error})") from error
+    except (ValueError, OSError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"--hf-checkpoint {path}: config.json cannot be used ({first})") from error
+
+
+def build_model(run: Any, policy: Any, role: str) -> nn.Module:
+    """A model for engine or trainer: from the first active plugin that provides one, else core's; plugins then see it."""
+    name = run.hooks.provided("model")[0]
+    model: nn.Module = run.hooks.make("model", name, run=run, policy=policy, role=role)
+    run.hooks.on("on_model", run=run, policy=policy, model=model, role=role)
+    return model
+
+
+def make_model(run: Any, policy: Any) -> nn.Module:
+    """The provider of the model named ``transformers``: the policy's checkpoint, in the run's dtype, on its device."""
+    options = run.config.model
+    device, dtype = resolve_device(options.device), options.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    start = options.ref_load or policy.hf_checkpoint or options.hf_checkpoint
+    model = load_model(start, dtype, device, options.trust_remote_code)
+    if device == "cpu":
+        keep_freed_memory()
+        use_kernels(model, options.cpu_kernels)
+    return model
+
+
+def resolve_device(name: str) -> str:
+    """``auto`` becomes ``cuda`` where there is one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def load_model(
+    path: str | Path, dtype: str = "auto", device: str | torch.device = "cpu", trust_remote_code: bool = False
+) -> nn.Module:
+    """Load the causal language model in ``path``.
+
+    Args:
+        path: a Hugging Face checkpoint directory with safetensors weights; quantised ones are dequantised.
+        dtype: ``auto`` (as stored), ``float32`` or ``bfloat16``.
+        device: where the parameters live.
+        trust_remote_code: run model code that comes with the checkpoint.
+
+    Returns:
+        The model in evaluation mode, attending through a ``Call``.
+    """
+    config = checkpoint_config(path, trust_remote_code)
+    state = dequantized(path, config, _DTYPES.get(dtype))
+    ours: dict[str, Any] = {"attn_implementation": NAME, "experts_implementation": NAME, "output_loading_info": True}
+    try:
+        if state is None:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=_DTYPES.get(dtype, "auto"),
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                **ours,
+            )
+        else:
+            with torch.device("meta"):
+                shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            dtypes = _DTYPES.get(dtype, torch.bfloat16)
+            model, info = type(shell).from_pretrained(None, config=shell.config, state_dict=state, dtype=dtypes, **ours)
+    except (OSError, ValueError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"--hf-checkpoint {path}: the weights cannot be loaded ({first})") from error
+    except Exception as error:  # safetensors' own error class is not public
+        if type(error).__module__.startswith("safetensors"):
+            raise CheckpointError(f"--hf-checkpoint {path}: a weight file is damaged or truncated ({error})") from error
+        raise
+    if state is not None and (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"--hf-checkpoint {path}: {len(missing)} weights of {type(model).__name__} are missing, first {missing[0]}"
+        )
+    return prepare(model.to(device))
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Make a freshly built model usable by engine and trainer (once an instance)."""
+    _refuse_unknown_attention(model)
+    model.eval()
+    model.config.use_cache = False
+    watch_layers(backbone(model), decoder_layers(model))
+    use_fast_linear(model)
+    return model
+
+
+def _refuse_unknown_attention(model: nn.Module) -> None:
+    """CheckpointError for layers that would be computed as if each token saw all before it, and should not be."""
+    indexer = next(
+        (n for n, m in model.named_modules() if type(m).__name__.endswith("Indexer") and type(m).__name__ not in KNOWN),
+        None,
+    )
+    if indexer is not None:
+        raise CheckpointError(
+            f"{type(model).__name__} chooses the keys of its sparse attention ({indexer}) in a way that the embedded backend "
+            "does not know; use another engine and trainer"
+        )
+    config = model.config.get_text_config()
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is not None:
+        raise CheckpointError(
+            f"{type(model).__name__} caps the scores of its attention (attn_logit_softcapping = {cap} in config.json), which the "
+            "embedded backend does not do; use another engine and trainer"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if kinds:
+        raise CheckpointError(
+            f"{type(model).__name__} has layers of type {', '.join(sorted(kinds))} (layer_types in config.json), which the "
+            "embedded backend does not compute; use another engine and trainer"
+        )
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The decoder stack below ``lm_head``."""
+    named: nn.Module | None = getattr(model, model.base_model_prefix, None)
+    return model.model if named is None else named  # Llama 4 is named after the model with vision
+
+
+def has_windows(model: nn.Module) -> bool:
+    """Whether a layer may see less than all tokens before it."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return bool(getattr(config, "sliding_window", None)) or bool(kinds - {"full_attention"})
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers, in order."""
+    layers = getattr(backbone(model), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise CheckpointError(
+            f"{type(model).__name__} has no list of decoder layers; it cannot be run by the embedded backend"
+        )
+    return layers
+
+
+def facts_of(model: nn.Module) -> dict[str, Any]:
+    """``model.*`` facts of the configuration that the module was built from, by name."""
+    return {fact.name: fact.value for fact in config_facts(model.config.to_dict())}
+
+
+def transformers_version() -> str:
+    """For the run's header."""
+    return transformers.__version__

@@ -1,0 +1,133 @@
+"""Log-probabilities of the tokens that are trained on, and of no others.
+
+Only rows that predict such a token meet ``lm_head``, a chunk of rows at a time, so the [rows, vocabulary] matrix is bounded;
+with a gradient, the chunks are recomputed in the backward pass. Where the engine recorded the support it sampled from, the softmax
+is taken over that support on this side too, or the two sides would speak of different distributions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from miles_core.data.batch import Ragged
+from miles_core.errors import CheckpointError
+from miles_embedded.cpu import operations
+from miles_embedded.cpu.install import compiled
+
+#: Logits held at once: beyond this many elements, rows are worked off in chunks.
+CHUNK_ELEMENTS = 1 << 26
+
+
+def token_log_probs(
+    model: nn.Module,
+    hidden: Tensor,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    support: Ragged | None = None,
+    entropy: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor | None]:
+    """log p(token | row), and the entropy of that distribution.
+
+    Args:
+        model: a causal language model; its head is applied here.
+        hidden: [M, hidden] final hidden state of the row that predicts each token.
+        tokens: [M] the tokens.
+        temperature: of the distribution the tokens were sampled from.
+        support: M lists of token ids the sampler chose from; an empty list means the whole vocabulary.
+        entropy: also return the entropy in nats.
+        chunk_elements: bound on rows x vocabulary held at once.
+
+    Returns:
+        [M] float32 (float64 for a float64 model) and the same or None.
+    """
+    rows = max(chunk_elements // _vocabulary(model), 1)
+    if len(tokens) <= rows:
+        return _chunk(model, hidden, tokens, temperature, support, entropy)
+    parts = []
+    for at in range(0, len(tokens), rows):
+        piece = slice(at, at + rows)
+        chosen = None
+        if support is not None:
+            chosen = support.select(torch.arange(at, min(at + rows, len(tokens)), device=support.offsets.device))
+        arguments = (model, hidden[piece], tokens[piece], temperature, chosen, entropy)
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))
+        else:
+            parts.append(_chunk(*arguments))
+    log_probs = torch.cat([p[0] for p in parts])
+    return log_probs, torch.cat([p[1] for p in parts]) if entropy else None
+
+
+def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
+    """``hidden`` [..., hidden] -> [..., vocabulary], with whatever the family does after ``lm_head``."""
+    logits = model.get_output_embeddings()(hidden)
+    config = model.config.get_text_config()
+    for name in ("logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise CheckpointError(
+                f"{type(model).__name__} scales its logits ({name} = {getattr(config, name)} in config.json), "
+                "which the embedded backend does not do yet"
+            )
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+def _chunk(
+    model: nn.Module, hidden: Tensor, tokens: Tensor, temperature: float, support: Ragged | None, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    logits = logits_of(model, hidden)
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    kernels = compiled(model.get_output_embeddings(), logits)
+    if support is None:
+        return _full(logits, tokens, entropy, kernels)
+    sampled = support.offsets.diff() > 0
+    if bool(sampled.all()):
+        return _supported(logits, tokens, support, entropy)
+    log_probs, entropies = _full(logits, tokens, entropy, kernels)
+    where = sampled.nonzero().flatten()
+    narrow, narrow_entropies = _supported(logits[where], tokens[where], support.select(where), entropy)
+    log_probs = log_probs.index_copy(0, where, narrow)
+    if entropies is not None and narrow_entropies is not None:
+        entropies = entropies.index_copy(0, where, narrow_entropies)
+    return log_probs, entropies
+
+
+def _full(logits: Tensor, tokens: Tensor, entropy: bool, kernels: bool) -> tuple[Tensor, Tensor | None]:
+    if kernels and not entropy:
+        return operations.log_probs(logits, tokens), None
+    every = logits.log_softmax(-1)
+    log_probs = every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return log_probs, -(every.exp() * every).sum(-1) if entropy else None
+
+
+def _supported(logits: Tensor, tokens: Tensor, support: Ragged, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    counts = support.offsets.diff()
+    owner = torch.repeat_interleave(torch.arange(len(tokens), device=tokens.device), counts)
+    values = logits[owner, support.values.long()]
+    highest = values.detach().new_full((len(tokens),), -torch.inf).scatter_reduce(0, owner, values.detach(), "amax")
+    weights = (values - highest[owner]).exp()
+    total = torch.zeros_like(highest).index_add(0, owner, weights)
+    normaliser = total.log() + highest
+    log_probs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - normaliser
+    if not entropy:
+        return log_probs, None
+    expected = torch.zeros_like(highest).index_add(0, owner, weights * values) / total
+    return log_probs, normaliser - expected
+
+
+def scatter(values: Tensor, targets: Tensor, length: int) -> Tensor:
+    """[M] values at flat positions ``targets`` -> [length] float32, 0 elsewhere."""
+    out: Any = torch.zeros(length, dtype=values.dtype, device=values.device)
+    return out.index_copy(0, targets, values)

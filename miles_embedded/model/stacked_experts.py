@@ -1,0 +1,36 @@
+"""Llama 4's experts, which Transformers does not call through its experts interface.
+
+Their input has every row once an expert, expert after expert, and one batched product serves all. The definition is
+Transformers' own until a number format rounds the rows in front of the products (``experts.round_inputs``).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+from miles_embedded.model.experts import INPUT_ROUNDING
+
+
+class StackedExperts(Llama4TextExperts):
+    """``gate_up_proj`` [experts, hidden, 2 x inner] and ``down_proj`` [experts, inner, hidden], gate in front of up."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[experts * rows, hidden] -> the same shape."""
+        rounding = self.__dict__.get(INPUT_ROUNDING)
+        if rounding is None or not rounding.enabled:
+            plain: Tensor = super().forward(hidden_states)
+            return plain
+        hidden = hidden_states.reshape(-1, self.hidden_size)
+        rows = len(hidden) // self.num_experts
+        expert = partial(torch.arange(self.num_experts, device=hidden.device).repeat_interleave, rows)
+
+        def product(x: Tensor, name: str) -> Tensor:
+            x = rounding(name, x, expert)
+            return torch.bmm(x.view(self.num_experts, rows, -1), getattr(self, name)).flatten(0, 1)
+
+        gate, up = product(hidden, "gate_up_proj").chunk(2, dim=-1)
+        return product(up * self.act_fn(gate), "down_proj")

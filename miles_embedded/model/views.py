@@ -1,0 +1,176 @@
+"""Module parameters and checkpoint tensors: the same numbers under two layouts.
+
+Transformers stores all experts of a layer in one parameter, gate and up joined; a checkpoint has a tensor for each expert and
+projection. Transformers declares how the one is made from the other, and every such declaration we can use comes down to slices: a
+checkpoint tensor is a view of one module tensor. So the conversion is run once, on tensors without data, and what is kept is
+the list of views. Export and load are then the same list read in either direction, with no arithmetic and no copy of the rule.
+
+Some families' checkpoints have all experts of a layer in one tensor too. Number formats take them apart
+(``precision.fused_experts``), which comes down to slices likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.core_model_loading import revert_weight_conversion
+
+from miles_core.data.unit import Unit
+from miles_core.errors import CheckpointError
+from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
+
+#: Final names of the two halves that a number format encodes with one scale: gate and up.
+_COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
+
+_known: WeakKeyDictionary[nn.Module, tuple[tuple, list[View]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class View:
+    """One checkpoint tensor: ``size``, ``stride`` and ``offset`` (elements) into the module tensor ``source``."""
+
+    name: str
+    source: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of the module tensor."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+    def part(self, expert: Expert) -> View:
+        """One matrix of this view, which holds all experts."""
+        stride, offset = expert.within(self.stride[1:])
+        offset += self.offset + expert.index * self.stride[0]
+        return View(expert.name, self.source, expert.shape, stride, offset)
+
+
+def views(model: nn.Module) -> list[View]:
+    """Every tensor of the model's checkpoint, in module order, tied ones once; derived once and again if modules change."""
+    shapes = tuple((n, tuple(t.shape), t.stride()) for n, t in sources(model).items())
+    known = _known.get(model)
+    if known is None or known[0] != shapes:
+        known = _known[model] = (shapes, _derive(model))
+    return known[1]
+
+
+def matrices(model: nn.Module, experts: Callable[[str, tuple[int, ...]], list[Expert]]) -> list[View]:
+    """``views``, but tensors that hold all experts taken apart.
+
+    Args:
+        model: prepared by ``miles_embedded.model.load``.
+        experts: checkpoint name and shape -> what is in it, as ``Codec.experts``.
+    """
+    return [v for view in views(model) for v in [view.part(x) for x in experts(view.name, view.size)] or [view]]
+
+
+def sources(model: nn.Module) -> dict[str, Tensor]:
+    """The module tensors a checkpoint is made of, by name; tied ones once."""
+    tied = tied_names(model)
+    return {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in tied}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names that a checkpoint leaves out because they share storage with another: left out -> the one that is kept."""
+    state = model.state_dict(keep_vars=True)
+    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    return {a: b for a, b in declared.items() if a in state and b in state and state[a] is state[b]}
+
+
+def export(model: nn.Module) -> Iterator[Unit]:
+    """The checkpoint's tensors, as views of the model's memory: one a unit, but gate and up of one MLP or expert together."""
+    state = {n: t.detach() for n, t in sources(model).items()}
+    for members in together(views(model)):
+        yield Unit({v.name: v.of(state[v.source]) for v in members})
+
+
+class Loader:
+    """Writes checkpoint tensors into a model, in any order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._state = {n: t.detach() for n, t in sources(model).items()}
+        self._views = {v.name: v for v in views(model)}
+        self._tied = tied_names(model)
+        self._missing = dict.fromkeys(self._views)
+        self._family = Family.of(model.config.to_dict())
+        self._parts: dict[str, View] | None = None
+        self._inside: dict[str, tuple[str, list[View]]] = {}
+
+    @torch.no_grad()
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Copy one checkpoint tensor in, or one matrix of a tensor that holds all experts; CheckpointError when the model
+        has no such tensor or its shape is another."""
+        name = name if name in self._views else self._tied.get(name, name)
+        view = self._views.get(name) or self._part(name)
+        if view is None:
+            raise CheckpointError(f"the model has no tensor {name}; the weights are of another model")
+        if tuple(tensor.shape) != view.size:
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the model's is {list(view.size)}")
+        view.of(self._state[view.source]).copy_(tensor)
+        self._missing.pop(name, None)
+
+    def _part(self, name: str) -> View | None:
+        """The view of one expert's matrix; from its first on, a joined tensor is expected matrix by matrix."""
+        if self._parts is None:
+            self._parts = {}
+            for view in [v for v in self._views.values() if self._family.layout and is_joined(v.name, v.size)]:
+                parts = [view.part(x) for x in take_apart(view.name, view.size, self._family)]
+                self._parts |= {part.name: part for part in parts}
+                self._inside |= {part.name: (view.name, parts) for part in parts}
+        whole, parts = self._inside.get(name, ("", []))
+        if whole in self._missing:
+            del self._missing[whole]
+            self._missing |= dict.fromkeys(part.name for part in parts)
+        return self._parts.get(name)
+
+    def missing(self) -> list[str]:
+        """Names not put so far, in order."""
+        return list(self._missing)
+
+
+class _Aliasing(TorchDispatchMode):
+    """Copies that only change the memory layout become the tensor itself, so that its strides still tell where it is from."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.clone.default:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _derive(model: nn.Module) -> list[View]:
+    twins = {
+        n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for n, t in sources(model).items()
+    }
+    home = {t.untyped_storage()._cdata: n for n, t in twins.items()}
+    with _Aliasing():
+        converted = revert_weight_conversion(model, dict(twins))
+    found = []
+    for name, tensor in converted.items():
+        source = home.get(tensor.untyped_storage()._cdata)
+        if source is None:
+            raise CheckpointError(
+                f"{type(model).__name__} keeps {name} in a layout that is not a slice of its parameters; "
+                "the embedded backend cannot export this family yet"
+            )
+        found.append(View(name, source, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()))
+    order = {n: i for i, n in enumerate(twins)}
+    return sorted(found, key=lambda v: (order[v.source], v.offset, v.name))
+
+
+def together(every: list[View]) -> Iterator[list[View]]:
+    """Checkpoint tensors one by one, but gate and up of one MLP or expert together."""
+    by_name = {v.name: v for v in every}
+    second = {b: a for a, b in _COUPLED.items()}
+    for view in every:
+        stem, _, leaf = view.name.rpartition(".")
+        parent, _, last = stem.rpartition(".")
+        if last in second and f"{parent}.{second[last]}.{leaf}" in by_name:
+            continue  # came with its other half
+        partner = by_name.get(f"{parent}.{_COUPLED[last]}.{leaf}") if last in _COUPLED else None
+        yield [view] if partner is None else [view, partner]

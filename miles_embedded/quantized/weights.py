@@ -1,0 +1,206 @@
+"""The embedded trainer's fake-quantised forward: weights (and, where the format has them, activations) in a low
+precision, gradients and optimiser in full.
+
+Where a layer would read its weight it finds ``dequantise(quantise(weight))`` in the model's dtype: the numbers an
+engine with the same format computes with, from the same codes, because both go through ``Codec`` one checkpoint
+tensor at a time (each expert apart, gate and up apart, however the module joins them). The backward pass is
+straight-through: the gradient of the quantised weight is the gradient of the weight.
+
+A weight is quantised once after it changed, not once a micro-batch. The parameter itself is never touched: outside of
+its module's forward, everybody (optimiser, export, checkpoints, other hooks) sees the plain one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from miles_core.data.unit import Unit
+from miles_core.precision.codec import Codec
+from miles_core.precision.product import Product
+from miles_embedded.model.views import View, together, views
+from miles_embedded.quantized.activation import RoundedInputs, encoded_views
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters quantised together, because a unit spans them; ``units`` are their checkpoint tensors."""
+
+    sources: tuple[str, ...]
+    units: tuple[tuple[View, ...], ...]
+
+
+class FakeQuantizer:
+    """Holds the quantised values of one model and puts them where its layers look; see the module's paragraph.
+
+    Values are made when a layer first needs them, and again after any torch optimiser stepped or the parameter was
+    replaced or written in place. Writing through ``.data``, or an optimiser that is not a ``torch.optim.Optimizer``,
+    goes unnoticed: call ``forget`` after it.
+
+    Args:
+        model: prepared by ``miles_embedded.model.load``.
+        codec: the trainer's number format and selector.
+        product: of the format's codes, for linear layers; None emulates it.
+    """
+
+    def __init__(self, model: nn.Module, codec: Codec, product: Product | None = None) -> None:
+        self.model, self.codec = model, codec
+        encoded = encoded_views(model, codec)
+        codec.check({view.name: view.size for view in views(model)})
+        self._groups = _groups(list(together(encoded)), codec)
+        self._owners = {s: _owner(model, s) for s in self._groups}
+        self.inputs = RoundedInputs(model, codec, product)
+        self._values: dict[str, Tensor] = {}
+        self._seen: dict[str, Any] = {}
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the parameters that are quantised, whole or in part."""
+        return tuple(self._groups)
+
+    @property
+    def enabled(self) -> bool:
+        """Off, the model computes with its plain weights and activations."""
+        return self.inputs.enabled
+
+    @enabled.setter
+    def enabled(self, on: bool) -> None:
+        self.inputs.enabled = on
+
+    def forget(self) -> None:
+        """Quantise everything anew at the next forward."""
+        self._seen.clear()
+
+    def parameter(self, source: str) -> Tensor:
+        """The plain parameter."""
+        module, attribute = self._owners[source]
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        return parameter
+
+    def value(self, source: str) -> Tensor:
+        """What the layer computes with, in the parameter's shape and dtype, without gradient."""
+        group = self._groups[source]
+        state = tuple(_state(self.parameter(s)) for s in group.sources)
+        if self._seen.get(source) != state:
+            self._quantize(group)
+            self._seen.update(dict.fromkeys(group.sources, state))
+        return self._values[source]
+
+    @torch.no_grad()
+    def _quantize(self, group: _Group) -> None:
+        plain = {s: self.parameter(s).detach() for s in group.sources}
+        values = {s: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for s, t in plain.items()}
+        for source, value in values.items():
+            value.copy_(plain[source])  # what is left alone inside a joined parameter stays as it is
+        for unit in group.units:
+            source_of = {view.name: view for view in unit}
+            for encoded in self.codec.encode_unit(Unit({v.name: v.of(plain[v.source]) for v in unit})):
+                view = source_of[encoded.name]
+                self.inputs.take(encoded)
+                view.of(values[view.source]).copy_(self.codec.decode(encoded))
+        self._values.update(values)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The value of ``quantized``, the gradient of ``weight``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, quantized: Tensor) -> Tensor:
+        return quantized.view_as(quantized)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _Shadow:
+    """Forward hooks of one module: while it runs, its attribute hides the parameter of the same name.
+
+    Only the instance's dictionary changes, which attribute access consults before parameters. A recomputation runs
+    submodules with their hooks, so it sees the same values."""
+
+    def __init__(self, quantizer: FakeQuantizer, sources: dict[str, str]) -> None:
+        self.quantizer, self.sources = quantizer, sources
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if not self.quantizer.enabled:
+            return
+        for attribute, source in self.sources.items():
+            parameter, value = module._parameters[attribute], self.quantizer.value(source)
+            if torch.is_grad_enabled() and parameter is not None and parameter.requires_grad:
+                value = _StraightThrough.apply(parameter, value)
+            module.__dict__[attribute] = value
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        for attribute in self.sources:
+            module.__dict__.pop(attribute, None)
+
+
+def install(model: nn.Module, codec: Codec, product: Product | None = None) -> FakeQuantizer:
+    """Make ``model`` compute with weights in the codec's format; see the module's paragraph.
+
+    Args:
+        model: prepared by ``miles_embedded.model.load``, not yet wrapped for checkpointing, compilation or sharding.
+        codec: the trainer's; a format is required.
+        product: see ``FakeQuantizer``.
+
+    Raises:
+        ConfigError: a selector matches nothing, or the format cannot store a selected weight.
+        MilesError: (in a forward) a weight holds NaN or Inf; names it.
+    """
+    if codec.format is None:
+        raise ValueError("a fake-quantised forward needs a number format")
+    quantizer = FakeQuantizer(model, codec, product)
+    by_module: dict[nn.Module, dict[str, str]] = {}
+    for source in quantizer.sources:
+        module, attribute = quantizer._owners[source]
+        by_module.setdefault(module, {})[attribute] = source
+    for module, sources in by_module.items():
+        shadow = _Shadow(quantizer, sources)
+        module.register_forward_pre_hook(shadow.enter)
+        module.register_forward_hook(shadow.leave, always_call=True)
+    return quantizer
+
+
+def _groups(units: list[list[View]], codec: Codec) -> dict[str, _Group]:
+    """source -> its group, for every parameter with a quantised tensor."""
+    chosen = [u for u in units if any(codec.quantises(v.name, v.size) for v in u)]
+    label: dict[str, str] = {}
+    for unit in chosen:
+        sources = [v.source for v in unit]
+        roots = {label.setdefault(s, s) for s in sources}
+        first = label[sources[0]]
+        label.update({s: first for s, root in label.items() if root in roots})
+    groups: dict[str, _Group] = {}
+    for root in dict.fromkeys(label.values()):
+        members = tuple(s for s, r in label.items() if r == root)
+        inside = tuple(tuple(u) for u in chosen if u[0].source in members)
+        groups.update(dict.fromkeys(members, _Group(members, inside)))
+    return {s: groups[s] for s in label}
+
+
+def _owner(model: nn.Module, source: str) -> tuple[nn.Module, str]:
+    path, _, attribute = source.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+_steps = 0
+
+
+def _count(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+# A fused optimiser writes parameters without moving their version counters, so steps are counted beside them.
+register_optimizer_step_post_hook(_count)
+
+
+def _state(parameter: Tensor) -> tuple[int, ...]:
+    """Changes whenever the parameter's values may have."""
+    return _steps, parameter._version, parameter.data_ptr()

@@ -1,0 +1,103 @@
+"""The load-balancing loss of a mixture of experts, per sequence (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
+
+For one sequence of T tokens and one layer with E experts, k of them chosen a token: ``f_e = E / (k T) * times e was chosen``, ``P_e =``
+mean normalised score of e, loss ``= coefficient * sum_e f_e P_e``, 1 times the coefficient when balanced; layers are summed. Balancing each
+sequence rather than each batch makes the loss a sum over sequences, so it does not depend on micro-batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.contracts.trainer import Context
+from miles_core.data.batch import Batch
+from miles_core.errors import ConfigError
+from miles_embedded.model.call import active_context
+from miles_embedded.trainer.packing import Packing
+
+_KEY = "load_balance"
+
+
+class Balance:
+    """Watches the routers of a model while a context is open, and makes the loss when it is closed.
+
+    Args:
+        model: a mixture of experts; ConfigError when it has no routers.
+        coefficient: of the loss.
+    """
+
+    def __init__(self, model: nn.Module, coefficient: float) -> None:
+        self.coefficient = coefficient
+        found = routers(model)
+        if not found:
+            raise ConfigError(
+                f"--aux-loss-coef {coefficient}: {type(model).__name__} has no routed experts to balance; leave the flag out"
+            )
+        self._sigmoid = [hasattr(gate, "e_score_correction_bias") for gate, _ in found]
+        self._experts = [int(experts.num_experts) for _, experts in found]
+        for layer, (gate, experts) in enumerate(found):
+            gate.register_forward_hook(_recorder("logits", layer, lambda args, output: _first(output)))
+            experts.register_forward_hook(_recorder("chosen", layer, lambda args, output: args[1]))
+
+    def open(self, ctx: Context) -> None:
+        """Start recording for this context."""
+        ctx.state[_KEY] = {}
+
+    def close(self, ctx: Context, micro_batch: Batch, packing: Packing) -> dict[str, tuple[Tensor, Tensor]]:
+        """Stop recording (a recomputation records nothing) and return the loss as ``Output.aux`` wants it."""
+        seen: dict[tuple[str, int], Tensor] = ctx.state.pop(_KEY)
+        known = (packing.row_of >= 0).nonzero().flatten()
+        owner, rows = micro_batch.owner[known], packing.row_of[known]
+        sizes = torch.bincount(owner, minlength=len(micro_batch)).clamp(min=1)
+        trained = torch.zeros(len(micro_batch), device=owner.device)
+        trained.index_add_(0, micro_batch.owner, (micro_batch.mask != 0).float())
+        total = torch.zeros((), device=owner.device)
+        for layer, count in enumerate(self._experts):
+            logits, chosen = seen["logits", layer].float(), seen["chosen", layer]
+            scores = logits.sigmoid() if self._sigmoid[layer] else logits.softmax(-1)
+            if self._sigmoid[layer]:
+                scores = scores / scores.sum(-1, keepdim=True)
+            times = torch.zeros_like(scores).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=scores.dtype))
+            mean_score = _by_sample(scores, rows, owner, sizes)
+            frequency = _by_sample(times, rows, owner, sizes) * (count / chosen.shape[1])
+            total = total + (trained * (frequency * mean_score).sum(1)).sum()
+        return {"load_balance": (self.coefficient * total, trained.sum())}
+
+
+def routers(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """(router, experts) of every mixture-of-experts layer, in order. The router is the sibling of ``experts`` whose weight has one
+    row an expert; it returns its logits, alone or first."""
+    found = []
+    for module in model.modules():
+        experts = getattr(module, "experts", None)
+        count = getattr(experts, "num_experts", None)
+        if not isinstance(experts, nn.Module) or count is None:
+            continue
+        for child in module.children():
+            weight = getattr(child, "weight", None)
+            if child is not experts and isinstance(weight, Tensor) and weight.dim() == 2 and len(weight) == count:
+                found.append((child, experts))
+                break
+    return found
+
+
+def _by_sample(values: Tensor, rows: Tensor, owner: Tensor, sizes: Tensor) -> Tensor:
+    """Mean over each sample's rows; a shared row counts for every sample that has it."""
+    out = values.new_zeros(len(sizes), values.shape[1]).index_add(0, owner, values.index_select(0, rows))
+    return out / sizes.unsqueeze(1)
+
+
+def _first(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _recorder(what: str, layer: int, pick: Any) -> Any:
+    def record(module: nn.Module, args: tuple, output: Any) -> None:
+        ctx = active_context()
+        if ctx is not None and _KEY in ctx.state:
+            ctx.state[_KEY][what, layer] = pick(args, output)
+
+    return record

@@ -1,0 +1,75 @@
+"""How evenly a training step's tokens were spread over experts.
+
+The load of an expert is the number of tokens that chose it; a layer's imbalance is the largest load over the mean one: 1 when
+balanced, E / k when all tokens choose the same k of E experts. Loads are counted over the whole optimiser step, since a small
+micro-batch is uneven by chance, and a row that several samples share counts for each of them: how the step was split
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.contracts.trainer import Context
+from miles_embedded.model.call import active_context
+from miles_embedded.trainer.balance import routers
+from miles_embedded.trainer.packing import Packing
+
+_KEY = "expert_loads"
+
+
+class Loads:
+    """Counts the choices of a model's routers while a context is open; a dense model has none to count.
+
+    Args:
+        model: any causal language model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [experts for _, experts in routers(model)]
+        self._experts = [int(experts.num_experts) for experts in found]
+        self._counts: list[Tensor | None] = [None] * len(found)
+        for layer, experts in enumerate(found):
+            experts.register_forward_hook(self._recorder(layer))
+
+    def open(self, ctx: Context, packing: Packing) -> None:
+        """Start counting for this context."""
+        if self._experts:
+            rows = len(packing.rows)
+            row_of = torch.where(packing.row_of < 0, rows, packing.row_of)
+            # how many tokens each row serves; written without a choice that a GPU would have to wait for
+            ctx.state[_KEY] = row_of.new_zeros(rows + 1).scatter_add_(0, row_of, torch.ones_like(row_of))[:rows]
+
+    def close(self, ctx: Context) -> None:
+        """Stop counting, so that a recomputation counts nothing."""
+        ctx.state.pop(_KEY, None)
+
+    def take(self, sum: Callable[[Tensor], Tensor]) -> dict[str, tuple[float, float]]:
+        """The metric of everything counted since the last call, the layer that is worst; nothing when nothing was.
+
+        Args:
+            sum: over data-parallel ranks.
+        """
+        counts, self._counts = self._counts, [None] * len(self._experts)
+        worst = [sum(count).double() for count in counts if count is not None]
+        if not worst:
+            return {}
+        value = max(float(count.max() / count.mean()) for count in worst)
+        return {"expert_imbalance": (value, 1.0)}
+
+    def _recorder(self, layer: int) -> Any:
+        def record(experts: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+            ctx = active_context()
+            if ctx is None or _KEY not in ctx.state:
+                return
+            chosen, served = args[1], ctx.state[_KEY]
+            count = self._counts[layer]
+            if count is None:
+                count = self._counts[layer] = served.new_zeros(self._experts[layer])
+            count.scatter_add_(0, chosen.flatten(), served.repeat_interleave(chosen.shape[-1]))
+
+        return record

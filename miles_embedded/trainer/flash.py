@@ -1,0 +1,165 @@
+"""Flash attention over trunks and branches on a GPU, without padding and without a copy of the trunk a branch.
+
+Attention over two sets of keys is the mixture of attention over each, weighted by their sums of exponentials. So all segments attend
+to themselves in one variable-length call, branches to their trunks in a second one (siblings are neighbours: their rows are one
+sequence of queries), and the two are merged by their log-sum-exps. The backward pass needs no more than that: the kernel rebuilds the
+probabilities as exp(score - log-sum-exp), so given the merged output and log-sum-exp each call returns exactly its own
+keys' share of the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from miles_embedded.trainer.packing import Packing, spans
+
+#: The kernel's largest head dimension.
+_WIDEST = 256
+
+
+@dataclass
+class _Part:
+    """The arguments of one variable-length call: where queries and keys of each sequence end, and the longest of each."""
+
+    queries: Tensor
+    keys: Tensor
+    longest_query: int
+    longest_key: int
+    causal: bool
+
+
+class FlashPlan:
+    """What the calls need to know of a packing.
+
+    Attributes:
+        own: every segment with itself.
+        across: the branches of each trunk with the trunk; None without branches.
+        branch_rows: [B] physical rows of the branches, siblings together.
+        trunk_rows: [K] physical rows of the trunks that have branches.
+    """
+
+    def __init__(self, packing: Packing) -> None:
+        device = packing.rows.device
+        trunks, branches = packing.trunks, packing.branches
+        starts = np.concatenate([trunks.start, branches.start])
+        lengths = np.concatenate([trunks.length, branches.length])[np.argsort(starts)]
+        ends, longest = _ends(lengths, device), int(lengths.max())
+        self.own = _Part(ends, ends, longest, longest, causal=True)
+        self.across: _Part | None = None
+        if len(branches):
+            used, inverse = np.unique(branches.trunk, return_inverse=True)
+            queries = np.bincount(inverse, weights=branches.length).astype(np.int64)
+            keys = trunks.length[used]
+            self.branch_rows = torch.from_numpy(spans(branches.start, branches.length)).to(device)
+            self.trunk_rows = torch.from_numpy(spans(trunks.start[used], keys)).to(device)
+            self.across = _Part(
+                _ends(queries, device), _ends(keys, device), int(queries.max()), int(keys.max()), causal=False
+            )
+
+
+def takes(query: Tensor) -> bool:
+    """Whether the kernel runs here: half precision on a GPU that has it."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] <= _WIDEST
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> Tensor:
+    """q [rows, heads, dim], k [rows, kv heads, dim], v [rows, kv heads, width <= dim] -> [rows, heads, width]."""
+    width, dim = v.shape[-1], q.shape[-1]
+    # One width for all, a multiple of 8 (DeepSeek-V3 has 192 and 128); zeros change neither scores nor sums.
+    wide = -(-dim // 8) * 8
+    q, k, v = (pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x.contiguous() for x in (q, k, v))
+    return _Flash.apply(q, k, v, plan, scaling)[..., :width]
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> Tensor:
+        out, lse, *seeds = _forward(q, k, v, plan.own, scaling)
+        seeds_across: list[Tensor] = []
+        if plan.across is not None:
+            rows, trunk = plan.branch_rows, plan.trunk_rows
+            far, far_lse, *seeds_across = _forward(q[rows], k[trunk], v[trunk], plan.across, scaling)
+            near_lse = lse[:, rows]
+            both = torch.logaddexp(near_lse, far_lse)
+            near_part, far_part = ((x - both).exp().t().unsqueeze(-1) for x in (near_lse, far_lse))
+            out[rows] = (out[rows] * near_part + far * far_part).to(out.dtype)
+            lse[:, rows] = both
+        ctx.save_for_backward(q, k, v, out, lse, *seeds, *seeds_across)
+        ctx.plan, ctx.scaling = plan, scaling
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *seeds = ctx.saved_tensors
+        plan, grad = ctx.plan, grads[0].contiguous()
+        grad_q, grad_k, grad_v = _backward(grad, q, k, v, out, lse, plan.own, seeds[:2], ctx.scaling)
+        if plan.across is not None:
+            rows, trunk = plan.branch_rows, plan.trunk_rows
+            far_q, far_k, far_v = _backward(
+                grad[rows],
+                q[rows],
+                k[trunk],
+                v[trunk],
+                out[rows],
+                lse[:, rows].contiguous(),
+                plan.across,
+                seeds[2:],
+                ctx.scaling,
+            )
+            # Each row is once among these, so plain indexing adds exactly.
+            grad_q[rows] += far_q
+            grad_k[trunk] += far_k
+            grad_v[trunk] += far_v
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scaling: float) -> tuple[Tensor, ...]:
+    """(output [queries, heads, dim], log-sum-exp [heads, queries] float32, two tensors the backward wants back)."""
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, part.queries, part.keys, part.longest_query, part.longest_key, 0.0, part.causal, False, scale=scaling
+    )[:4]
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: _Part,
+    seeds: list[Tensor],
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        part.queries,
+        part.keys,
+        part.longest_query,
+        part.longest_key,
+        0.0,
+        part.causal,
+        *seeds,
+        scale=scaling,
+    )
+
+
+def _ends(lengths: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)).to(device)

@@ -1,0 +1,55 @@
+"""Dealing an optimiser step's samples into micro-batches."""
+
+from __future__ import annotations
+
+from miles_core.data.batch import Batch
+from miles_embedded.trainer.packing import row_counts
+
+
+def split(
+    batch: Batch, micro_batch_size: int | None = None, max_tokens: int | None = None, share: bool = True
+) -> list[list[int]]:
+    """Positions of the samples of each micro-batch; every sample is in exactly one.
+
+    Args:
+        batch: all samples of the step.
+        micro_batch_size: samples a micro-batch, in order; None for no limit.
+        max_tokens: computed tokens a micro-batch instead. A group stays together while it fits, so that its prompt is computed
+            once; a sample longer than the limit gets a micro-batch of its own.
+        share: whether prompts are shared, which decides what a sample costs.
+    """
+    everything = list(range(len(batch)))
+    if max_tokens is None:
+        size = micro_batch_size or max(len(batch), 1)
+        return [everything[i : i + size] for i in range(0, len(batch), size)]
+    pieces = [p for members, trunk, own in row_counts(batch, share) for p in _pieces(members, trunk, own, max_tokens)]
+    found = _fill(pieces, max_tokens)
+    idle = sorted(set(everything) - {i for samples in found for i in samples})
+    if idle:  # nobody trains on them, they cost nothing, but their results are asked for
+        found = [[*found[0], *idle], *found[1:]] if found else [idle]
+    return found
+
+
+def _pieces(members: list[int], trunk: int, own: list[int], limit: int) -> list[tuple[int, list[int]]]:
+    """A group cut into parts of at most ``limit`` rows, each paying for the trunk: (rows, samples)."""
+    pieces: list[tuple[int, list[int]]] = []
+    for sample, rows in zip(members, own, strict=True):
+        if pieces and pieces[-1][0] + rows <= limit:
+            cost, samples = pieces[-1]
+            pieces[-1] = (cost + rows, [*samples, sample])
+        else:
+            pieces.append((trunk + rows, [sample]))
+    return pieces
+
+
+def _fill(pieces: list[tuple[int, list[int]]], limit: int) -> list[list[int]]:
+    """First fit, largest first: few micro-batches, each in its samples' own order."""
+    bins: list[tuple[int, list[int]]] = []
+    for cost, samples in sorted(pieces, key=lambda p: (-p[0], p[1][0])):
+        for i, (used, held) in enumerate(bins):
+            if used + cost <= limit:
+                bins[i] = (used + cost, [*held, *samples])
+                break
+        else:
+            bins.append((cost, list(samples)))
+    return [sorted(samples) for _, samples in bins]

@@ -1,0 +1,333 @@
+"""The embedded trainer: a Transformers model in this process, packed micro-batches, AdamW.
+
+A micro-batch goes through the model as one row of tokens (``packing``), attention knows the tree (``attention``), only trained
+positions meet ``lm_head`` (``logprobs``). How samples are dealt into micro-batches changes the time and the memory of a step,
+never its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.contracts.emulation import Emulation
+from miles_core.contracts.trainer import Context, LossFunction, Output, Parts, Pass, Trainer
+from miles_core.data.batch import Batch, Ragged
+from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.unit import Unit
+from miles_core.errors import NonFiniteError
+from miles_core.precision.codec import Codec
+from miles_core.precision.format import Format
+from miles_core.precision.quantizer import FormatItself
+from miles_core.precision.select import TrainedPrecision
+from miles_core.precision.snapshot import Kept
+from miles_core.train.auxiliary import trained_tokens, with_auxiliary
+from miles_core.train.steps import step_count
+from miles_embedded.model import views as layout
+from miles_embedded.model.blame import first_in_step
+from miles_embedded.model.export import export_checkpoint
+from miles_embedded.model.load import backbone, build_model, decoder_layers, facts_of
+from miles_embedded.model.logprobs import scatter, token_log_probs
+from miles_embedded.quantized.linear import linear_shapes
+from miles_embedded.trainer import checkpoint as state
+from miles_embedded.trainer.attention import PackedCall
+from miles_embedded.trainer.balance import Balance
+from miles_embedded.trainer.emulate import emulating
+from miles_embedded.trainer.expert_loads import Loads
+from miles_embedded.trainer.optimizer import Optimizer, OptimizerConfig
+from miles_embedded.trainer.packing import Packing, pack
+from miles_embedded.trainer.split import split
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Attributes:
+    optimizer: see ``OptimizerConfig``.
+    temperature: of the rollout; log-probs are those of the distribution that was sampled.
+    micro_batch_size: samples a micro-batch.
+    max_tokens: computed tokens a micro-batch, instead of ``micro_batch_size``.
+    share_prompts: compute what the samples of a group start with once.
+    recompute: recompute the layers' activations in the backward pass.
+    aux_loss_coef: coefficient of the load-balancing loss; 0 is off.
+    entropy: give the loss the entropy at trained positions.
+    """
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    temperature: float = 1.0
+    micro_batch_size: int | None = 8
+    max_tokens: int | None = None
+    share_prompts: bool = True
+    recompute: bool = False
+    aux_loss_coef: float = 0.0
+    entropy: bool = False
+
+
+class EmbeddedTrainer(Trainer):
+    """See the module's paragraph.
+
+    Args:
+        model: prepared by ``miles_embedded.model.load``.
+        config: see ``TrainerConfig``.
+        reference: makes the reference model for ``kind="ref"`` when it is first asked for.
+        precision: of the models, where it may change.
+    """
+
+    capabilities = frozenset({"entropy", "sampling_support", "rebuild"})
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainerConfig,
+        reference: Callable[[], nn.Module] | None = None,
+        precision: TrainedPrecision | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.precision = precision
+        self.layers = tuple(range(len(decoder_layers(model))))
+        self.optimizer = Optimizer(model, config.optimizer)
+        self.balance = Balance(model, config.aux_loss_coef) if config.aux_loss_coef > 0 else None
+        self.loads = Loads(model)
+        self._make_reference = reference
+        self._reference: nn.Module | None = None
+        if config.recompute:
+            _recompute_layers(model)
+        #: further entries of ``Context.state``, for every pass
+        self.state: dict[str, Any] = {}
+        self.parts = Parts(self.forward, _no_loss, self.optimizer_step)
+
+    @property
+    def chunks(self) -> list[nn.Module]:
+        """One: the model."""
+        return [self.model]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def reference(self) -> nn.Module:
+        """The reference model, loaded now if it was not."""
+        if self._reference is None:
+            if self._make_reference is None:
+                raise RuntimeError("this trainer was built without a reference model")
+            self._reference = self._make_reference().to(self.device).requires_grad_(False).eval()
+        return self._reference
+
+    def forward(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
+        """Log-probs at trained positions; ``ctx.state`` may carry ``entropy`` (bool) to ask for the entropy."""
+        packing: Packing = ctx.state["packing"]
+        call = PackedCall(ctx, packing)
+        watch = self.balance if ctx.kind == "train" else None
+        if watch is not None:
+            watch.open(ctx)
+        if ctx.kind == "train":
+            self.loads.open(ctx, packing)
+        hidden = backbone(chunk)(
+            input_ids=micro_batch.tokens[ctx.rows].unsqueeze(0),
+            position_ids=packing.positions.unsqueeze(0),
+            use_cache=False,
+            call=call,
+        ).last_hidden_state[0]
+        self.loads.close(ctx)
+        aux = {} if watch is None else watch.close(ctx, micro_batch, packing)
+        return replace(self.predict(chunk, hidden, micro_batch, ctx), aux=aux)
+
+    def predict(self, model: nn.Module, hidden: Tensor, micro_batch: Batch, ctx: Context) -> Output:
+        """Final hidden states [rows, hidden] -> log-probs, and the entropy where ``ctx.state`` asks for it."""
+        packing: Packing = ctx.state["packing"]
+        support = micro_batch.columns.get(SAMPLING_SUPPORT.name)
+        assert support is None or isinstance(support, Ragged)
+        log_probs, entropy = token_log_probs(
+            model,
+            hidden.index_select(0, packing.sources),
+            micro_batch.tokens[packing.targets],
+            self.config.temperature,
+            None if support is None else support.select(packing.targets),
+            bool(ctx.state.get("entropy")),
+        )
+        length = len(micro_batch.tokens)
+        return Output(
+            log_probs=scatter(log_probs, packing.targets, length),
+            entropy=None if entropy is None else scatter(entropy, packing.targets, length),
+        )
+
+    def optimizer_step(self) -> dict[str, float]:
+        """See ``Trainer.optimizer_step``."""
+        return self.optimizer.step()
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
+        """See ``Trainer.log_probs``."""
+        chunk = self.reference if kind == "ref" else self.model
+        results = []
+        for samples in self._split(batch):
+            results.append((samples, self.parts.forward(chunk, *self._prepare(batch, samples, kind, entropy))))
+        return self._gathered(batch, results, ("log_probs", "entropy") if entropy else ("log_probs",))
+
+    def step(
+        self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
+    ) -> dict[str, tuple[float, float]]:
+        """See ``Trainer.step``."""
+        loss = loss or self.parts.loss
+        tokens = self.sum(trained_tokens(batch))
+        totals: dict[str, list[Tensor]] = {}
+        self.optimizer.zero_grad()
+        self.optimizer.fixed_lr = lr
+        for samples in self._split(batch):
+            micro_batch, ctx = self._prepare(batch, samples, "train", self.config.entropy)
+            output = self.parts.forward(self.model, micro_batch, ctx)
+            share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
+            if share.value.requires_grad:
+                share.value.backward()
+            self._note(totals, share.metrics | ctx.metrics)
+        try:
+            return self._metrics(totals)
+        except NonFiniteError as error:
+            found = first_in_step(self, batch, loss, tokens)
+            raise NonFiniteError(f"{found} found by computing the step again, because {error}") from error
+
+    def emulating(self, emulation: Emulation, codec: Codec, kept: Kept | None = None) -> AbstractContextManager[None]:
+        """See ``Trainer.emulating``."""
+        return emulating(self, emulation, codec, kept)
+
+    def rebuild(self, layout: dict[str, Any]) -> None:
+        """See ``Trainer.rebuild``."""
+        if self.precision is None:
+            raise RuntimeError("this trainer was built without a precision that can change")
+        self.precision.switch(layout["precision"])
+
+    def quantizer(self, format: Format) -> FormatItself:
+        """There is no other code here than the format's own."""
+        product = None if self.precision is None else self.precision.products.of(format, self.model)
+        return FormatItself(format, product, linear_shapes(self.model))
+
+    def model_facts(self) -> Mapping[str, Any]:
+        """See ``Trainer.model_facts``."""
+        return facts_of(self.model)
+
+    def reset_optimizer(self) -> None:
+        """See ``Trainer.reset_optimizer``."""
+        self.optimizer.reset()
+
+    def units(self, everywhere: bool = False) -> Iterator[Unit]:
+        """See ``Trainer.units``; one rank has everything. Views of the model's memory, changed by the next step."""
+        return layout.export(self.model)
+
+    def export(self, directory: Path, tokenizer: Any) -> None:
+        """See ``Trainer.export``."""
+        export_checkpoint(self.model, tokenizer, directory)
+
+    def save(self, directory: Path) -> None:
+        """See ``Trainer.save``."""
+        state.save(self.model, self.optimizer, Path(directory))
+
+    def load(self, directory: Path) -> None:
+        """See ``Trainer.load``; CheckpointError when ``directory`` holds another model."""
+        state.load(self.model, self.optimizer, Path(directory))
+
+    def _gathered(
+        self, batch: Batch, results: list[tuple[list[int], Output]], names: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        """The micro-batches' results in the batch's own order."""
+        home = batch.tokens.device
+        out = {}
+        for name in names:
+            parts = [getattr(output, name).to(home) for _, output in results]
+            out[name] = torch.zeros(len(batch.tokens), dtype=parts[0].dtype if parts else torch.float32, device=home)
+            for (samples, _), values in zip(results, parts, strict=True):
+                out[name][_flat(batch, samples)] = values
+        return out
+
+    def _note(self, totals: dict[str, list[Tensor]], pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+        for name, pair in pairs.items():
+            new = [torch.as_tensor(x, dtype=torch.float64).detach() for x in pair]
+            totals[name] = [a + b for a, b in zip(totals[name], new, strict=True)] if name in totals else new
+
+    def _metrics(self, totals: dict[str, list[Tensor]]) -> dict[str, tuple[float, float]]:
+        """Takes the optimiser step; the step's metrics with it."""
+        stepped = self.parts.optimizer_step()
+        metrics = {n: (float(a), float(b)) for n, (a, b) in totals.items()}
+        metrics |= {f"train/{name}": pair for name, pair in self.loads.take(self.sum).items()}
+        return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
+
+    def _split(self, batch: Batch) -> list[list[int]]:
+        return split(batch, self.config.micro_batch_size, self.config.max_tokens, self.config.share_prompts)
+
+    def _prepare(self, batch: Batch, samples: list[int], kind: Pass, entropy: bool) -> tuple[Batch, Context]:
+        micro_batch = batch if samples == list(range(len(batch))) else batch.select(samples)
+        packing = pack(micro_batch, self.config.share_prompts)
+        micro_batch = micro_batch.to(self.device)
+        packing = replace(
+            packing,
+            **{n: getattr(packing, n).to(self.device) for n in ("rows", "positions", "row_of", "sources", "targets")},
+        )
+        ctx = Context(kind, self.layers, packing.rows, recompute=self.config.recompute and kind == "train")
+        ctx.state.update(self.state, packing=packing, entropy=entropy)
+        return micro_batch, ctx
+
+
+def _flat(batch: Batch, samples: list[int]) -> Tensor:
+    """Flat positions of these samples' tokens, in their order."""
+    picked = torch.tensor(samples)
+    owner = torch.repeat_interleave(picked, batch.lengths.cpu()[picked])
+    lengths = batch.lengths.cpu()[picked]
+    within = torch.arange(len(owner)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    return (batch.starts.cpu()[owner] + within).to(batch.tokens.device)
+
+
+def _recompute_layers(model: nn.Module) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    # Transformers recomputes layers only in training mode. The layers alone are put there: their children, dropout
+    # among them, stay in evaluation mode, since a policy's log-probs must not be random.
+    for layer in decoder_layers(model):
+        layer.training = True
+
+
+def _no_loss(output: Output, micro_batch: Batch, ctx: Context) -> Any:
+    raise RuntimeError("no loss was bound to this trainer (see Trainer.bind)")
+
+
+def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
+    """The provider of ``--trainer embedded``."""
+    precision = TrainedPrecision(run, policy)
+
+    def build(role: str) -> nn.Module:
+        model = build_model(run, policy, role)
+        precision.add(model)
+        return model
+
+    return EmbeddedTrainer(build("train"), trainer_config(run.config), lambda: build("ref"), precision)
+
+
+def trainer_config(config: Any) -> TrainerConfig:
+    """From the run's configuration groups ``train`` and ``rollout``."""
+    train, rollout = config.train, config.rollout
+    steps = rollout.num_rollout * step_count(rollout.batch_size * rollout.n_samples_per_prompt, train)
+    return TrainerConfig(
+        optimizer=OptimizerConfig(
+            lr=train.lr,
+            schedule=train.lr_schedule,
+            warmup_steps=train.lr_warmup_iters,
+            decay_steps=train.lr_decay_iters or steps,
+            min_lr=train.min_lr,
+            weight_decay=train.weight_decay,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_eps,
+            clip_grad=train.clip_grad,
+        ),
+        temperature=rollout.temperature,
+        micro_batch_size=None if train.use_dynamic_batch_size else train.micro_batch_size,
+        max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
+        recompute=train.activation_checkpointing,
+        aux_loss_coef=train.aux_loss_coef,
+        entropy=config.algorithm.entropy_coef > 0,
+    )

@@ -1,0 +1,87 @@
+"""Log-probs in chunks, over a support, and after a family's own scaling of logits."""
+
+import pytest
+import torch
+from torch import nn
+
+from miles_core.data.batch import Ragged
+from miles_core.errors import CheckpointError
+from miles_embedded.model.logprobs import logits_of, token_log_probs
+
+
+class Head(nn.Module):
+    """A head on its own, and the largest number of rows it was given."""
+
+    def __init__(self, vocabulary=11, **settings):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lm_head = nn.Linear(6, vocabulary, bias=False, dtype=torch.float64)
+        self.config = type("Config", (), {"vocab_size": vocabulary, **settings})()
+        self.config.get_text_config = lambda: self.config
+        self.most = 0
+        self.lm_head.register_forward_pre_hook(lambda m, a: setattr(self, "most", max(self.most, len(a[0]))))
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+
+def inputs(rows=9):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(rows, 6, generator=generator, dtype=torch.float64).requires_grad_()
+    return hidden, torch.randint(0, 11, (rows,), generator=generator)
+
+
+def supports(tokens):
+    rows = [[int(t), (int(t) + 3) % 11, (int(t) + 5) % 11][: i % 4] for i, t in enumerate(tokens)]
+    offsets = torch.tensor([0, *torch.tensor([len(r) for r in rows]).cumsum(0).tolist()])
+    return Ragged(torch.tensor([i for r in rows for i in r], dtype=torch.int32), offsets), rows
+
+
+@pytest.mark.parametrize("with_support", [False, True])
+def test_chunks_bound_the_rows_and_change_nothing(with_support):
+    model, (hidden, tokens) = Head(), inputs()
+    support = supports(tokens)[0] if with_support else None
+    whole = token_log_probs(model, hidden, tokens, 0.7, support, entropy=True)
+    grads = torch.autograd.grad(whole[0].sum() + whole[1].square().sum(), [hidden, *model.parameters()])
+    model.most = 0
+    pieces = token_log_probs(model, hidden, tokens, 0.7, support, entropy=True, chunk_elements=2 * 11 + 5)
+    again = torch.autograd.grad(pieces[0].sum() + pieces[1].square().sum(), [hidden, *model.parameters()])
+    assert model.most == 2
+    for a, b in zip([*whole, *grads], [*pieces, *again], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_support_is_a_softmax_over_its_tokens():
+    model, (hidden, tokens) = Head(), inputs()
+    support, rows = supports(tokens)
+    found, entropy = token_log_probs(model, hidden, tokens, 0.7, support, entropy=True)
+    logits = model.lm_head(hidden) / 0.7
+    for i, ids in enumerate(rows):
+        ids = ids or list(range(11))
+        expected = logits[i, ids].log_softmax(0)
+        torch.testing.assert_close(found[i], expected[ids.index(int(tokens[i]))])
+        torch.testing.assert_close(entropy[i], -(expected.exp() * expected).sum())
+        assert len(ids) > 1 or found[i] == 0
+
+
+def test_no_gradient_leaves_the_support():
+    model, (hidden, tokens) = Head(), inputs()
+    support, rows = supports(tokens)
+    found, _ = token_log_probs(model, hidden, tokens, 1.0, support)
+    (grad,) = torch.autograd.grad(found[2] + found[3], [model.lm_head.weight])
+    outside = [i for i in range(11) if i not in rows[2] + rows[3]]
+    assert grad[outside].abs().max() == 0 and grad.abs().max() > 0
+
+
+def test_extreme_logits_stay_finite():
+    model, (hidden, tokens) = Head(), inputs()
+    support, _ = supports(tokens)
+    found, entropy = token_log_probs(model, hidden * 1e5, tokens, 1.0, support, entropy=True)
+    assert found.isfinite().all() and entropy.isfinite().all()
+
+
+def test_a_soft_cap_is_applied_and_unknown_scaling_refused():
+    model, (hidden, _) = Head(final_logit_softcapping=2.0), inputs()
+    torch.testing.assert_close(logits_of(model, hidden), torch.tanh(model.lm_head(hidden) / 2) * 2)
+    with pytest.raises(CheckpointError, match=r"logit_scale = 0\.5"):
+        logits_of(Head(logit_scale=0.5), hidden)

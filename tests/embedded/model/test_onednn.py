@@ -1,0 +1,64 @@
+"""Products by the faster library: the same numbers as torch's, to rounding, forward and backward."""
+
+import pytest
+import torch
+from torch import nn
+
+from miles_embedded.model import onednn as product
+
+needs_fast_path = pytest.mark.skipif(not product.available(), reason="this processor's MKL is the faster library")
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 100, 1965])
+@pytest.mark.parametrize(("left", "right"), [(False, False), (True, False), (False, True), (True, True)])
+def test_times_is_the_matrix_product(rows, left, right):
+    torch.manual_seed(rows)
+    a = torch.randn(48, rows).t() if left else torch.randn(rows, 48)
+    b = torch.randn(40, 48).t() if right else torch.randn(48, 40)
+    exact = a.double() @ b.double()
+    assert (product.times(a, b) - exact).abs().max() < 1e-4
+
+
+def test_padded_sizes_are_few_and_at_most_an_eighth_larger():
+    sizes = {n: product.padded(n) for n in range(1, 5000)}
+    assert all(n <= size <= n * 1.125 + 1 for n, size in sizes.items())
+    if product.available():
+        assert len({size for n, size in sizes.items() if n >= 1024}) <= 24
+        assert all(sizes[n] == n for n in range(1, 32))
+
+
+@needs_fast_path
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(70, 24), (1, 70, 24), (2, 64, 24), (5, 24)])
+def test_a_fast_linear_has_the_values_and_gradients_of_a_plain_one(bias, shape):
+    torch.manual_seed(0)
+    plain = nn.Linear(24, 16, bias=bias)
+    fast = nn.Sequential(nn.Linear(24, 16, bias=bias))
+    fast[0].load_state_dict(plain.state_dict())
+    product.use_fast_linear(fast)
+    assert isinstance(fast[0], product.Linear)
+    x, y = (torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_() for _ in range(2))
+    grad = torch.randn(*shape[:-1], 16)
+    plain(x).backward(grad)
+    fast(y).backward(grad)
+    torch.testing.assert_close(plain(x), fast(y), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-5)
+    for a, b in zip(plain.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_other_dtypes_stay_with_torch():
+    x = torch.randn(64, 8, dtype=torch.float64)
+    assert not product.takes(x, 64)
+    assert not product.takes(x.bfloat16(), 64)
+    assert torch.equal(product.times(x, x.t()), x @ x.t())
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "wide"),
+    [("AuthenticAMD", 26, True), ("AuthenticAMD", 25, False), ("GenuineIntel", 26, False), ("AuthenticAMD", 27, True)],
+)
+def test_onednn_is_chosen_by_the_width_of_the_processors_units(vendor, family, wide):
+    text = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
+    assert product.has_wide_units(text) is wide
+    assert not product.has_wide_units("processor\t: 0\n")

@@ -1,0 +1,195 @@
+import copy
+
+import pytest
+import torch
+
+from miles_core.contracts.trainer import Context
+from miles_core.errors import MilesError
+from miles_core.precision.codec import Codec
+from miles_core.precision.format import Format, Stored, store
+from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
+from miles_embedded.engine.attention import PromptCall
+from miles_embedded.model.load import decoder_layers, load_model
+from miles_embedded.model.views import Loader, export
+from miles_embedded.quantized.weights import install
+
+#: gpt-oss joins the experts of a layer in one tensor; test_joined_experts_same_bytes has it.
+QUANTISED = [family for family in FAMILIES if family != "gpt_oss"]
+
+
+class Rows(Format):
+    """int8 with one scale a row and a count of the weights it quantised."""
+
+    name = "rows"
+    tile = (1, 1 << 30)
+    error = 0.02
+
+    def __init__(self, skip=()):
+        self.skip, self.calls = skip, 0
+
+    def storage(self, shape):
+        return Stored("weight", torch.int8, shape), Stored("weight_scale", torch.float32, (shape[0], 1))
+
+    def quantize(self, weight, stats=None, out=None):
+        self.calls += 1
+        scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 7
+        return store({"weight": (weight.float() / scale).round().to(torch.int8), "weight_scale": scale}, out)
+
+    def dequantize(self, parts):
+        return parts["weight"].float() * parts["weight_scale"]
+
+    def config(self, unquantized):
+        return {"quant_method": "rows", "ignore": unquantized}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    return {family: tiny_checkpoint(family, directory / family) for family in QUANTISED}
+
+
+def run(model):
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
+    call = PromptCall(Context("train", (0, 1), torch.arange(9)), [9])
+    backbone = model.model(input_ids=tokens, position_ids=torch.arange(9)[None], use_cache=False, call=call)
+    return model.lm_head(backbone.last_hidden_state)
+
+
+def synced(model, codec):
+    """An engine's model after a weight sync, as FP32 or BF16 like the trainer's."""
+    engine = copy.deepcopy(model)
+    loader = Loader(engine)
+    for encoded in codec.encode(export(model)):
+        loader.put(encoded.name, codec.decode(encoded))
+    assert not loader.missing()
+    return engine
+
+
+@pytest.mark.parametrize("family", QUANTISED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trainer_computes_what_the_engine_computes(checkpoints, family, dtype):
+    model = load_model(checkpoints[family], dtype)
+    engine, plain = synced(model, Codec(Rows())), run(model)
+    quantizer = install(model, Codec(Rows()))
+    assert torch.equal(run(model), run(engine))
+    assert not torch.equal(run(model), plain)
+    engines = dict(engine.named_parameters())
+    for source in quantizer.sources:
+        assert torch.equal(quantizer.value(source), engines[source]), source
+
+
+def test_experts_are_quantised_apart_and_gate_apart_from_up(checkpoints):
+    model = load_model(checkpoints["qwen3_moe"], "float32")
+    quantizer = install(model, Codec(Rows(skip=("up_proj", "*.experts.2.*"))))
+    source = "model.layers.0.mlp.experts.gate_up_proj"
+    plain, value = quantizer.parameter(source), quantizer.value(source)
+    half = plain.shape[1] // 2
+    changed = (plain != value).flatten(2).any(2)
+    assert changed[[0, 1, 3], :half].all() and not changed[:, half:].any() and not changed[2].any()
+
+
+def test_everybody_outside_of_a_forward_sees_the_plain_parameters(checkpoints):
+    model = load_model(checkpoints["qwen3_moe"], "float32")
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    names = [n for n, _ in model.named_parameters()]
+    install(model, Codec(Rows()))
+    run(model).sum().backward()
+    assert [n for n, _ in model.named_parameters()] == names
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    linear = model.model.layers[0].self_attn.q_proj
+    assert linear.weight is dict(model.named_parameters())["model.layers.0.self_attn.q_proj.weight"]
+
+
+def test_the_backward_pass_is_straight_through(checkpoints):
+    model = load_model(checkpoints["qwen3_moe"], "float32")
+    engine = synced(model, Codec(Rows()))
+    install(model, Codec(Rows()))
+    run(model).square().mean().backward()
+    run(engine).square().mean().backward()
+    expected = dict(engine.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, expected[name].grad), name
+
+
+def test_recomputed_activations_see_the_same_weights(checkpoints):
+    gradients = []
+    for recompute in (False, True):
+        model = load_model(checkpoints["qwen3_moe"], "float32")
+        install(model, Codec(Rows()))
+        if recompute:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+            for layer in decoder_layers(model):
+                layer.training = True
+        run(model).square().mean().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    assert all(torch.equal(g, gradients[1][n]) for n, g in gradients[0].items())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_weight_is_quantised_once_an_optimiser_step(checkpoints, fused):
+    model, format = load_model(checkpoints["qwen3_moe"], "float32"), Rows()
+    install(model, Codec(format))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    outputs, calls = [], []
+    for _ in range(2):
+        for _ in range(3):
+            outputs.append(run(model))
+            outputs[-1].square().mean().backward()
+        calls.append(format.calls)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert calls[1] == 2 * calls[0]
+    assert torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[2], outputs[3])
+    assert torch.equal(run(model), run(synced(model, Codec(Rows()))))
+
+
+def test_loading_weights_is_noticed(checkpoints):
+    model = load_model(checkpoints["qwen3_moe"], "float32")
+    install(model, Codec(Rows()))
+    before = run(model)
+    loader = Loader(model)
+    for unit in export(copy.deepcopy(model)):
+        for name, tensor in unit.tensors.items():
+            loader.put(name, tensor * 1.5 if "q_proj" in name else tensor)
+    assert not torch.equal(run(model), before)
+
+
+def test_writing_through_data_needs_forget(checkpoints):
+    model = load_model(checkpoints["qwen3_moe"], "float32")
+    quantizer = install(model, Codec(Rows()))
+    run(model)
+    source = "model.layers.0.self_attn.q_proj.weight"
+    quantizer.parameter(source).data.mul_(2)
+    stale = quantizer.value(source).clone()
+    quantizer.forget()
+    assert torch.equal(quantizer.value(source), 2 * stale)
+
+
+def test_a_copy_of_the_model_quantises_its_own_weights(checkpoints):
+    model = load_model(checkpoints["qwen3_moe"], "float32")
+    install(model, Codec(Rows()))
+    before = run(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    assert not torch.equal(run(twin), before) and torch.equal(run(model), before)
+
+
+def test_without_gradient_nothing_is_recorded(checkpoints):
+    model = load_model(checkpoints["qwen3_moe"], "float32")
+    install(model, Codec(Rows()))
+    with torch.no_grad():
+        assert not run(model).requires_grad
+    model.requires_grad_(False)
+    assert not run(model).requires_grad
+
+
+def test_a_weight_that_went_wrong_stops_the_forward_by_name(checkpoints):
+    model = load_model(checkpoints["qwen3_moe"], "float32")
+    install(model, Codec(Rows()))
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[2, 0, 0] = float("nan")
+    with pytest.raises(MilesError, match=r"layers\.1\.mlp\.experts\.2\.down_proj\.weight holds 1 values"):
+        run(model)
+    assert "weight" not in model.model.layers[1].self_attn.q_proj.__dict__

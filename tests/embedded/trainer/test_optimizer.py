@@ -1,0 +1,106 @@
+"""The optimiser: schedule, decay groups, clipping, masters."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from miles_core.errors import MilesError
+from miles_embedded.trainer.optimizer import Optimizer, OptimizerConfig, learning_rate
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3, bias=False)).to(dtype)
+
+
+def backward(net, scale=1.0):
+    (net(torch.ones(2, 4, dtype=next(net.parameters()).dtype)) * scale).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
+        ("cosine", [0.5, 1.0, 1.0, 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2, 0.55, None]),
+    ],
+)
+def test_schedules(schedule, expected):
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, decay_steps=6, min_lr=0.1)
+    for step, rate in enumerate(expected):
+        if rate is not None:
+            assert learning_rate(config, step) == pytest.approx(rate)
+    if schedule != "constant":
+        assert learning_rate(config, 6) == learning_rate(config, 100) == pytest.approx(0.1)
+
+
+def test_only_matrices_decay():
+    net = model()
+    optimizer = Optimizer(net, OptimizerConfig(lr=0.1, weight_decay=0.5))
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    optimizer.step()
+    for name, parameter in net.named_parameters():
+        factor = 0.95 if parameter.dim() > 1 else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+def test_the_norm_is_clipped_before_the_moments():
+    net = model()
+    optimizer = Optimizer(net, OptimizerConfig(clip_grad=0.5, betas=(0.0, 0.0)))
+    backward(net, 100.0)
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in net.parameters()))
+    assert optimizer.step()["grad_norm"] == pytest.approx(norm) and norm > 0.5
+    moments = [t for n, t in optimizer.tensors().items() if n.startswith("exp_avg.")]
+    assert math.sqrt(sum(float(m.square().sum()) for m in moments)) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_no_clipping_when_switched_off():
+    net = model()
+    optimizer = Optimizer(net, OptimizerConfig(clip_grad=0.0, betas=(0.0, 0.0)))
+    backward(net, 100.0)
+    norm = optimizer.step()["grad_norm"]
+    moments = [t for n, t in optimizer.tensors().items() if n.startswith("exp_avg.")]
+    assert math.sqrt(sum(float(m.square().sum()) for m in moments)) == pytest.approx(norm, rel=1e-4)
+
+
+def test_the_first_bad_parameter_is_named():
+    net = model()
+    optimizer = Optimizer(net, OptimizerConfig())
+    backward(net)
+    net[1].weight.grad[2] = math.inf
+    with pytest.raises(MilesError, match=r"step 1 is (inf|nan), first in 1\.weight \(1 of 5"):
+        optimizer.step()
+    assert optimizer.step_number == 0 and not any(n.startswith("exp_avg") for n in optimizer.tensors())
+
+
+def test_small_gradients_of_a_bfloat16_copy_add_up():
+    net = model(torch.bfloat16)
+    optimizer = Optimizer(net, OptimizerConfig(clip_grad=0.0))
+    (net[2].weight * 1.0).sum().backward()
+    for _ in range(64):  # 1 + 64 * 2^-9: each addition alone is lost in bfloat16
+        (net[2].weight * 2**-9).sum().backward()
+    assert net[2].weight.grad is None
+    torch.testing.assert_close(optimizer.masters["2.weight"].grad, torch.full((3, 5), 1.125))
+
+
+def test_a_fixed_rate_leaves_the_schedule_where_it_is():
+    net = model()
+    optimizer = Optimizer(net, OptimizerConfig(lr=1.0, schedule="linear", decay_steps=4))
+    optimizer.fixed_lr = 0.25
+    backward(net)
+    assert optimizer.step()["lr"] == 0.25
+    optimizer.fixed_lr = None
+    backward(net)
+    assert optimizer.step()["lr"] == 1.0
+    backward(net)
+    assert optimizer.step()["lr"] == 0.75
+
+
+def test_frozen_parameters_are_left_out():
+    net = model()
+    net[0].requires_grad_(False)
+    assert set(Optimizer(net, OptimizerConfig()).masters) == {"1.weight", "1.bias", "2.weight"}
