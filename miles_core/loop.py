@@ -6,99 +6,93 @@ one here, so a step's samples always come from the weights of the step before. `
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable
+from pathlib import Path
 
-from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts
 from miles_core.mismatch.at_sync import verify
-from miles_core.observe.hints import for_error
-from miles_core.plugin.load import compose
-from miles_core.precision.schedule import follow
 from miles_core.rollout.collect import Group, Interrupted
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.summary import rollout_metrics
-from miles_core.run.run import Run
+from miles_core.run.checkpoints import RunCheckpoints
+from miles_core.run.log import RunLog
+from miles_core.run.parts import Inputs, Rollout, built, told
 from miles_core.run.warm_start import warm_start
-from miles_core.train.steps import optimiser_steps
-
-log = logging.getLogger(__name__)
-
-Rollout = Callable[[int], Awaitable[list[Group]]]
+from miles_core.sync.precision import switch_when_due
 
 
-async def train(run: Run) -> None:
-    """Run until ``--num-rollout`` steps are complete or the user asks to stop."""
-    error: BaseException | None = None
-    try:
-        run.hooks.on("on_start", run=run)
-        await run.build()
-        if not await run.resume():
-            await warm_start(run)
-        for policy in run.policies:
-            await sync(run, policy)
-        rollout = compose(run.collector().rollout, run.hooks.chain("wrap_rollout", run=run))
-        evaluator = run.evaluator()
-        if run.step == 0 and (found := await evaluate(run, evaluator)):
-            run.record(0, found)
-        run.clock.metrics()  # building the parts is no step's time
-        while run.step < run.config.rollout.num_rollout and not run.stop_requested:
-            try:
-                await step(run, rollout, evaluator)
-            except Interrupted:
-                run.roll_back()
-        await run.finish()
-    except Interrupted:
-        log.info("stopped before the first step: nothing was trained that could be kept")
-    except BaseException as caught:
-        error = caught
-        if hint := for_error(caught):
-            log.error("%s", hint)
-        raise
-    finally:
-        run.hooks.on("on_stop", run=run, error=error)
-        await run.close()
+async def train(run: Run, log: RunLog, resume_from: Path | None = None) -> list[PolicyParts]:
+    """Run until ``--num-rollout`` steps are complete or the user asks to stop; returns what was built, released."""
+    parts: list[PolicyParts] = []
+    with told(run):  # on_start ... on_stop
+        inputs = Inputs(run)
+        async with built(run) as parts:
+            checkpoints = RunCheckpoints(run, parts, inputs.prompts, resume_from)
+            if not await checkpoints.resume():
+                await warm_start(run, parts, log)
+            for each in parts:
+                await sync(run, each)
+            rollout = inputs.rollout(run, log, parts)
+            evaluator = inputs.evaluator(run, log, parts)
+            if run.step == 0 and (found := await evaluate(run, evaluator)):
+                log.record(0, found)
+            run.clock.metrics()  # building the parts is no step's time
+            while run.step < run.config.rollout.num_rollout and not run.stop_requested:
+                try:
+                    groups, metrics = await step(run, log, parts, rollout, evaluator)
+                except Interrupted:
+                    checkpoints.roll_back()
+                else:
+                    log.record(run.step, metrics)
+                    log.example(run.step, groups[0][0])
+                    await checkpoints.commit()
+            await checkpoints.finish()
+    return parts
 
 
-async def step(run: Run, rollout: Rollout, evaluator: Evaluator | None) -> None:
-    """One step, complete or not at all: an interrupted rollout leaves nothing behind."""
+async def step(
+    run: Run, log: RunLog, parts: list[PolicyParts], rollout: Rollout, evaluator: Evaluator
+) -> tuple[list[Group], dict[str, float]]:
+    """One step, complete or not at all: an interrupted rollout leaves nothing behind. Returns its groups and metrics."""
     metrics: dict[str, float] = {}
-    with run.profiler.step(run.step), run.clock.phase("other"):
+    with log.step(run):
         with run.clock.phase("rollout"):
             options = run.config.rollout
-            run.progress.phase("rollout", total=options.batch_size * options.n_samples_per_prompt)
+            log.progress.phase("rollout", total=options.batch_size * options.n_samples_per_prompt)
             groups = await rollout(run.step)
         metrics |= rollout_metrics(run, groups)
-        for policy in run.policies:
-            run.progress.phase("train")
-            samples = policy.own(groups)
-            metrics |= run.named(policy, await policy.learner.learn(samples))
-            policy.trained += optimiser_steps(samples, run.config.train)[1]
-            run.progress.phase("sync")
+        log.progress.phase("train")
+        for each in parts:
+            learned = await each.learner.learn(each.policy.own(groups))
+            metrics |= run.named(each.policy, learned.metrics)
+            each.policy.trained += learned.steps
         run.step += 1
-        for policy in run.policies:
-            metrics |= run.named(policy, await sync(run, policy))
+        log.progress.phase("sync")
+        for each in parts:
+            metrics |= run.named(each.policy, await sync(run, each))
     metrics |= run.clock.metrics()
     metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
     metrics |= await evaluate(run, evaluator)
     run.hooks.on("on_step", run=run, metrics=metrics)
-    await run.complete_step(groups, metrics)
+    return groups, metrics
 
 
-async def sync(run: Run, policy: Policy) -> dict[str, float]:
+async def sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     """Give the engine the learner's weights as version ``run.step``, in the precision that is due."""
+    policy = parts.policy
     with run.clock.phase("sync"):
-        await follow(run, policy)
-        report = await policy.learner.push(run.step)
+        await switch_when_due(run, parts)
+        report = await parts.learner.push(run.step)
     policy.version = report.version
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
     metrics = {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
-    return metrics | await verify(run, policy)
+    return metrics | await verify(run, parts)
 
 
-async def evaluate(run: Run, evaluator: Evaluator | None) -> dict[str, float]:
+async def evaluate(run: Run, evaluator: Evaluator) -> dict[str, float]:
     """Score the held-out prompts every ``--eval-interval`` steps, before the first and after the last."""
     interval = run.config.evaluation.interval
-    if evaluator is None or not interval or run.stop_requested:
+    if not evaluator.sets or not interval or run.stop_requested:
         return {}
     if run.step % interval and run.step < run.config.rollout.num_rollout:
         return {}

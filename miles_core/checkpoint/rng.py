@@ -61,15 +61,3 @@ def get_rng(store: Store, name: str = "rng", generators: Mapping[str, torch.Gene
         if f"generator.{key}" not in tensors:
             raise CheckpointError(f"the checkpoint's entry {name!r} has no state of the random generator {key!r}")
         generator.set_state(tensors[f"generator.{key}"])
-
-
-
-
-
-
-
-
-
-
-
-

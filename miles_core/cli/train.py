@@ -36,4 +36,4 @@ def run(argv: Sequence[str]) -> int:
             raise ConfigError(f"miles train needs {flag}; miles demo makes a small model and prompts of its own")
     from miles_core.run.launch import launch
 
-    return 130 if launch(config, plan, catalogue).stop_requested else 0
+    return 130 if launch(config, plan, catalogue).run.stop_requested else 0

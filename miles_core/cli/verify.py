@@ -37,17 +37,24 @@ def run(argv: Sequence[str]) -> int:
     import asyncio
 
     from miles_core.checkpoint.directory import checkpoint_step, locate_checkpoint
-    from miles_core.mismatch.command import check
+    from miles_core.mismatch.command import Verification, check
     from miles_core.mismatch.page import tables, verdict, write_page
     from miles_core.observe import log as logs
     from miles_core.run.launch import make_run
+    from miles_core.run.parts import built, told
 
     logs.configure(config.run.log_level if config.chosen("log_level") else "warning")
     directory = output_directory(config)
     resume = locate_checkpoint(config.run.load, json.loads(plan.to_json())) if config.run.load else None
-    made_run = make_run(config, plan, catalogue, directory, resume)
+    made_run = make_run(config, plan, catalogue, directory)
     made_run.step = checkpoint_step(resume) if resume else 0
-    found = asyncio.run(check(made_run, options.budget))
+
+    async def verified() -> list[Verification]:
+        with told(made_run):
+            async with built(made_run) as parts:
+                return await check(made_run, parts, resume, options.budget)
+
+    found = asyncio.run(verified())
     page = write_page(directory, found, directory.name, shlex.join(["miles", "verify", *argv]))
     if options.json:
         print(json.dumps({"ok": all(f.ok for f in found), "page": str(page), "policies": [f.to_dict() for f in found]}))

@@ -19,7 +19,7 @@ class Emulation:
         encoded: compute with the weights as a sync would deliver them now: encoded in the rollout's number format and
             decoded again.
         held: an engine in this process; compute with the weights it really holds (and not with ``encoded``).
-        kept: compute with the weights that ``LearnerHandle.keep`` put aside (and not with ``encoded``).
+        snapshot: compute with the weights that ``LearnerHandle.take_snapshot`` put aside (and not with ``encoded``).
         through: the same engine; compute through its modules, so that whatever they do beside holding weights counts.
         emulated_products: with ``through``: emulate the products that the engine computes natively.
         activations: round the inputs of quantised layers as the rollout's number format does.
@@ -28,7 +28,7 @@ class Emulation:
 
     encoded: bool = False
     held: Any = None
-    kept: bool = False
+    snapshot: bool = False
     through: Any = None
     emulated_products: bool = False
     activations: bool = False

@@ -8,7 +8,7 @@ runtime makes both, and the driver does not know how far away they are. ``inline
   that came as JSON; the driver compares the digests with ``same_plan``.
 - The handle sends each call to all ranks. ``learn`` and ``supervise`` divide samples by whole groups over data-parallel
   ranks, the same share for all ranks of one model replica, and add up the (sum, weight) pairs of one rank a replica.
-- ``policy.engine`` is an ``Engine`` in front of actors that hold one engine each: ``generate`` picks one (a group stays
+- The engine of a policy is an ``Engine`` in front of actors that hold one engine each: ``generate`` picks one (a group stays
   together), every other call goes to all of them.
 - Weights never pass through the driver: ``push`` runs export, encoding and transport inside the ranks. A rank's
   transport gets the same kind of engine front, to tell the engines to receive.
@@ -18,28 +18,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
+from miles_core.contracts.engine import Engine
+from miles_core.contracts.policy import Policy
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
-
-if TYPE_CHECKING:
-    from miles_core.contracts.policy import Policy
-    from miles_core.precision.schedule import Precisions
-
+from miles_core.precision.quantizer import SideParity
+from miles_core.precision.schedule import Precisions
 
 Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What training on one rollout did: its metrics, and how many optimiser steps it made."""
+
+    metrics: Metrics
+    steps: int
 
 
 class LearnerHandle(ABC):
     """What the driver asks of one policy's trainer, all ranks of it. Metrics are means over tokens and ranks."""
 
     @abstractmethod
-    async def learn(self, samples: Sequence[Sample]) -> Metrics:
+    async def learn(self, samples: Sequence[Sample]) -> Learned:
         """Train on one rollout (whole groups)."""
 
     @abstractmethod
@@ -56,12 +63,12 @@ class LearnerHandle(ABC):
         mask is 0; computed like those of a training step (pass ``verify``), or as ``emulation`` says. Fields that the
         samples carry take part, as in training; ones that they do not carry are not missed."""
 
-    #: the version that ``keep`` put aside last
-    kept_version: int | None = None
+    #: the version that ``take_snapshot`` put aside last
+    snapshot_version: int | None = None
 
     @abstractmethod
-    async def keep(self, version: int) -> None:
-        """Put a copy of the weights aside, as ``push`` would send them now, for passes with ``Emulation.kept``: one copy
+    async def take_snapshot(self, version: int) -> None:
+        """Put a copy of the weights aside, as ``push`` would send them now, for passes with ``Emulation.snapshot``: one copy
         in host memory, which replaces the last. ``version``: what the engine calls them (-1 before the first sync)."""
 
     @abstractmethod
@@ -85,12 +92,31 @@ class LearnerHandle(ABC):
         """Write a Hugging Face checkpoint."""
 
 
+@dataclass(eq=False)
+class PolicyParts:
+    """What one policy is made of, on the driver.
+
+    Attributes:
+        policy: whose they are.
+        learner: its trainer, all ranks of it.
+        engine: where its requests go.
+        precisions: what the two sides compute in now.
+        parity: how each side with a number format quantises, measured when it was built.
+    """
+
+    policy: Policy
+    learner: LearnerHandle
+    engine: Engine
+    precisions: Precisions
+    parity: Sequence[SideParity] = ()
+
+
 class Runtime(ABC):
     """Builds the parts of each policy and releases them."""
 
     @abstractmethod
-    async def build(self, policy: Policy) -> None:
-        """Set ``policy.learner`` and ``policy.engine``, the engine started but without weights of this run."""
+    async def build(self, policy: Policy) -> PolicyParts:
+        """Learner and engine of a policy, the engine started but without weights of this run."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from miles_core.precision.codec import Codec
     from miles_core.precision.format import Format
     from miles_core.precision.quantizer import Quantizer
-    from miles_core.precision.snapshot import Kept
+    from miles_core.precision.snapshot import Snapshot
 
 Pass = Literal["old", "ref", "train", "verify", "rollout"]
 
@@ -175,9 +175,11 @@ class Trainer(ABC):
     def export(self, directory: Path, tokenizer: Any) -> None:
         """Write a Hugging Face checkpoint with the tokenizer."""
 
-    def emulating(self, emulation: Emulation, codec: Codec, kept: Kept | None = None) -> AbstractContextManager[None]:
+    def emulating(
+        self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
+    ) -> AbstractContextManager[None]:
         """While this is open, ``log_probs`` of the policy computes as ``emulation`` says; ``codec`` is the rollout's and
-        ``kept`` the weights of its switch of that name. MilesError names a switch that this backend does not have."""
+        ``snapshot`` the weights of its switch of that name. MilesError names a switch that this backend does not have."""
         if emulation == AS_TRAINED:
             return nullcontext()
         raise MilesError(f"{type(self).__name__} cannot compute as the engine does")

@@ -29,7 +29,8 @@ from miles_core.stash import StashKey
 
 if TYPE_CHECKING:
     from miles_core.contracts.policy import Policy
-    from miles_core.run.run import Run
+    from miles_core.contracts.run import Run
+    from miles_core.contracts.runtime import PolicyParts
 
 log = logging.getLogger(__name__)
 
@@ -58,41 +59,40 @@ _PROMPTS = StashKey[Sequence[Sequence[int]]]()
 _EARLIER = StashKey[dict[str, Earlier]]()
 
 
-async def verify(run: Run, policy: Policy) -> dict[str, float]:
-    """Check the weights that ``policy.version`` names; returns metrics, nothing without ``--verify-logprobs``.
+async def verify(run: Run, parts: PolicyParts) -> dict[str, float]:
+    """Check the weights that were synced last; returns metrics, nothing without ``--verify-logprobs``.
 
     Raises:
-        MismatchError: see the class.
+        MismatchError: the engine serves other weights, or the two sides disagree by more than the tolerance.
     """
-    options = run.config.run
+    options, policy = run.config.run, parts.policy
     if not options.verify_logprobs:
         return {}
-    check_version(policy)
+    check_version(parts)
     if _PROMPTS not in run.stash:
         run.stash[_PROMPTS] = probe_prompts(run)
     earlier = run.stash.setdefault(_EARLIER, {})
     last = earlier.get(policy.name)
-    moved = None if last is None else await movement(run, policy, last)
-    samples = await probe(run, policy, run.stash[_PROMPTS], key=policy.version * len(run.stash[_PROMPTS]))
+    moved = None if last is None else await movement(run, parts, last)
+    samples = await probe(run, parts.engine, run.stash[_PROMPTS], key=policy.version * len(run.stash[_PROMPTS]))
     check_versions_of(samples, policy)
-    gap = measure(_engine(samples), await policy.learner.log_probs(samples), samples, run.tokenizer.decode)
+    gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.tokenizer.decode)
     if gap.mean_abs > options.verify_logprobs_tolerance:
-        raise MismatchError(await _sentence(run, policy, gap, options.verify_logprobs_tolerance), gap)
+        raise MismatchError(await _sentence(run, parts, gap, options.verify_logprobs_tolerance), gap)
     if last is None:
-        await write_budget(run, policy)
+        await write_budget(run, parts)
     alone = [bare(s) for s in samples]
     earlier[policy.name] = Earlier(
-        alone, await policy.learner.log_probs(alone), await score(run, policy, alone), policy.precisions
+        alone, await parts.learner.log_probs(alone), await score(run, parts, alone), parts.precisions
     )
-    if not in_this_process(policy.engine):  # else the engine is asked for its weights
-        await policy.learner.keep(policy.version)
+    if not in_this_process(parts.engine):  # else the engine is asked for its weights
+        await parts.learner.take_snapshot(policy.version)
     return gap.metrics("verify") | ({} if moved is None else {"verify/moved": moved})
 
 
-def check_version(policy: Policy) -> None:
+def check_version(parts: PolicyParts) -> None:
     """The engine must report the version that was synced."""
-    engine = policy.engine
-    assert engine is not None
+    engine, policy = parts.engine, parts.policy
     if engine.version != policy.version:
         raise MismatchError(
             f"stale weights: the engine serves version {engine.version} although version {policy.version} was synced; "
@@ -111,10 +111,9 @@ def check_versions_of(samples: Sequence[Sample], policy: Policy) -> None:
             )
 
 
-async def score(run: Run, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray] | None:
+async def score(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> list[np.ndarray] | None:
     """The engine's log-probabilities of the samples' response tokens over the whole vocabulary; None when it cannot."""
-    engine, temperature = policy.engine, run.config.rollout.temperature
-    assert engine is not None
+    engine, temperature = parts.engine, run.config.rollout.temperature
     needed = {"score"} if temperature == 1 else {"score", "score_temperature"}
     if not needed <= engine.capabilities:
         return None
@@ -122,7 +121,7 @@ async def score(run: Run, policy: Policy, samples: Sequence[Sample]) -> list[np.
     return [f[s.prompt_length - 1 :] for f, s in zip(found, samples, strict=True)]
 
 
-async def movement(run: Run, policy: Policy, last: Earlier) -> float | None:
+async def movement(run: Run, parts: PolicyParts, last: Earlier) -> float | None:
     """How far along the trainer's movement since ``last`` the engine moved: near 1 when it serves the update.
 
     None where the engine cannot score, the step was too small to see, or a side changed its number format meanwhile.
@@ -130,12 +129,13 @@ async def movement(run: Run, policy: Policy, last: Earlier) -> float | None:
     Raises:
         MismatchError: it did not move, or too little of the way.
     """
-    if policy.precisions != last.formats:
+    if parts.precisions != last.formats:
         return None
-    engine = await score(run, policy, last.samples)
+    policy = parts.policy
+    engine = await score(run, parts, last.samples)
     if engine is None or last.engine is None:
         return None
-    now = await policy.learner.log_probs(last.samples)
+    now = await parts.learner.log_probs(last.samples)
     step = _difference(now, last.trainer)
     size, mismatch = _rms(step), _rms(_difference(last.engine, last.trainer))
     if size < _SMALLEST or size < _VISIBLE * mismatch:
@@ -154,21 +154,21 @@ async def movement(run: Run, policy: Policy, last: Earlier) -> float | None:
     return moved if error < KNOWN else None
 
 
-async def write_budget(run: Run, policy: Policy) -> None:
+async def write_budget(run: Run, parts: PolicyParts) -> None:
     """Measure the budget and keep it in the run directory for the report."""
-    samples = await probe(run, policy, run.stash[_PROMPTS], support=True)
-    found = await budget(run, policy, samples)
-    content = {"policy": policy.name, "version": policy.version, **found.to_dict()}
+    samples = await probe(run, parts.engine, run.stash[_PROMPTS], support=True)
+    found = await budget(run, parts, samples)
+    content = {"policy": parts.policy.name, "version": parts.policy.version, **found.to_dict()}
     (run.directory / BUDGET_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-async def _sentence(run: Run, policy: Policy, gap: Gap, tolerance: float) -> str:
-    found = await budget(run, policy, await probe(run, policy, run.stash[_PROMPTS], support=True))
+async def _sentence(run: Run, parts: PolicyParts, gap: Gap, tolerance: float) -> str:
+    found = await budget(run, parts, await probe(run, parts.engine, run.stash[_PROMPTS], support=True))
     causes = ", ".join(f"{c.name} {c.share:.0%}" for c in found.ordered()[:3])
     worst = "\n  ".join(map(str, gap.worst[:4]))
     return (
         f"engine and trainer disagree by {gap.mean_abs:.3g} nats a token (mean |delta log p| over {gap.tokens} tokens, "
-        f"largest {gap.max_abs:.3g}) at weight version {policy.version}, beyond --verify-logprobs-tolerance "
+        f"largest {gap.max_abs:.3g}) at weight version {parts.policy.version}, beyond --verify-logprobs-tolerance "
         f"{tolerance:g}; by cause: {causes} (miles verify --budget shows more). The worst tokens:\n  {worst}"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from miles_core.mismatch.parity import SideParity
 from miles_core.mismatch.probe import bare, probe, probe_prompts
 
 if TYPE_CHECKING:
-    from miles_core.contracts.policy import Policy
-    from miles_core.run.run import Run
+    from miles_core.contracts.run import Run
+    from miles_core.contracts.runtime import PolicyParts
 
 
 @dataclass(frozen=True)
@@ -61,53 +62,50 @@ class Verification:
         }
 
 
-async def check(run: Run, with_budget: bool = False) -> list[Verification]:
-    """Verify every policy of a run that was not built yet; the run is closed again.
+async def check(
+    run: Run, parts: Sequence[PolicyParts], resume_from: Path | None = None, with_budget: bool = False
+) -> list[Verification]:
+    """Verify every policy of a run whose parts were just built.
 
-    A checkpoint given with ``--load`` is read first.
+    Args:
+        run, parts: see ``run.parts.built``.
+        resume_from: a checkpoint to read first.
+        with_budget: divide the gap among its causes.
     """
-    error: BaseException | None = None
-    run.hooks.on("on_start", run=run)
-    try:
-        await run.build_policies()
-        prompts = probe_prompts(run)
-        found = []
-        for policy in run.policies:
-            if run.resume_from is not None:
-                if with_budget and not in_this_process(policy.engine):
-                    await policy.learner.keep(-1)  # what the engine was started with
-                await policy.learner.load(run.resume_from / policy.name)
-            policy.version = (await policy.learner.push(run.step)).version
-            run.hooks.on("on_weights_synced", run=run, policy=policy, version=policy.version)
-            found.append(await check_policy(run, policy, prompts, with_budget))
-        return found
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        run.hooks.on("on_stop", run=run, error=error)
-        await run.close()
+    prompts = probe_prompts(run)
+    found = []
+    for each in parts:
+        policy = each.policy
+        if resume_from is not None:
+            if with_budget and not in_this_process(each.engine):
+                await each.learner.take_snapshot(-1)  # what the engine was started with
+            await each.learner.load(resume_from / policy.name)
+        policy.version = (await each.learner.push(run.step)).version
+        run.hooks.on("on_weights_synced", run=run, policy=policy, version=policy.version)
+        found.append(await check_policy(run, each, prompts, with_budget))
+    return found
 
 
 async def check_policy(
-    run: Run, policy: Policy, prompts: Sequence[Sequence[int]], with_budget: bool = False
+    run: Run, parts: PolicyParts, prompts: Sequence[Sequence[int]], with_budget: bool = False
 ) -> Verification:
-    """Hold the engine of ``policy`` against its trainer; both are built and synced."""
-    check_version(policy)
-    samples = await probe(run, policy, prompts)
+    """Hold the engine of a policy against its trainer; both are built and synced."""
+    policy = parts.policy
+    check_version(parts)
+    samples = await probe(run, parts.engine, prompts)
     check_versions_of(samples, policy)
     engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
-    trainer = await policy.learner.log_probs(samples)
+    trainer = await parts.learner.log_probs(samples)
     alone = [bare(s) for s in samples]
-    scored = None if any(s.fields.get("sampling_support") for s in samples) else await score(run, policy, alone)
+    scored = None if any(s.fields.get("sampling_support") for s in samples) else await score(run, parts, alone)
     return Verification(
         policy=policy.name,
         tolerance=run.config.run.verify_logprobs_tolerance,
         gap=measure(engine, trainer, samples, run.tokenizer.decode),
         decoding=None if scored is None else measure(engine, scored, samples),
-        budget=await budget(run, policy, await probe(run, policy, prompts, support=True)) if with_budget else None,
+        budget=await budget(run, parts, await probe(run, parts.engine, prompts, support=True)) if with_budget else None,
         samples=samples,
         engine=engine,
         trainer=trainer,
-        parity=policy.parity,
+        parity=parts.parity,
     )

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,14 @@ from torch import Tensor
 from miles_core.errors import MilesError
 from miles_core.mismatch.product_probe import check_product
 from miles_core.precision.format import Format
-from miles_core.precision.quantizer import BYTES, VALUES, Parity, Quantizer, bounded
+from miles_core.precision.quantizer import BYTES, TENSORS, VALUES, Measured, Quantizer, SideParity, bounded
+from miles_core.sync.precision import make_codec
 
 if TYPE_CHECKING:
+    from miles_core.contracts.engine import Engine
+    from miles_core.contracts.policy import Policy
+    from miles_core.contracts.run import Run
+    from miles_core.contracts.trainer import Trainer
     from miles_core.data.unit import Unit
     from miles_core.precision.codec import Codec
 
@@ -31,54 +35,6 @@ log = logging.getLogger(__name__)
 
 #: Rows of a real layer that are probed, and columns of a made probe where the format's tile does not say.
 _ROWS, _COLUMNS = 256, 256
-
-
-
-
-#: The kinds of tensors that are measured apart.
-TENSORS = ("weights", "activations")
-
-
-
-
-
-
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The worst probe of one kind of tensor: its name, how close it was, and the share of values that differ."""
-
-    probe: str
-    parity: Parity
-    differing: float
-
-
-@dataclass(frozen=True)
-class SideParity:
-    """One side of a run against its format: what it declares and what was measured, for (weights, activations)."""
-
-    backend: str
-    format: str
-    probes: tuple[str, ...]
-    declared: tuple[Parity, Parity]
-    measured: tuple[Measured, Measured]
-    #: (declared, measured) of products that read codes, against the emulated ones; None where they are emulated
-    products: tuple[Parity, Parity] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        tensors: dict[str, dict[str, Any]] = {}
-        for what, declared, found in zip(TENSORS, self.declared, self.measured, strict=True):
-            tensors[what] = {
-                "declared": str(declared),
-                "measured": str(found.parity),
-                "differing": found.differing,
-                "worst_probe": found.probe,
-            }
-        if self.products is not None:
-            tensors["products"] = {"declared": str(self.products[0]), "measured": str(self.products[1])}
-        return {"backend": self.backend, "format": self.format, "probes": list(self.probes), **tensors}
 
 
 def probes(format: Format, real: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -192,3 +148,23 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def check_sides(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> list[SideParity]:
+    """Measure how both sides quantise, before anything is trained. Sides in bf16 are left out.
+
+    Raises:
+        MilesError: a side declares nothing, or is worse than it declares.
+    """
+    sides = (
+        (f"engine {run.config.run.engine}", run.config.rollout.precision, engine.quantizer),
+        (f"trainer {run.config.run.trainer}", run.config.train.precision, trainer.quantizer),
+    )
+    real: dict[str, Tensor] | None = None
+    found = []
+    for backend, precision, quantizer in sides:
+        codec = make_codec(run, policy, precision)
+        if codec.format is not None:
+            real = real_layer(trainer.units(), codec) if real is None else real
+            found.append(check(backend, codec.format, quantizer(codec.format), real))
+    return found

@@ -18,10 +18,11 @@ from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError
 from miles_core.rollout.record import Record
 from miles_core.rollout.sampling import training_sampling
+from miles_core.rollout.source import prompt_source
 
 if TYPE_CHECKING:
-    from miles_core.contracts.policy import Policy
-    from miles_core.run.run import Run
+    from miles_core.contracts.engine import Engine
+    from miles_core.contracts.run import Run
 
 PROMPTS = 8
 RESPONSE_TOKENS = 32
@@ -42,7 +43,7 @@ def probe_prompts(run: Run, count: int = PROMPTS) -> list[list[int]]:
     """Token ids of the first ``count`` prompts of the run's data; of texts of our own where it has none."""
     if not run.config.data.prompt_data:
         return [run.tokenizer(text)["input_ids"] for text in PLAIN_PROMPTS[:count]]
-    rows = run.prompt_source(run.config.data.prompt_data, "--prompt-data").next(count)
+    rows = prompt_source(run.config, run.render, run.config.data.prompt_data, "--prompt-data").next(count)
     longest = run.config.rollout.max_context_len
     made = [list(run.render(row.prompt)) for row in rows]
     fitting = [p for p in made if longest is None or len(p) < longest]
@@ -53,7 +54,7 @@ def probe_prompts(run: Run, count: int = PROMPTS) -> list[list[int]]:
 
 async def probe(
     run: Run,
-    policy: Policy,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     response_tokens: int = RESPONSE_TOKENS,
     key: int = 0,
@@ -62,6 +63,7 @@ async def probe(
     """One response to each prompt, at the rollout's sampling parameters.
 
     Args:
+        engine: of the policy.
         prompts: token ids.
         response_tokens: at most so many.
         key: of the first one's random numbers; the others follow.
@@ -69,8 +71,6 @@ async def probe(
     """
     sampling = training_sampling(run.config)
     sampling = dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, response_tokens), stop=())
-    engine = policy.engine
-    assert engine is not None
     wanted = sampling.truncated and (support or not run.config.rollout.full_vocab_logprobs)
     extras = {SAMPLING_SUPPORT.name} if wanted and "sampling_support" in engine.capabilities else set()
 

@@ -17,8 +17,8 @@ from miles_core.plugin.facts import show
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
     from miles_core.contracts.policy import Policy
+    from miles_core.contracts.run import Run
     from miles_core.contracts.trainer import Trainer
-    from miles_core.run.run import Run
 
 #: What must agree. The number format of the weights and draft layers may differ, and a name is only a name.
 COMPARED = ("num_experts", "top_k", "moe_layers", "layers", "hidden_size", "vocab_size")

@@ -124,7 +124,7 @@ def load_hooks(
     config: Config | Mapping[str, Any] | None = None,
     *,
     facts: Facts | None = None,
-    specs: type = specifications.HookSpecs,
+    specs: type,
     core: Sequence[object] = (),
 ) -> Hooks:
     """Import, instantiate and register every hook class of a plan.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -76,3 +76,43 @@ class FormatItself(Quantizer):
 
     def activation(self, x: Tensor) -> Tensor:
         return self.format.fake_quantize_activation(x)
+
+
+#: The kinds of tensors that are measured apart.
+TENSORS = ("weights", "activations")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The worst probe of one kind of tensor: its name, how close it was, and the share of values that differ."""
+
+    probe: str
+    parity: Parity
+    differing: float
+
+
+@dataclass(frozen=True)
+class SideParity:
+    """One side of a run against its format: what it declares and what was measured, for (weights, activations)."""
+
+    backend: str
+    format: str
+    probes: tuple[str, ...]
+    declared: tuple[Parity, Parity]
+    measured: tuple[Measured, Measured]
+    #: (declared, measured) of products that read codes, against the emulated ones; None where they are emulated
+    products: tuple[Parity, Parity] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        tensors: dict[str, dict[str, Any]] = {}
+        for what, declared, found in zip(TENSORS, self.declared, self.measured, strict=True):
+            tensors[what] = {
+                "declared": str(declared),
+                "measured": str(found.parity),
+                "differing": found.differing,
+                "worst_probe": found.probe,
+            }
+        if self.products is not None:
+            tensors["products"] = {"declared": str(self.products[0]), "measured": str(self.products[1])}
+        return {"backend": self.backend, "format": self.format, "probes": list(self.probes), **tensors}

@@ -14,7 +14,7 @@ from miles_core.precision.codec import Codec
 
 
 @dataclass(frozen=True)
-class Kept:
+class Snapshot:
     """One version, encoded by the codec that is needed to read it."""
 
     version: int
@@ -22,10 +22,10 @@ class Kept:
     codec: Codec
 
 
-def keep(units: Iterable[Unit], codec: Codec, version: int) -> Kept:
+def snapshot(units: Iterable[Unit], codec: Codec, version: int) -> Snapshot:
     """Copy an export stream as ``codec`` sends it."""
     copies = (
         Encoded(e.name, {n: t.detach().to("cpu", copy=True) for n, t in e.parts.items()}, e.format)
         for e in codec.encode(units)
     )
-    return Kept(version, tuple(copies), codec)
+    return Snapshot(version, tuple(copies), codec)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError
-from miles_core.rollout.queue import Prompt
+from miles_core.observe.progress import Progress
+from miles_core.rollout.queue import Prompt, PromptQueue
 
 if TYPE_CHECKING:
-    from miles_core.run.run import Run
+    from miles_core.contracts.run import Run
 
 Group = list[Sample]
 Score = Callable[[list[Sample]], Awaitable[None]]
@@ -29,20 +30,27 @@ class Collector:
     """Produces the groups of one step.
 
     Args:
-        run: for prompts, configuration and progress.
+        run: for configuration, and whether the user asked to stop.
+        prompts: where they come from; unused ones go back.
         generate: ``async (sample) -> [samples]``.
         score: ``async (samples) -> None``, sets rewards.
-        keep: group filter, or None to keep every group.
+        abort: ``async () -> None``, stops what the engines are doing.
+        progress: told about every finished group.
+        accept: group filter, or None to take every group.
     """
 
     def __init__(
         self,
         run: Run,
+        prompts: PromptQueue,
         generate: Callable[[Sample], Awaitable[list[Sample]]],
         score: Score,
-        keep: Callable[[Any, Group], bool] | None = None,
+        abort: Callable[[], Awaitable[None]],
+        progress: Progress,
+        accept: Callable[[Any, Group], bool] | None = None,
     ) -> None:
-        self.run, self.generate, self.score, self.keep = run, generate, score, keep
+        self.run, self.prompts, self.generate, self.score = run, prompts, generate, score
+        self.abort, self.progress, self.accept = abort, progress, accept
         self.dropped = 0
 
     async def rollout(self, step: int) -> list[Group]:
@@ -66,7 +74,7 @@ class Collector:
                 for task in sorted(done, key=lambda t: pending[t].group_index):
                     prompt = pending.pop(task)
                     group = task.result()
-                    if self.keep is None or self.keep(self.run.config.args, group):
+                    if self.accept is None or self.accept(self.run.config.args, group):
                         accepted.append((prompt, group))
                     else:
                         refused += 1
@@ -77,12 +85,12 @@ class Collector:
         finally:
             await self._abort(pending)
         accepted.sort(key=lambda item: item[0].group_index)
-        self.run.prompts.put_back([prompt for prompt, _ in accepted[want:]])
+        self.prompts.put_back([prompt for prompt, _ in accepted[want:]])
         self.dropped = refused
         return [group for _, group in accepted[:want]]
 
     def _launch(self, pending: dict[asyncio.Task[Group], Prompt], count: int) -> None:
-        for prompt in self.run.prompts.next(count):
+        for prompt in self.prompts.next(count):
             samples = prompt.samples(self.run.config.rollout.n_samples_per_prompt)
             pending[asyncio.create_task(self._group(samples))] = prompt
 
@@ -94,20 +102,18 @@ class Collector:
             raise DataError(f"every sample of group {samples[0].group_index} failed; see run.log for the tools' errors")
         if not any(s.status is Status.ABORTED for s in usable):
             await self.score(usable)
-        self.run.progress.advance(len(group))
+        self.progress.advance(len(group))
         return usable
 
     async def _abort(self, pending: dict[asyncio.Task[Group], Prompt]) -> None:
         """Stop what is still running; unused prompts are generated first next time."""
         if not pending:
             return
-        for policy in self.run.policies:
-            if policy.engine is not None:
-                await policy.engine.abort()
+        await self.abort()
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-        self.run.prompts.put_back(sorted(pending.values(), key=lambda p: p.group_index))
+        self.prompts.put_back(sorted(pending.values(), key=lambda p: p.group_index))
 
     def _give_up_when_nothing_passes(self, refused: int, accepted: int) -> None:
         limit = 20 * self.run.config.rollout.batch_size

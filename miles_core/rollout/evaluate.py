@@ -11,37 +11,40 @@ from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample, Status
 from miles_core.rollout.queue import Prompt
+from miles_core.rollout.source import prompt_source
 
 if TYPE_CHECKING:
+    from miles_core.contracts.run import Run
     from miles_core.data.prompts import Prompts
+    from miles_core.observe.progress import Progress
     from miles_core.rollout.collect import Group, Score
     from miles_core.rollout.generate import Generate
-    from miles_core.run.run import Run
 
 #: Evaluation samples are numbered from here, so that they share no random number with training samples.
 FIRST_INDEX = 1 << 40
 
 
 class Evaluator:
-    """The data sets of ``--eval-prompt-data``, opened and checked once.
+    """The data sets of ``--eval-prompt-data``, opened and checked once; without any it measures nothing.
 
     Args:
-        run: for configuration, rendering and progress.
+        run: for configuration and rendering.
         generate, score: as in training, with evaluation's sampling parameters.
+        progress: told about every finished group.
     """
 
-    def __init__(self, run: Run, generate: Generate, score: Score) -> None:
-        self.run, self.generate, self.score = run, generate, score
+    def __init__(self, run: Run, generate: Generate, score: Score, progress: Progress) -> None:
+        self.run, self.generate, self.score, self.progress = run, generate, score, progress
         self.sets: dict[str, Prompts] = {}
         for entry in run.config.evaluation.prompt_data:
             name, _, path = entry.rpartition("=")
-            self.sets[name] = run.prompt_source(path, "--eval-prompt-data")
+            self.sets[name] = prompt_source(run.config, run.render, path, "--eval-prompt-data")
 
     async def __call__(self) -> dict[str, float]:
         """``eval/reward`` (mean over samples), ``eval/accuracy`` (fraction with reward >= 1) and ``eval/length_mean`` over
         all samples, and ``eval/NAME/...`` for each named data set."""
         count = self.run.config.evaluation.n_samples
-        self.run.progress.phase("evaluation", total=sum(map(len, self.sets.values())) * count)
+        self.progress.phase("evaluation", total=sum(map(len, self.sets.values())) * count)
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         for name, source in self.sets.items():
@@ -69,7 +72,7 @@ class Evaluator:
             if sample.status is Status.FAILED:
                 sample.reward = 0.0
         await self.score(made)
-        self.run.progress.advance(len(group))
+        self.progress.advance(len(group))
         return made
 
     def _metrics(self, samples: list[Sample], prefix: str) -> dict[str, float]:

@@ -19,7 +19,7 @@ from miles_core.rollout.record import Record
 
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
-    from miles_core.run.run import Run
+    from miles_core.contracts.run import Run
 
 Generate = Callable[[Sample], Awaitable[list[Sample]]]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from miles_core.data.sample import Status
 
 if TYPE_CHECKING:
+    from miles_core.contracts.run import Run
     from miles_core.rollout.collect import Group
-    from miles_core.run.run import Run
 
 
 def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:

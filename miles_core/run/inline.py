@@ -10,26 +10,21 @@ import numpy as np
 
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.runtime import LearnerHandle, Metrics, Runtime
+from miles_core.contracts.runtime import Learned, LearnerHandle, Metrics, PolicyParts, Runtime
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.sample import Sample
+from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
 from miles_core.plugin.detect import gpu_facts, model_facts
-from miles_core.precision.schedule import current
-from miles_core.precision.select import check_parity, make_codec
-from miles_core.precision.snapshot import Kept, keep
+from miles_core.precision.schedule import Precisions, precisions
+from miles_core.precision.snapshot import Snapshot, snapshot
+from miles_core.sync.precision import make_codec
 from miles_core.train.learner import Learner
 from miles_core.train.steps import optimiser_steps
 
 if TYPE_CHECKING:
     from miles_core.contracts.policy import Policy
-    from miles_core.precision.schedule import Precisions
-    from miles_core.run.run import Run
-
-
-
-
-
+    from miles_core.contracts.run import Run
 
 
 class InlineRuntime(Runtime):
@@ -40,7 +35,7 @@ class InlineRuntime(Runtime):
         self.engines: list[Engine] = []
         self.learners: list[Learner] = []
 
-    async def build(self, policy: Policy) -> None:
+    async def build(self, policy: Policy) -> PolicyParts:
         run, options = self.run, self.run.config.run
         # The driver is the only worker here: what it could not know while planning must hold now.
         run.plan.check_deferred([*gpu_facts(), *model_facts(policy.hf_checkpoint)])
@@ -51,10 +46,10 @@ class InlineRuntime(Runtime):
         self.engines.append(engine)
         await engine.start()
         check_same_model(run, policy, trainer, engine)
-        policy.parity = check_parity(run, policy, trainer, engine)
-        policy.engine = engine
+        parity = check_sides(run, policy, trainer, engine)
         transport = run.hooks.make("transport", options.transport, run=run, policy=policy, engine=engine)
-        policy.learner = InlineLearner(run, learner, transport)
+        start = precisions(run.config, 0)
+        return PolicyParts(policy, InlineLearner(run, learner, transport, start), engine, start, parity)
 
     async def close(self) -> None:
         for engine in self.engines:
@@ -66,13 +61,14 @@ class InlineRuntime(Runtime):
 class InlineLearner(LearnerHandle):
     """A learner called directly."""
 
-    def __init__(self, run: Run, learner: Learner, transport: Transport) -> None:
-        self.run, self.learner, self.transport = run, learner, transport
+    def __init__(self, run: Run, learner: Learner, transport: Transport, precisions: Precisions) -> None:
+        self.run, self.learner, self.transport, self.precisions = run, learner, transport, precisions
         self.codec = make_codec(run, learner.policy)
-        self.kept: Kept | None = None
+        self.snapshot: Snapshot | None = None
 
-    async def learn(self, samples: Sequence[Sample]) -> Metrics:
-        return means(self.learner.learn(samples, *optimiser_steps(samples, self.run.config.train)))
+    async def learn(self, samples: Sequence[Sample]) -> Learned:
+        step_of, count = optimiser_steps(samples, self.run.config.train)
+        return Learned(means(self.learner.learn(samples, step_of, count)), count)
 
     async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
         return means(self.learner.supervise(samples, lr))
@@ -81,16 +77,17 @@ class InlineLearner(LearnerHandle):
         self.learner.trainer.reset_optimizer()
 
     async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
-        with self.learner.trainer.emulating(emulation, self.codec, self.kept):
+        with self.learner.trainer.emulating(emulation, self.codec, self.snapshot):
             return self.learner.log_probs(samples)
 
-    async def keep(self, version: int) -> None:
-        self.kept = keep(self.learner.trainer.units(), self.codec, version)
-        self.kept_version = version
+    async def take_snapshot(self, version: int) -> None:
+        self.snapshot = snapshot(self.learner.trainer.units(), self.codec, version)
+        self.snapshot_version = version
 
     async def rebuild(self, precisions: Precisions) -> None:
-        if precisions.train != current(self.run, self.learner.policy).train:
+        if precisions.train != self.precisions.train:
             self.learner.trainer.rebuild({"precision": precisions.train})
+        self.precisions = precisions
         self.codec = make_codec(self.run, self.learner.policy, precisions.rollout)
 
     async def push(self, version: int) -> SyncReport:

@@ -10,21 +10,30 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from miles_core.checkpoint.directory import Checkpoints, checkpoint_step, locate_checkpoint
+from miles_core.contracts.hooks import HookSpecs
+from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts
 from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.template import PromptTemplate
+from miles_core.data.tokenizer import load_tokenizer
 from miles_core.errors import ConfigError
 from miles_core.observe import log as logs
 from miles_core.observe.environment import write_environment
+from miles_core.observe.hints import Hints
 from miles_core.observe.metrics import MetricLog, Sink
 from miles_core.observe.progress import Progress
+from miles_core.observe.timer import Profiler
 from miles_core.plugin.load import load_hooks
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.render import notices
-from miles_core.run.run import Run
+from miles_core.run.log import RunLog
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,8 +44,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console: Console | None = None) -> Run:
-    """Run the training loop to its end and return the finished run.
+@dataclass(frozen=True)
+class Launched:
+    """A run that has ended, and what it was built of (released; empty when it ended before)."""
+
+    run: Run
+    parts: list[PolicyParts]
+
+
+def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console: Console | None = None) -> Launched:
+    """Run the training loop to its end.
 
     Args:
         config: effective configuration, the plan's ``sets`` applied.
@@ -49,7 +66,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
     directory = run_directory(config, resume_from)
     modules = [h.target.split(".")[0].split(":")[0] for h in plan.hooks]
     console = logs.configure(config.run.log_level, directory, console, modules)
-    run = make_run(config, plan, manifests, directory, resume_from)
+    run = make_run(config, plan, manifests, directory)
     (directory / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     (directory / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     write_environment(directory)
@@ -58,21 +75,46 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         log.info("%s", line)
     log.info("run directory: %s", directory)
     start = checkpoint_step(resume_from) if resume_from else None
-    run.metrics = MetricLog(directory / "metrics.jsonl", resume_step=start, sinks=sinks(config, directory))
-    run.progress = Progress(config.rollout.num_rollout, console, start=start or 0)
     from miles_core.loop import train
 
-    with interruptible(run), run.progress:
-        asyncio.run(train(run))
-    return run
+    told = make_log(run, Progress(config.rollout.num_rollout, console, start=start or 0), start)
+    with interruptible(run), told.progress:
+        try:
+            parts = asyncio.run(train(run, told, resume_from))
+        finally:
+            told.close()
+    return Launched(run, parts)
 
 
-def make_run(
-    config: Config, plan: Plan, manifests: Mapping[str, Plugin], directory: Path, resume_from: Path | None = None
-) -> Run:
-    """The run that a plan describes, with nothing built yet and nothing written."""
-    fields = (SAMPLING_SUPPORT, *(f for p in plan.plugins for f in manifests[p.name].fields))
-    return Run(config, plan, load_hooks(plan, manifests, config), fields, directory, resume_from)
+def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], directory: Path) -> Run:
+    """The run that a plan describes, with nothing built yet and nothing written.
+
+    Raises:
+        CheckpointError, ConfigError: the checkpoint's tokenizer cannot be used.
+    """
+    tokenizer = load_tokenizer(config.model.hf_checkpoint, config.model.trust_remote_code)
+    return Run(
+        config=config,
+        plan=plan,
+        hooks=load_hooks(plan, manifests, config, specs=HookSpecs),
+        fields=(SAMPLING_SUPPORT, *(f for p in plan.plugins for f in manifests[p.name].fields)),
+        directory=directory,
+        tokenizer=tokenizer,
+        render=PromptTemplate(tokenizer, config.data.apply_chat_template),
+        policies=[Policy(hf_checkpoint=config.model.hf_checkpoint or "")],
+    )
+
+
+def make_log(run: Run, progress: Progress, start: int | None) -> RunLog:
+    """The log of a run that starts at step ``start`` (None: anew)."""
+    options = run.config.run
+    return RunLog(
+        run.directory,
+        MetricLog(run.directory / "metrics.jsonl", resume_step=start, sinks=sinks(run.config, run.directory)),
+        progress,
+        Hints(facts={fact.name: fact.value for fact in run.config.facts()}),
+        Profiler(options.profile_dir or run.directory / "profile", count=int(options.profile)),
+    )
 
 
 def run_directory(config: Config, resume_from: Path | None) -> Path:

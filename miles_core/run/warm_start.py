@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts
 from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
 from miles_core.rollout.collect import Interrupted
-
-if TYPE_CHECKING:
-    from miles_core.run.run import Run
+from miles_core.run.log import RunLog
 
 
-async def warm_start(run: Run) -> None:
+async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog) -> None:
     """``--sft-steps`` steps on ``--sft-data``; nothing to do without it. Raises Interrupted when the user stops it."""
     options = run.config.sft
     if not options.data or not options.steps:
@@ -21,20 +20,20 @@ async def warm_start(run: Run) -> None:
     samples = supervised_samples(run)
     order = random.Random(run.config.train.seed)
     queue: list[Sample] = []
-    run.progress.phase("warm start", total=options.steps)
+    log.progress.phase("warm start", total=options.steps)
     with run.clock.phase("warm_start"):
         for _ in range(options.steps):
             while len(queue) < options.batch_size:
                 queue += order.sample(samples, len(samples))
             batch, queue = queue[: options.batch_size], queue[options.batch_size :]
-            for policy in run.policies:
-                metrics = await policy.learner.supervise(batch, lr=options.lr)
-            run.progress.advance(1)
+            for each in parts:
+                metrics = await each.learner.supervise(batch, lr=options.lr)
+            log.progress.advance(1)
             if run.stop_requested:
                 raise Interrupted
-        for policy in run.policies:
-            await policy.learner.reset_optimizer()
-    run.record(0, run.clock.metrics() | metrics)
+        for each in parts:
+            await each.learner.reset_optimizer()
+    log.record(0, run.clock.metrics() | metrics)
 
 
 def supervised_samples(run: Run) -> list[Sample]:

@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
 
 
-
-
-
-
 class CopyTransport(Transport):
     """Hands the stream to an engine in this process, which copies it into its own weights."""
 

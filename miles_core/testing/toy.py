@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from miles_core.contracts.run import Run
+    from miles_core.contracts.runtime import PolicyParts
     from miles_core.plugin.plan import Plan
-    from miles_core.run.run import Run
 
 REWARD = """
 async def reward(args, sample):
@@ -30,15 +31,32 @@ async def reward(args, sample):
 
 @dataclass(frozen=True)
 class ToyRun:
-    """A finished toy run: the run itself and what it logged, one record a step."""
+    """A finished toy run.
+
+    Attributes:
+        run: as plugins saw it.
+        parts: what it was built of, one a policy (released).
+        metrics: what it logged, one record a step.
+    """
 
     run: Run
+    parts: list[PolicyParts]
     metrics: list[dict[str, Any]]
 
     @property
     def directory(self) -> Path:
         """The run directory."""
         return self.run.directory
+
+    @property
+    def engine(self) -> Any:
+        """The engine of the first policy."""
+        return self.parts[0].engine
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer of the first policy, which lives in this process."""
+        return self.parts[0].learner.learner.trainer  # type: ignore[attr-defined]
 
 
 def _temporary(prefix: str) -> Path:
@@ -131,8 +149,8 @@ def toy_run(
 
     config = load(toy_arguments(plugins, directory, steps, family, sizes, **options))
     accepted, catalogue = prepare(config)
-    run = launch(applied(config, accepted), accepted, catalogue, Console(file=io.StringIO()))
-    return ToyRun(run, read(run.directory / "metrics.jsonl"))
+    done = launch(applied(config, accepted), accepted, catalogue, Console(file=io.StringIO()))
+    return ToyRun(done.run, done.parts, read(done.run.directory / "metrics.jsonl"))
 
 
 def plan(plugins: Sequence[str] = (), facts: Sequence[str] = (), **options: Any) -> Plan:

@@ -30,7 +30,7 @@ from miles_core.train.loss import column, correction_inputs, mismatch, policy_lo
 
 if TYPE_CHECKING:
     from miles_core.contracts.policy import Policy
-    from miles_core.run.run import Run
+    from miles_core.contracts.run import Run
 
 Metrics = dict[str, tuple[float, float]]
 

@@ -17,7 +17,7 @@ from miles_core.contracts.emulation import Emulation
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
-from miles_core.precision.snapshot import Kept
+from miles_core.precision.snapshot import Snapshot
 from miles_embedded.model.call import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.views import export, sources
@@ -28,14 +28,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def emulating(trainer: EmbeddedTrainer, emulation: Emulation, codec: Codec, kept: Kept | None = None) -> Iterator[None]:
+def emulating(
+    trainer: EmbeddedTrainer, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
+) -> Iterator[None]:
     """While this is open, ``trainer.log_probs`` of the policy's model has the properties asked for.
 
     Args:
         trainer: its model is as before when this closes.
         emulation: see there.
         codec: the rollout's.
-        kept: weights put aside, for the switch of that name.
+        snapshot: weights put aside, for the switch of that name.
 
     Raises:
         MilesError: nothing was kept, ``held`` or ``through`` is no embedded engine of this process, or the format does
@@ -43,10 +45,10 @@ def emulating(trainer: EmbeddedTrainer, emulation: Emulation, codec: Codec, kept
     """
     with ExitStack() as stack:
         model = trainer.model
-        if emulation.kept:
-            if kept is None:
+        if emulation.snapshot:
+            if snapshot is None:
                 raise MilesError("no weights of an earlier version were kept")
-            stack.enter_context(_weights(model, kept.units, kept.codec))
+            stack.enter_context(_weights(model, snapshot.units, snapshot.codec))
         elif emulation.held is not None:
             plain = Codec()
             stack.enter_context(_weights(model, plain.encode(export(_model_of(emulation.held))), plain))

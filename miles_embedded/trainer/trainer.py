@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from miles_core.precision.select import TrainedPrecision
 from torch import Tensor, nn
 
 from miles_core.contracts.emulation import Emulation
@@ -25,8 +26,7 @@ from miles_core.errors import NonFiniteError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
-from miles_core.precision.select import TrainedPrecision
-from miles_core.precision.snapshot import Kept
+from miles_core.precision.snapshot import Snapshot
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.steps import step_count
 from miles_embedded.model import views as layout
@@ -194,9 +194,11 @@ class EmbeddedTrainer(Trainer):
             found = first_in_step(self, batch, loss, tokens)
             raise NonFiniteError(f"{found} found by computing the step again, because {error}") from error
 
-    def emulating(self, emulation: Emulation, codec: Codec, kept: Kept | None = None) -> AbstractContextManager[None]:
+    def emulating(
+        self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
+    ) -> AbstractContextManager[None]:
         """See ``Trainer.emulating``."""
-        return emulating(self, emulation, codec, kept)
+        return emulating(self, emulation, codec, snapshot)
 
     def rebuild(self, layout: dict[str, Any]) -> None:
         """See ``Trainer.rebuild``."""

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 import transformers
+from miles_core.precision.select import codec_for
 from safetensors.torch import load_file, save_file
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
@@ -15,7 +16,6 @@ from miles_core.mismatch.parity import real_layer
 from miles_core.precision.codec import Codec
 from miles_core.precision.installed import format_class, providers
 from miles_core.precision.projection import project
-from miles_core.precision.select import codec_for
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.toy import toy_files, toy_run
 from miles_embedded.model.load import load_model

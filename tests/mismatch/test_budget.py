@@ -217,7 +217,7 @@ def test_an_engine_elsewhere_is_emulated(with_parts):
 
 async def next_version(policy, learner, arrives):
     """An optimiser step and a sync that the engine acknowledges; the learner keeps the weights before it."""
-    await learner.keep(policy.version)
+    await learner.take_snapshot(policy.version)
     perturb(learner)
     policy.version += 1
     if arrives:

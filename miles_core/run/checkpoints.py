@@ -1,0 +1,93 @@
+"""The checkpoints of a run: where its completed steps are kept, and from where it continues."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from miles_core.checkpoint.directory import Checkpoints
+from miles_core.checkpoint.rng import get_rng, put_rng
+from miles_core.checkpoint.store import Store
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts
+from miles_core.rollout.queue import PromptQueue
+
+log = logging.getLogger(__name__)
+
+
+class RunCheckpoints:
+    """Saves complete steps and nothing else.
+
+    What a rollout changes while it is under way (the position in the prompts) is committed when its step is complete; an
+    interrupted rollout is rolled back to the last commit.
+
+    Args:
+        run, parts, prompts: what is saved and restored.
+        resume_from: a verified checkpoint to continue from.
+    """
+
+    def __init__(
+        self, run: Run, parts: list[PolicyParts], prompts: PromptQueue, resume_from: Path | None = None
+    ) -> None:
+        self.run, self.parts, self.prompts, self.resume_from = run, parts, prompts, resume_from
+        self.directories = Checkpoints(run.directory / "checkpoints")
+        self.saved_step: int | None = None
+        self._committed = self._position()
+
+    async def commit(self) -> None:
+        """The step is complete: from here an interrupted run goes on. Saves when a checkpoint is due."""
+        self._committed = self._position()
+        interval = self.run.config.run.save_interval
+        if interval and self.run.step % interval == 0:
+            await self.save()
+
+    def roll_back(self) -> None:
+        """Forget an unfinished rollout: the run stands where the last completed step left it."""
+        log.info("interrupted: the unfinished rollout is dropped; the run stands at step %d", self.run.step)
+        self.prompts.load_state(self._committed["prompts"])
+
+    async def finish(self) -> None:
+        """Write what a finished or interrupted run leaves behind."""
+        if self.saved_step != self.run.step:
+            await self.save()
+        if self.run.config.run.export_hf:
+            await self.parts[0].learner.export(Path(self.run.config.run.export_hf))
+
+    async def save(self) -> None:
+        """Write the checkpoint of the last completed step."""
+        run, plan = self.run, json.loads(self.run.plan.to_json())
+        with run.clock.phase("save"), self.directories.save(run.step, plan) as directory:
+            for each in self.parts:
+                await each.learner.save(directory / each.policy.name)
+            store = Store(directory / "state")
+            trained = {policy.name: policy.trained for policy in run.policies}
+            store.put("run", data={"step": run.step, "trained": trained, **self._committed})
+            put_rng(store)
+            run.hooks.on("on_save", run=run, policy=None, store=store)
+        self.saved_step = run.step
+
+    async def resume(self) -> bool:
+        """Continue from ``resume_from``; False when the run starts anew."""
+        run, directory = self.run, self.resume_from
+        if directory is None:
+            return False
+        for each in self.parts:
+            await each.learner.load(directory / each.policy.name)
+        store = Store(directory / "state")
+        _, state = store.get("run")
+        run.step = int(state["step"])
+        for policy in run.policies:
+            policy.trained = int(state["trained"][policy.name])
+        self.prompts.load_state(state["prompts"])
+        get_rng(store)
+        if directory.parent.resolve() == self.directories.directory.resolve():
+            self.saved_step = run.step
+        run.hooks.on("on_load", run=run, policy=None, store=store)
+        self._committed = self._position()
+        log.info("continuing %s: %d steps are complete", directory, run.step)
+        return True
+
+    def _position(self) -> dict[str, Any]:
+        return {"prompts": self.prompts.state()}

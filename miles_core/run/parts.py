@@ -1,0 +1,108 @@
+"""What a run is built of: the parts of each policy, and the functions that a step calls."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from miles_core.contracts.engine import Sampling
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts, Runtime
+from miles_core.data.sample import Sample
+from miles_core.observe.hints import for_error
+from miles_core.plugin.chain import compose
+from miles_core.reward.reward import RewardFunction, make_reward, score
+from miles_core.rollout.collect import Collector, Group, Interrupted, Score
+from miles_core.rollout.evaluate import Evaluator
+from miles_core.rollout.filter import load_filter
+from miles_core.rollout.generate import Generate, Generator, load_generate
+from miles_core.rollout.queue import PromptQueue
+from miles_core.rollout.sampling import evaluation_sampling, training_sampling
+from miles_core.rollout.source import prompt_source
+from miles_core.run.log import RunLog
+
+log = logging.getLogger(__name__)
+
+Rollout = Callable[[int], Awaitable[list[Group]]]
+
+
+@contextmanager
+def told(run: Run) -> Iterator[None]:
+    """``on_start`` before and ``on_stop`` after the body, with the error that ended it; what it means is logged."""
+    error: BaseException | None = None
+    try:
+        run.hooks.on("on_start", run=run)
+        yield
+    except Interrupted:
+        log.info("stopped before the first step: nothing was trained that could be kept")
+    except BaseException as caught:
+        error = caught
+        if hint := for_error(caught):
+            log.error("%s", hint)
+        raise
+    finally:
+        run.hooks.on("on_stop", run=run, error=error)
+
+
+@asynccontextmanager
+async def built(run: Run) -> AsyncIterator[list[PolicyParts]]:
+    """Learner and engine of every policy, made by the run's runtime and released in every case."""
+    runtime: Runtime = run.hooks.make("runtime", run.config.run.runtime, run=run)
+    try:
+        parts = [await runtime.build(policy) for policy in run.policies]
+        # A full collection looks at every object of every imported module, tenths of a second each few steps.
+        gc.collect()
+        gc.freeze()
+        yield parts
+    finally:
+        gc.unfreeze()
+        await runtime.close()
+
+
+class Inputs:
+    """What a run reads beside its model: prompts and the reward. Made first, because it is cheap and often wrong."""
+
+    def __init__(self, run: Run) -> None:
+        self.reward = _reward(run)
+        self.prompts = PromptQueue(
+            prompt_source(run.config, run.render, run.config.data.prompt_data, "--prompt-data"), run.render
+        )
+
+    def rollout(self, run: Run, log: RunLog, parts: list[PolicyParts]) -> Rollout:
+        """``async rollout(step) -> groups``: core's collector with the plugins' wrappers around it."""
+        path = run.config.rollout.dynamic_sampling_filter_path
+        accept = load_filter(path) if path else None
+        generate, score = self._generation(run, parts, training_sampling(run.config))
+
+        async def abort() -> None:
+            for each in parts:
+                await each.engine.abort()
+
+        collector = Collector(run, self.prompts, generate, score, abort, log.progress, accept)
+        return compose(collector.rollout, run.hooks.chain("wrap_rollout", run=run))
+
+    def evaluator(self, run: Run, log: RunLog, parts: list[PolicyParts]) -> Evaluator:
+        """Scores the held-out prompts, if there are any."""
+        return Evaluator(run, *self._generation(run, parts, evaluation_sampling(run.config)), log.progress)
+
+    def _generation(self, run: Run, parts: list[PolicyParts], sampling: Sampling) -> tuple[Generate, Score]:
+        path = run.config.rollout.custom_generate_function_path
+        generate = compose(
+            Generator(run, parts[0].engine, sampling, load_generate(path) if path else None),
+            run.hooks.chain("wrap_generate", run=run),
+        )
+
+        async def score_all(samples: list[Sample]) -> None:
+            await score(samples, self.reward, run.config.args)
+
+        return generate, score_all
+
+
+def _reward(run: Run) -> RewardFunction:
+    options = run.config.reward
+    if options.rm_type in run.hooks.provided("reward"):
+        made = run.hooks.make("reward", options.rm_type, run=run)
+        return RewardFunction(made, options.rm_type, f"--rm-type {options.rm_type}", "async")
+    return make_reward(options.rm_type, options.custom_rm_path, options.rm_url)
