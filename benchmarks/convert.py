@@ -176,7 +176,7 @@ def main() -> None:
     from benchmarks.startup import processor
     from miles_core.config.load import load
     from miles_core.precision.installed import format_class, providers
-    from miles_core.precision.select import codec_for
+    from miles_core.precision.options import codec_for
 
     names = [n for n in given.formats.split(",") if n] or sorted(providers())
     codecs = {n: codec_for(format_class(n), load(["--rollout-precision", n])) for n in names}

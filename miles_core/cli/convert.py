@@ -108,7 +108,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
     _refuse_foreign(config, known[options.to])
     from miles_core.checkpoint.hf_files import CheckpointFiles
     from miles_core.convert.encode import plan
-    from miles_core.precision.select import codec_for
+    from miles_core.precision.options import codec_for
 
     codec = codec_for(format_class(options.to, manifests), config, str(options.model_dir))
     return plan(CheckpointFiles(options.model_dir), codec)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.observe.environment import Environment, bytes_text, environment, installed
-from miles_embedded.cpu.library import compiler_says
+from miles_embedded.cpu.library import compiler_says  # TODO cpu
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,7 +92,7 @@ def memory_in(model: str, precision: str, options: Sequence[str]) -> list[Row]:
     from miles_core.convert.encode import plan
     from miles_core.convert.memory import memory_table
     from miles_core.precision.installed import format_class
-    from miles_core.precision.select import codec_for
+    from miles_core.precision.options import codec_for
 
     format = format_class(precision)
     config = load(["--rollout-precision", precision, *options])

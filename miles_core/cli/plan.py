@@ -29,10 +29,11 @@ def run(argv: Sequence[str]) -> int:
     """Print the plan; a run that cannot start is a ``PlanError``."""
     options, rest = parser(USAGE, "Resolve a run without starting it.").parse_known_args(list(argv))
     from miles_core.config.load import load
+    from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import describe
     from miles_core.plugin.scan import implemented
     from miles_core.run.prepare import prepare
 
     plan, _ = prepare(load(rest), given(options))
-    print(plan.to_json() if options.json else describe(plan, implemented(plan)))
+    print(plan.to_json() if options.json else describe(plan, implemented(plan, HOOKS)))
     return 0

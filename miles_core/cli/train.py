@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
     plan, catalogue = prepare(config)
     config = applied(config, plan)
     if DRY_RUN in argv:
-        from miles_core.plugin.load import load_hooks
+        from miles_core.contracts.hooks import load_hooks
         from miles_core.plugin.render import describe
 
         print(describe(plan, load_hooks(plan, catalogue, config).implemented))

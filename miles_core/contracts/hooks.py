@@ -26,14 +26,19 @@ An implementation takes any subset of a hook's arguments, by name, without defau
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from miles_core.plugin.load import Hooks, register
 from miles_core.plugin.marker import hookspec
 
 if TYPE_CHECKING:
+    from miles_core.config.config import Config
     from miles_core.contracts.policy import Policy
     from miles_core.contracts.run import Run
+    from miles_core.plugin.facts import Facts
+    from miles_core.plugin.manifest import Plugin
+    from miles_core.plugin.plan import Plan
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -130,3 +135,39 @@ class HookSpecs:
     @hookspec
     def on_stop(self, run: Run, error: BaseException | None) -> None:
         """The run ends, well or with ``error``; release what you hold. Runs in: every process."""
+
+
+#: Their names, in the order of a run.
+HOOKS = tuple(name for name in vars(HookSpecs) if name.startswith(("on_", "wrap_")))
+
+
+def load_hooks(
+    plan: Plan,
+    manifests: Mapping[str, Plugin],
+    config: Config | Mapping[str, Any] | None = None,
+    *,
+    facts: Facts | None = None,
+    core: Sequence[object] = (),
+) -> Hooks:
+    """Import, instantiate and register every hook class of a plan, held against the specifications above.
+
+    Args:
+        plan: the accepted plan.
+        manifests: the catalogue it was resolved from, or an equal one on a worker.
+        config: a ``Config``, or plugin -> options; None is every option at its default. A hooks class that takes one
+            argument gets its plugin's options.
+        facts: this worker's facts, to decide hooks whose condition the driver could not.
+        core: core's own implementations, called last.
+
+    Raises:
+        PluginError: a class cannot be imported or made, or implements a hook wrongly; names plugin, class and hook.
+    """
+
+    def options(plugin: Plugin) -> Any:
+        if isinstance(config, Mapping) and plugin.name in config:
+            return config[plugin.name]
+        if plugin.config is None:
+            return None
+        return plugin.config() if config is None or isinstance(config, Mapping) else config.plugin(plugin.name)
+
+    return register(plan, manifests, HookSpecs, options, facts=facts, core=core)

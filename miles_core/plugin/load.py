@@ -9,25 +9,22 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pluggy
 
 from miles_core.errors import PluginError
-from miles_core.plugin import hooks as specifications
 from miles_core.plugin.chain import Wrapper, compose, note
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, nearest
 from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import check_implementation, specified
 from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.marker import PROJECT
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.rule import Truth, evaluate
 
-if TYPE_CHECKING:
-    from miles_core.config.config import Config
-
-__all__ = ["Hooks", "Wrapper", "compose", "import_target", "load_hooks"]
+__all__ = ["Hooks", "Wrapper", "compose", "import_target", "register"]
 
 Call = tuple[str, Callable[..., Any], tuple[str, ...]]  # plugin, implementation, the arguments it takes
 
@@ -118,13 +115,13 @@ class Hooks:
         return self._calls[name]
 
 
-def load_hooks(
+def register(
     plan: Plan,
     manifests: Mapping[str, Plugin],
-    config: Config | Mapping[str, Any] | None = None,
+    specs: type,
+    options: Callable[[Plugin], Any],
     *,
     facts: Facts | None = None,
-    specs: type,
     core: Sequence[object] = (),
 ) -> Hooks:
     """Import, instantiate and register every hook class of a plan.
@@ -132,16 +129,15 @@ def load_hooks(
     Args:
         plan: the accepted plan.
         manifests: the catalogue it was resolved from, or an equal one on a worker.
-        config: a ``Config``, or plugin -> options; None is every option at its default. A hooks class that takes one
-            argument gets its plugin's options.
-        facts: this worker's facts, to decide hooks whose condition the driver could not.
         specs: the class of specifications.
+        options: a plugin's options, for hooks classes that take one argument.
+        facts: this worker's facts, to decide hooks whose condition the driver could not.
         core: core's own implementations, called last.
 
     Raises:
         PluginError: a class cannot be imported or made, or implements a hook wrongly; names plugin, class and hook.
     """
-    manager = pluggy.PluginManager(specifications.PROJECT)
+    manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(specs)
     known = specified(specs)
     for index, holder in enumerate(reversed(core)):
@@ -150,8 +146,8 @@ def load_hooks(
     for index, wanted in reversed(list(enumerate(plan.hooks))):
         if wanted.deferred and not _decided(wanted.condition, wanted.plugin, facts):
             continue
-        options = _options(manifests[wanted.plugin], config)
-        holder = _instantiate(wanted.plugin, import_target(wanted.plugin, wanted.target), options)
+        target = import_target(wanted.plugin, wanted.target)
+        holder = _instantiate(wanted.plugin, target, options(manifests[wanted.plugin]))
         check_implementation(wanted.plugin, holder, known)
         manager.register(holder, f"{wanted.plugin}#{index}")
     manager.check_pending()
@@ -177,15 +173,6 @@ def import_target(plugin: str, target: str) -> Any:
     if not hasattr(module, name):
         raise PluginError(f"plugin {plugin}: {module_name} has no {name!r}; {nearest(name, vars(module))}".rstrip("; "))
     return getattr(module, name)
-
-
-def _options(plugin: Plugin, config: Config | Mapping[str, Any] | None) -> Any:
-    """A plugin's options: an instance of its config dataclass, None when it has none."""
-    if isinstance(config, Mapping) and plugin.name in config:
-        return config[plugin.name]
-    if plugin.config is None:
-        return None
-    return plugin.config() if config is None or isinstance(config, Mapping) else config.plugin(plugin.name)
 
 
 def _instantiate(plugin: str, target: Any, options: Any) -> Any:

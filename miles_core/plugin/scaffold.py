@@ -112,7 +112,7 @@ import sys
 
 import pytest
 from miles_core.plugin.facts import Facts
-from miles_core.plugin.load import load_hooks
+from miles_core.contracts.hooks import load_hooks
 from miles_core.plugin.resolve import resolve
 
 from $package import $classname, plugin

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from miles_core.contracts.hooks import HookSpecs
 from miles_core.errors import PluginError
 from miles_core.plugin.guard import MARK
 from miles_core.plugin.load import import_target
@@ -23,13 +22,13 @@ from miles_core.plugin.plan import HookTarget, Plan
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def implemented(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """hook -> plugins that implement it, in plan order (outermost first).
+def implemented(plan: Plan, hooks: Iterable[str] = ()) -> dict[str, tuple[str, ...]]:
+    """hook -> plugins that implement it, in plan order (outermost first); in the order of ``hooks``, others after them.
 
     Raises:
         PluginError: a hooks class cannot be found.
     """
-    return _by_hook(plan.hooks)
+    return _by_hook(plan.hooks, hooks)
 
 
 def hooks_of(plugin: Plugin) -> tuple[str, ...]:
@@ -37,11 +36,11 @@ def hooks_of(plugin: Plugin) -> tuple[str, ...]:
     targets = []
     for condition, given in plugin.hooks.items():
         targets += [HookTarget(plugin.name, t, condition) for t in ((given,) if isinstance(given, str) else given)]
-    return tuple(_by_hook(targets))
+    return tuple(_by_hook(targets, ()))
 
 
-def _by_hook(targets: Iterable[HookTarget]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {hook: [] for hook in vars(HookSpecs) if hook.startswith(("on_", "wrap_"))}
+def _by_hook(targets: Iterable[HookTarget], order: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {hook: [] for hook in order}
     for target in targets:
         for hook in marked(target.plugin, target.target):
             if target.plugin not in found.setdefault(hook, []):

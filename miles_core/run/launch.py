@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from miles_core.checkpoint.directory import Checkpoints, checkpoint_step, locate_checkpoint
-from miles_core.contracts.hooks import HookSpecs
+from miles_core.contracts.hooks import load_hooks
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
@@ -30,7 +30,6 @@ from miles_core.observe.hints import Hints
 from miles_core.observe.metrics import MetricLog, Sink
 from miles_core.observe.progress import Progress
 from miles_core.observe.timer import Profiler
-from miles_core.plugin.load import load_hooks
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.render import notices
 from miles_core.run.log import RunLog
@@ -96,7 +95,7 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
     return Run(
         config=config,
         plan=plan,
-        hooks=load_hooks(plan, manifests, config, specs=HookSpecs),
+        hooks=load_hooks(plan, manifests, config),
         fields=(SAMPLING_SUPPORT, *(f for p in plan.plugins for f in manifests[p.name].fields)),
         directory=directory,
         tokenizer=tokenizer,

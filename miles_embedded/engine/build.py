@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from miles_core.precision.select import make_codec
 from torch import nn
 
 from miles_core.precision.product import Products
+from miles_core.sync.precision import make_codec
 from miles_embedded.engine.engine import EmbeddedEngine, Settings
 from miles_embedded.model.load import build_model
 

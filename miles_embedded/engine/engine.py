@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
-from miles_core.plugin.core import CORE
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.product import Products
 from miles_core.precision.quantizer import FormatItself
+from miles_embedded import plugin as EMBEDDED
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.cache import follow
 from miles_embedded.engine.decoder import Decoder, PlainDecoder, one_each
@@ -70,7 +70,7 @@ class Settings:
 class EmbeddedEngine(Engine):
     """See the module's paragraph. ``model`` comes from ``embedded.model.load_model`` and stays on its device."""
 
-    capabilities = frozenset(CORE.capabilities["engine"])
+    capabilities = frozenset(EMBEDDED.capabilities["engine"])
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from miles_core.precision.select import TrainedPrecision
 from torch import Tensor, nn
 
 from miles_core.contracts.emulation import Emulation
@@ -35,6 +34,7 @@ from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.load import backbone, build_model, decoder_layers, facts_of
 from miles_embedded.model.logprobs import scatter, token_log_probs
 from miles_embedded.quantized.linear import linear_shapes
+from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer import checkpoint as state
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance

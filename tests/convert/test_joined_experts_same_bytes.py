@@ -5,7 +5,6 @@ import shutil
 import pytest
 import torch
 import transformers
-from miles_core.precision.select import codec_for
 from safetensors.torch import load_file, save_file
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
@@ -15,6 +14,7 @@ from miles_core.errors import CheckpointError
 from miles_core.mismatch.parity import real_layer
 from miles_core.precision.codec import Codec
 from miles_core.precision.installed import format_class, providers
+from miles_core.precision.options import codec_for
 from miles_core.precision.projection import project
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.toy import toy_files, toy_run

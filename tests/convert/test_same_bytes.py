@@ -5,13 +5,13 @@ import logging
 
 import pytest
 import torch
-from miles_core.precision.select import codec_for
 from safetensors.torch import load_file, save_file
 
 from miles_core.cli import main as cli
 from miles_core.config.load import load
 from miles_core.errors import CheckpointError
 from miles_core.precision.installed import format_class, providers
+from miles_core.precision.options import codec_for
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.toy import toy_files, toy_run
 from miles_embedded.model.load import load_model

@@ -67,9 +67,9 @@ class Hooks:
 """
 
 
-async def measured(run, policy):
-    samples = await probe(run, policy, probe_prompts(run), support=True)
-    return await b.budget(run, policy, samples)
+async def measured(run, parts):
+    samples = await probe(run, parts.engine, probe_prompts(run), support=True)
+    return await b.budget(run, parts, samples)
 
 
 def shares(found):
@@ -121,9 +121,9 @@ def test_the_products_of_the_engine(with_parts, monkeypatch, train):
     if train == "fp8":  # both sides multiply alike: no cause
         assert found.total.mean_abs < 1e-3 and b.PRODUCTS not in shares(found)
         return
-    parts = {c.name: c for c in found.causes}
-    assert parts[b.PRODUCTS].abs_delta > 0.01 and parts[b.KERNELS].abs_delta < 1e-4
-    assert list(parts).index(b.PRODUCTS) == list(parts).index(b.ACTIVATIONS) + 1
+    by_name = {c.name: c for c in found.causes}
+    assert by_name[b.PRODUCTS].abs_delta > 0.01 and by_name[b.KERNELS].abs_delta < 1e-4
+    assert list(by_name).index(b.PRODUCTS) == list(by_name).index(b.ACTIVATIONS) + 1
 
 
 def test_routes_that_differ(with_parts, tmp_path):
@@ -136,9 +136,9 @@ def test_routes_that_differ(with_parts, tmp_path):
 
 
 def test_stale_weights(with_parts):
-    async def stale(run, policy):
-        perturb(policy.learner)
-        return await measured(run, policy)
+    async def stale(run, parts):
+        perturb(parts.learner)
+        return await measured(run, parts)
 
     found = with_parts(stale)
     assert shares(found)[b.STALE] == pytest.approx(1, abs=1e-3)
@@ -146,9 +146,9 @@ def test_stale_weights(with_parts):
 
 
 def test_stale_weights_in_a_number_format_are_two_causes(with_parts):
-    async def stale(run, policy):
-        perturb(policy.learner)
-        return await measured(run, policy)
+    async def stale(run, parts):
+        perturb(parts.learner)
+        return await measured(run, parts)
 
     found = with_parts(stale, ["fp8"], family="qwen3", rollout_precision="fp8")
     assert min(c.abs_delta for c in found.causes if c.name in (b.STALE, b.WEIGHTS)) > 0.01
@@ -184,10 +184,10 @@ def test_noise_on_activations(with_parts, tmp_path):
 
 
 def test_measuring_leaves_the_trainer_as_it_was(with_parts):
-    async def before_and_after(run, policy):
-        model = policy.learner.learner.trainer.model
+    async def before_and_after(run, parts):
+        model = parts.learner.learner.trainer.model
         before = {n: t.clone() for n, t in model.state_dict().items()}
-        await measured(run, policy)
+        await measured(run, parts)
         return all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
     assert with_parts(before_and_after, ["fp8"], rollout_precision="fp8", kv_cache_dtype="bfloat16")
@@ -202,9 +202,9 @@ class Elsewhere:
 
 
 def test_an_engine_elsewhere_is_emulated(with_parts):
-    async def elsewhere(run, policy):
-        policy.engine = Elsewhere(policy.engine)
-        return await measured(run, policy)
+    async def elsewhere(run, parts):
+        parts.engine = Elsewhere(parts.engine)
+        return await measured(run, parts)
 
     found = with_parts(elsewhere, ["fp8"], family="qwen3", rollout_precision="fp8", kv_cache_dtype="float8_e5m2")
     part = shares(found)
@@ -215,27 +215,27 @@ def test_an_engine_elsewhere_is_emulated(with_parts):
     assert why == "the engine runs in another process, no weights of an earlier version were kept"
 
 
-async def next_version(policy, learner, arrives):
+async def next_version(parts, learner, arrives):
     """An optimiser step and a sync that the engine acknowledges; the learner keeps the weights before it."""
-    await learner.take_snapshot(policy.version)
+    await learner.take_snapshot(parts.policy.version)
     perturb(learner)
-    policy.version += 1
+    parts.policy.version += 1
     if arrives:
-        await learner.push(policy.version)
+        await learner.push(parts.policy.version)
 
 
 def test_staleness_of_an_engine_elsewhere_is_told_from_the_weights_before(with_parts):
     """The samples claim the current version each time; whether they are believed depends on what the engine sampled from."""
 
-    async def body(run, policy):
-        policy.engine = Elsewhere(policy.engine)
+    async def body(run, parts):
+        parts.engine = Elsewhere(parts.engine)
         found = []
         for arrives in (True, False):
-            await next_version(policy, policy.learner, arrives)
-            samples = await probe(run, policy, probe_prompts(run), support=True)
+            await next_version(parts, parts.learner, arrives)
+            samples = await probe(run, parts.engine, probe_prompts(run), support=True)
             for sample in samples:
-                sample.weight_versions = [(0, policy.version)]
-            found.append(await b.budget(run, policy, samples))
+                sample.weight_versions = [(0, parts.policy.version)]
+            found.append(await b.budget(run, parts, samples))
         return found
 
     sound, stale = with_parts(body)
@@ -245,13 +245,13 @@ def test_staleness_of_an_engine_elsewhere_is_told_from_the_weights_before(with_p
 
 @pytest.mark.parametrize("arrives", [True, False])
 def test_staleness_beside_a_number_format(with_parts, arrives):
-    async def body(run, policy):
-        policy.engine = Elsewhere(policy.engine)
-        await next_version(policy, policy.learner, arrives)
-        samples = await probe(run, policy, probe_prompts(run), support=True)
+    async def body(run, parts):
+        parts.engine = Elsewhere(parts.engine)
+        await next_version(parts, parts.learner, arrives)
+        samples = await probe(run, parts.engine, probe_prompts(run), support=True)
         for sample in samples:
             sample.weight_versions = []  # an engine that stamps nothing
-        return await b.budget(run, policy, samples)
+        return await b.budget(run, parts, samples)
 
     found = with_parts(body, ["fp8"], family="qwen3", rollout_precision="fp8")
     part = {c.name: c.abs_delta for c in found.causes}
@@ -263,18 +263,18 @@ def test_staleness_beside_a_number_format(with_parts, arrives):
 def test_samples_of_some_workers_are_older(with_parts):
     """One worker missed the update, whether or not it stamps its tokens so; an engine of an unknown age is not judged."""
 
-    async def body(run, policy):
-        old = await probe(run, policy, probe_prompts(run), support=True)
-        await next_version(policy, policy.learner, arrives=True)
-        new = await probe(run, policy, probe_prompts(run), support=True)
-        policy.engine = Elsewhere(policy.engine)
+    async def body(run, parts):
+        old = await probe(run, parts.engine, probe_prompts(run), support=True)
+        await next_version(parts, parts.learner, arrives=True)
+        new = await probe(run, parts.engine, probe_prompts(run), support=True)
+        parts.engine = Elsewhere(parts.engine)
         mixed = [*old[::2], *new[1::2]]
-        stamped = await b.budget(run, policy, mixed)
+        stamped = await b.budget(run, parts, mixed)
         for sample in mixed:
-            sample.weight_versions = [(0, policy.version)]
-        claimed = await b.budget(run, policy, mixed)
+            sample.weight_versions = [(0, parts.policy.version)]
+        claimed = await b.budget(run, parts, mixed)
         mixed[0].weight_versions = [(0, -7)]
-        return stamped, claimed, await b.budget(run, policy, mixed)
+        return stamped, claimed, await b.budget(run, parts, mixed)
 
     stamped, claimed, unknown = with_parts(body)
     assert shares(stamped)[b.STALE] == pytest.approx(1, abs=1e-3)
@@ -284,11 +284,11 @@ def test_samples_of_some_workers_are_older(with_parts):
 
 
 DROPS = """
-from miles_core.plugin.core import CORE
+from miles_embedded import plugin as EMBEDDED
 from miles_core.plugin.manifest import Plugin
-from miles_core.testing.doubles.process_engine import ProcessEngine
+from miles_embedded.testing.process_engine import ProcessEngine
 
-has = tuple(c for c in CORE.capabilities["engine"] if c != "score")  # else its scores would give it away
+has = tuple(c for c in EMBEDDED.capabilities["engine"] if c != "score")  # else its scores would give it away
 plugin = Plugin(
     "drops", "an engine in another process that drops an update", "0", "~=0.1",
     provides={"engine": {"drops": "make"}}, capabilities={"engine": has},
@@ -334,10 +334,10 @@ def test_a_run_names_staleness_of_an_engine_in_another_process(toy_run, tmp_path
 def test_verify_holds_a_loaded_run_against_the_weights_the_engine_started_with(with_parts):
     """``miles verify --load --budget`` whose one sync is lost."""
 
-    async def body(run, policy):
-        learner, policy.engine = policy.learner, Elsewhere(policy.engine)
-        policy.engine.version, policy.engine.score = 0, None
-        policy.engine.capabilities -= {"score"}
+    async def body(run, parts):
+        learner, parts.engine = parts.learner, Elsewhere(parts.engine)
+        parts.engine.version, parts.engine.score = 0, None
+        parts.engine.capabilities -= {"score"}
 
         async def load(directory):
             perturb(learner)
@@ -345,10 +345,7 @@ def test_verify_holds_a_loaded_run_against_the_weights_the_engine_started_with(w
         async def lost(version):
             return SyncReport(version, 0, 0, 0.0)
 
-        async def built():
-            pass
-
-        learner.load, learner.push, run.build_policies, run.resume_from = load, lost, built, run.directory
-        return (await check(run, with_budget=True))[0].budget
+        learner.load, learner.push = load, lost
+        return (await check(run, [parts], run.directory, with_budget=True))[0].budget
 
     assert shares(with_parts(body))[b.STALE] == pytest.approx(1, abs=1e-3)

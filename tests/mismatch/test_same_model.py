@@ -13,13 +13,13 @@ from miles_core.testing.toy import toy_files
 from miles_embedded.model.load import facts_of
 
 ELSEWHERE = """
-from miles_core.plugin.core import CORE
+from miles_embedded import plugin as EMBEDDED
 from miles_core.plugin.manifest import Plugin
-from miles_core.testing.doubles.process_engine import ProcessEngine
+from miles_embedded.testing.process_engine import ProcessEngine
 
 plugin = Plugin(
     "elsewhere", "the embedded engine in another process", "0", "~=0.1",
-    provides={{"engine": {{"elsewhere": "make"}}}}, capabilities={{"engine": CORE.capabilities["engine"]}},
+    provides={{"engine": {{"elsewhere": "make"}}}}, capabilities={{"engine": EMBEDDED.capabilities["engine"]}},
 )
 
 

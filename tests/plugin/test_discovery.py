@@ -3,10 +3,10 @@ import sys
 
 import pytest
 
+from miles_core.contracts.hooks import load_hooks
 from miles_core.errors import PluginError
 from miles_core.plugin.discovery import Catalogue, discover, manifests, name_of_file
 from miles_core.plugin.facts import Facts
-from miles_core.plugin.load import load_hooks
 from miles_core.plugin.resolve import resolve
 
 MANIFEST = """

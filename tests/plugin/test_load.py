@@ -2,15 +2,16 @@ import sys
 
 import pytest
 
-from miles_core.contracts.hooks import HookSpecs
+from miles_core.contracts.hooks import HookSpecs, load_hooks
 from miles_core.errors import PluginError
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.guard import specified
-from miles_core.plugin.load import compose, load_hooks
+from miles_core.plugin.load import compose
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.marker import hookimpl
 from miles_core.plugin.resolve import resolve
+from miles_embedded import plugin as EMBEDDED
 
 HERE = "miles_loaded_by_test"
 
@@ -248,8 +249,8 @@ def test_everything_core_declares_exists():
             module, _, name = target.partition(":")
             assert callable(getattr(importlib.import_module(module), name)), target
     assert CORE.fields == CORE_FIELDS
-    assert EmbeddedEngine.capabilities <= set(CORE.capabilities["engine"])
-    assert EmbeddedTrainer.capabilities <= set(CORE.capabilities["trainer"])
+    assert EmbeddedEngine.capabilities <= set(EMBEDDED.capabilities["engine"])
+    assert EmbeddedTrainer.capabilities <= set(EMBEDDED.capabilities["trainer"])
 
 
 def test_options_come_from_the_configuration_or_are_defaults(load):

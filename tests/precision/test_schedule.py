@@ -22,9 +22,9 @@ WEIGHT = "model.layers.0.mlp.experts.down_proj"
 
 def held(run):
     """A quantised weight on each side: the engine's own, and what the trainer's forward finds."""
-    trainer = run.policy.learner.learner.trainer
+    trainer = run.trainer
     plain = dict(trainer.model.named_parameters())[WEIGHT]
-    return dict(run.policy.engine.model.named_parameters())[WEIGHT], plain, trainer.precision
+    return dict(run.engine.model.named_parameters())[WEIGHT], plain, trainer.precision
 
 
 def test_the_phase_follows_from_the_optimiser_steps():
@@ -35,10 +35,10 @@ def test_the_phase_follows_from_the_optimiser_steps():
 
 def test_both_sides_switch_together(toy_run, caplog):
     with caplog.at_level(logging.INFO, "miles_core.precision.schedule"):
-        found = toy_run(**UNIFIED, steps=1, warmup_steps=2, log_level="info").run
+        found = toy_run(**UNIFIED, steps=1, warmup_steps=2, log_level="info")
         weight, plain, precision = held(found)
         assert torch.equal(weight, plain) and precision.current == "bf16"
-        found = toy_run(**UNIFIED, steps=2, warmup_steps=2).run
+        found = toy_run(**UNIFIED, steps=2, warmup_steps=2)
     weight, plain, precision = held(found)
     assert not torch.equal(weight, plain) and precision.current == "fp8"
     assert "after 2 optimiser steps: rollout bf16 -> fp8, training bf16 -> fp8" in caplog.text
@@ -55,7 +55,7 @@ def test_the_first_steps_are_those_of_a_plain_run(toy_run):
 
 
 def test_several_optimiser_steps_a_rollout_are_counted(toy_run):
-    found = toy_run(**MIXED, steps=2, warmup_steps=3, num_steps_per_rollout=2).run
+    found = toy_run(**MIXED, steps=2, warmup_steps=3, num_steps_per_rollout=2)
     assert found.policy.trained == 4
     weight, plain, precision = held(found)
     assert not torch.equal(weight, plain) and precision.current == "bf16"
@@ -75,8 +75,8 @@ def resumed(source, directory, steps):
 
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_a_resumed_run_continues_in_its_phase_bit_for_bit(toy_run, tmp_path, stop):
-    whole = toy_run(**UNIFIED, steps=5, warmup_steps=3).run
-    first = toy_run(**UNIFIED, steps=stop, warmup_steps=3).run
+    whole = toy_run(**UNIFIED, steps=5, warmup_steps=3)
+    first = toy_run(**UNIFIED, steps=stop, warmup_steps=3)
     second = resumed(first.directory, tmp_path / "second", 5)
     assert second.policy.trained == 5
     for a, b in zip(held(whole)[:2], held(second)[:2], strict=True):
@@ -93,7 +93,7 @@ def test_a_warm_up_without_a_format_is_refused():
 FIXED = """
 from miles_embedded.engine.build import make_engine
 from miles_embedded.trainer.trainer import make_trainer
-from miles_core.plugin.core import CORE
+from miles_embedded import plugin as EMBEDDED
 from miles_core.plugin.manifest import Plugin
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.trainer import Trainer
@@ -102,7 +102,7 @@ plugin = Plugin(
     "fixed", "backends that stay as they were built", "0", "~=0.1",
     provides={"engine": {"fixed": "engine"}, "trainer": {"fixed": "trainer"}},
     capabilities={
-        kind: tuple(c for c in CORE.capabilities[kind] if c != "rebuild") for kind in ("engine", "trainer")
+        kind: tuple(c for c in EMBEDDED.capabilities[kind] if c != "rebuild") for kind in ("engine", "trainer")
     },
 )
 
@@ -139,7 +139,7 @@ def test_a_backend_that_cannot_switch_is_refused_before_the_run(plan, fixed, kin
 
 
 def test_a_trainer_that_stays_in_bf16_need_not_switch(toy_run, fixed):
-    found = toy_run(fixed, **MIXED, trainer="fixed", steps=3, warmup_steps=2).run
+    found = toy_run(fixed, **MIXED, trainer="fixed", steps=3, warmup_steps=2)
     weight, plain, _ = held(found)
     assert not torch.equal(weight, plain)
 
@@ -149,7 +149,7 @@ def test_an_engine_whose_layout_changed_waits_for_weights(toy_run):
 
     from miles_core.contracts.engine import Request, Sampling
 
-    engine = toy_run(**MIXED, steps=1).run.policy.engine
+    engine = toy_run(**MIXED, steps=1).engine
 
     async def main():
         await engine.start()

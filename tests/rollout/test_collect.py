@@ -33,7 +33,7 @@ def test_stuck_groups_are_aborted_and_their_prompts_come_first_next_time(toy_run
     # group 0 (a) was stuck, group 1 (b) was used; then a again as group 2, and c as group 3 was stuck
     assert prompts == ["b", "a"]
     assert [w["text"] for w in run.run.prompts.state()["waiting"]] == ["c"]
-    assert not run.run.policy.engine.rows  # nothing is left in the engine
+    assert not run.engine.rows  # nothing is left in the engine
 
 
 def test_groups_are_trained_in_the_order_of_their_prompts_however_they_finish(toy_run, tmp_path):

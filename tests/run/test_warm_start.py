@@ -17,7 +17,7 @@ def test_prompt_and_response_are_tokenised_apart_with_an_end(toy_run, tmp_path):
     prompts.write_text('{"question": "a"}\n')
     run = toy_run(
         steps=0, prompt_data=prompts, input_key="question", sft_data=pairs, sft_response_key="answer", sft_steps=1
-    ).run
+    )
     samples = supervised_samples(run)
     tokenizer = run.tokenizer
     assert [tokenizer.decode(s.tokens, skip_special_tokens=True) for s in samples] == ["1+1=2", "2+2=4"]

@@ -113,8 +113,7 @@ def test_both_sides_of_a_run_compute_in_the_form(toy_run):
     flags = {"rollout_fp8": True, "train_fp8": True, "emulate_precision": True, "family": "qwen3", "steps": 1}
     made = toy_run(**flags, fp8_activation_form="ratio")
     assert made.metrics[0]["mismatch/abs_log_prob"] < 1e-4
-    policy = made.run.policy
-    for codec in (policy.engine.codec, policy.learner.learner.trainer.precision.codec):
+    for codec in (made.engine.codec, made.trainer.precision.codec):
         assert codec.format.activation_form == "ratio"
 
 

@@ -22,9 +22,9 @@ def test_unified_fp8_closes_the_gap_that_mixed_precision_opens(toy_run):
 
 
 def test_the_engine_holds_the_trainers_quantised_weights(toy_run):
-    run = toy_run(**FP8, train_fp8=True).run
-    trainer = run.policy.learner.learner.trainer.model
-    engine = dict(run.policy.engine.model.named_parameters())
+    run = toy_run(**FP8, train_fp8=True)
+    trainer = run.trainer.model
+    engine = dict(run.engine.model.named_parameters())
     plain = dict(trainer.named_parameters())
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert not torch.equal(engine[name], plain[name])
@@ -33,9 +33,9 @@ def test_the_engine_holds_the_trainers_quantised_weights(toy_run):
 
 
 def test_a_selector_leaves_weights_alone_on_both_sides(toy_run):
-    run = toy_run(**FP8, train_fp8=True, fp8_skip_layers="*.self_attn.*").run
-    trainer = dict(run.policy.learner.learner.trainer.model.named_parameters())
-    engine = dict(run.policy.engine.model.named_parameters())
+    run = toy_run(**FP8, train_fp8=True, fp8_skip_layers="*.self_attn.*")
+    trainer = dict(run.trainer.model.named_parameters())
+    engine = dict(run.engine.model.named_parameters())
     assert torch.equal(
         engine["model.layers.1.self_attn.q_proj.weight"], trainer["model.layers.1.self_attn.q_proj.weight"]
     )
@@ -51,9 +51,9 @@ def test_a_selector_that_matches_nothing_is_refused(toy_run, sides):
 
 
 def test_power_of_two_scales_reach_the_engine(toy_run):
-    run = toy_run(**FP8, train_fp8=True, fp8_power_of_two_scales=True).run
-    weight = dict(run.policy.engine.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
+    run = toy_run(**FP8, train_fp8=True, fp8_power_of_two_scales=True)
+    weight = dict(run.engine.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
     assert torch.equal(weight.bfloat16().float(), weight)
-    other = toy_run(**FP8, train_fp8=True).run
-    weight = dict(other.policy.engine.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
+    other = toy_run(**FP8, train_fp8=True)
+    weight = dict(other.engine.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
     assert not torch.equal(weight.bfloat16().float(), weight)

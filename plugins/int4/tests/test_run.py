@@ -14,8 +14,8 @@ def gap(metrics):
 
 def sides(run):
     """Parameters of trainer and engine."""
-    trainer = run.policy.learner.learner.trainer.model
-    return dict(trainer.named_parameters()), dict(run.policy.engine.model.named_parameters())
+    trainer = run.trainer.model
+    return dict(trainer.named_parameters()), dict(run.engine.model.named_parameters())
 
 
 def test_quantisation_aware_training_closes_the_gap(toy_run):
@@ -34,7 +34,7 @@ def test_the_environment_turns_it_on(toy_run, monkeypatch):
 
 
 def test_experts_only_leaves_attention_alone(toy_run):
-    plain, engine = sides(toy_run(**INT4, train_precision="int4", int4_scope="experts").run)
+    plain, engine = sides(toy_run(**INT4, train_precision="int4", int4_scope="experts"))
     attention, experts = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.experts.down_proj"
     assert torch.equal(engine[attention], plain[attention])
     assert not torch.equal(engine[experts], plain[experts])
@@ -48,9 +48,7 @@ def _codes(expert):
 
 
 def test_skipped_layers_stay_as_they_are_on_both_sides(toy_run):
-    plain, engine = sides(
-        toy_run(**INT4, train_precision="int4", int4_skip_layers="lm_head,embed,layer_norm,v_proj").run
-    )
+    plain, engine = sides(toy_run(**INT4, train_precision="int4", int4_skip_layers="lm_head,embed,layer_norm,v_proj"))
     name = "model.layers.1.self_attn.v_proj.weight"
     assert torch.equal(engine[name], plain[name])
 

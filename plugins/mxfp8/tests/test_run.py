@@ -21,9 +21,9 @@ def test_unified_mxfp8_closes_the_gap_that_mixed_precision_opens(toy_run):
 
 
 def test_the_engine_holds_the_trainers_quantised_weights(toy_run):
-    run = toy_run(**MXFP8, train_precision="mxfp8", sizes=SIZES).run
-    plain = dict(run.policy.learner.learner.trainer.model.named_parameters())
-    engine = dict(run.policy.engine.model.named_parameters())
+    run = toy_run(**MXFP8, train_precision="mxfp8", sizes=SIZES)
+    plain = dict(run.trainer.model.named_parameters())
+    engine = dict(run.engine.model.named_parameters())
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert not torch.equal(engine[name], plain[name])
     untouched = "model.layers.0.mlp.gate.weight"
@@ -37,9 +37,9 @@ def test_the_recipe_is_the_unified_run(toy_run):
 
 
 def test_skipped_layers_stay_as_they_are_on_both_sides(toy_run):
-    run = toy_run(**MXFP8, train_precision="mxfp8", fp8_skip_layers="self_attn", sizes=SIZES).run
-    plain = dict(run.policy.learner.learner.trainer.model.named_parameters())
-    engine = dict(run.policy.engine.model.named_parameters())
+    run = toy_run(**MXFP8, train_precision="mxfp8", fp8_skip_layers="self_attn", sizes=SIZES)
+    plain = dict(run.trainer.model.named_parameters())
+    engine = dict(run.engine.model.named_parameters())
     name = "model.layers.1.self_attn.q_proj.weight"
     assert torch.equal(engine[name], plain[name])
 

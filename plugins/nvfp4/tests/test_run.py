@@ -16,17 +16,17 @@ def test_engine_and_trainer_agree(toy_run, four_over_six):
 
 
 def test_experts_are_quantised_and_nothing_else(toy_run):
-    run = toy_run(**NVFP4).run
-    plain = dict(run.policy.learner.learner.trainer.model.named_parameters())
-    engine = dict(run.policy.engine.model.named_parameters())
+    run = toy_run(**NVFP4)
+    plain = dict(run.trainer.model.named_parameters())
+    engine = dict(run.engine.model.named_parameters())
     changed = {name for name in plain if not torch.equal(engine[name], plain[name])}
     assert changed == {f"model.layers.{i}.mlp.experts.{p}" for i in (0, 1) for p in ("gate_up_proj", "down_proj")}
 
 
 def test_shared_experts_are_quantised_too(toy_run):
-    run = toy_run(**NVFP4, family="deepseek_v3").run
-    plain = dict(run.policy.learner.learner.trainer.model.named_parameters())
-    engine = dict(run.policy.engine.model.named_parameters())
+    run = toy_run(**NVFP4, family="deepseek_v3")
+    plain = dict(run.trainer.model.named_parameters())
+    engine = dict(run.engine.model.named_parameters())
     name = "model.layers.1.mlp.shared_experts.down_proj.weight"
     assert not torch.equal(engine[name], plain[name])
     assert torch.equal(engine["model.layers.0.mlp.down_proj.weight"], plain["model.layers.0.mlp.down_proj.weight"])

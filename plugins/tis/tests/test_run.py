@@ -59,7 +59,7 @@ def passes(monkeypatch):
 
 
 def weights_after(run):
-    units = run.run.policy.learner.learner.trainer.model.state_dict()
+    units = run.trainer.model.state_dict()
     return {name: value.clone() for name, value in units.items()}
 
 

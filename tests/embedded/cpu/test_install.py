@@ -318,8 +318,7 @@ def test_without_a_compiler_auto_says_so_once_and_compiled_is_refused(checkpoint
 def test_a_run_computes_as_its_flag_says():
     runs = {kernels: toy_run(device="cpu", cpu_kernels=kernels) for kernels in ("auto", "compiled", "torch")}
     for kernels, run in runs.items():
-        policy = run.run.policy
-        for model in (policy.engine.model, policy.learner.learner.trainer.model):
+        for model in (run.engine.model, run.trainer.model):
             assert any(hasattr(module, install.COMPILED) for module in model.modules()) == (kernels != "torch")
     one, two = (runs[kernels].metrics[0]["train/grad_norm"] for kernels in ("compiled", "torch"))
     assert one == pytest.approx(two, rel=1e-4)

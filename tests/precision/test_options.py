@@ -7,7 +7,9 @@ import torch
 from miles_core.config.groups import Precision
 from miles_core.errors import ConfigError
 from miles_core.precision.format import Format
-from miles_core.precision.select import fake_quantize, kept, make_codec
+from miles_core.precision.options import kept
+from miles_core.sync.precision import make_codec
+from miles_embedded.quantized.trained import fake_quantize
 
 
 class Halves(Format):

@@ -21,8 +21,8 @@ from safetensors.torch import save as save_tensors
 from miles_core import errors
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
-from miles_core.plugin.core import CORE
-from miles_core.testing.doubles import frames
+from miles_embedded import plugin as EMBEDDED
+from miles_embedded.testing import frames
 
 
 class ProcessEngine(Engine):
@@ -33,7 +33,7 @@ class ProcessEngine(Engine):
         limits: ``seed``, ``max_context`` and ``max_running_requests`` of ``embedded.engine.Settings``.
     """
 
-    capabilities = frozenset(CORE.capabilities["engine"]) - {"draft", "rebuild"}
+    capabilities = frozenset(EMBEDDED.capabilities["engine"]) - {"draft", "rebuild"}
 
     def __init__(self, checkpoint: str | Path, **limits: int) -> None:
         self._config = {"checkpoint": str(checkpoint), **limits}
@@ -49,7 +49,7 @@ class ProcessEngine(Engine):
         return self._version
 
     async def start(self) -> None:
-        module = "miles_core.testing.doubles.engine_worker"
+        module = "miles_embedded.testing.engine_worker"
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, json.dumps(self._config), stdin=pipe, stdout=pipe, limit=1 << 24

@@ -13,11 +13,11 @@ from safetensors.torch import load as load_tensors
 from transformers import AutoTokenizer
 
 from miles_core.data.unit import Encoded
-from miles_core.testing.doubles import frames
-from miles_core.testing.doubles.routes import record_routes
 from miles_embedded.engine.build import detokenizer, end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine, Settings
 from miles_embedded.model.load import load_model
+from miles_embedded.testing import frames
+from miles_embedded.testing.routes import record_routes
 
 
 class Worker:

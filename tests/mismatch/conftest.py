@@ -7,9 +7,10 @@ import pytest
 
 @pytest.fixture
 def with_parts(tmp_path):
-    """``with_parts(body, plugins, **flags)``: run ``await body(run, policy)`` on parts synced as version 0."""
+    """``with_parts(body, plugins, **flags)``: run ``await body(run, parts)`` on parts synced as version 0."""
     from miles_core.config.load import load
     from miles_core.run.launch import make_run
+    from miles_core.run.parts import built
     from miles_core.run.prepare import applied, prepare
     from miles_core.testing.toy import toy_arguments
 
@@ -20,12 +21,9 @@ def with_parts(tmp_path):
         run = make_run(applied(config, plan), plan, catalogue, tmp_path)
 
         async def main():
-            await run.build_policies()
-            try:
-                run.policy.version = (await run.policy.learner.push(0)).version
-                return await body(run, run.policy)
-            finally:
-                await run.close()
+            async with built(run) as (parts,):
+                run.policy.version = (await parts.learner.push(0)).version
+                return await body(run, parts)
 
         return asyncio.run(main())
 
