@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from miles_core.algorithm.correction import Correction, CorrectionInputs, Needs, compose_corrections
     from miles_core.contracts.engine import Engine, Request, Response, Sampling
     from miles_core.contracts.policy import Policy
+    from miles_core.contracts.run import Run
     from miles_core.contracts.runtime import Runtime
     from miles_core.contracts.trainer import Context, Loss, Output, Trainer
     from miles_core.contracts.transport import Transport
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from miles_core.plugin.marker import hookimpl
     from miles_core.plugin.option import option
     from miles_core.precision.format import Format
-    from miles_core.run.run import Run
     from miles_core.stash import StashKey
 
 __version__ = "0.1.0"
@@ -33,22 +33,22 @@ __version__ = "0.1.0"
 #: module -> the names it gives to this one.
 _PUBLIC = {
     "algorithm.correction": ("Correction", "CorrectionInputs", "Needs", "compose_corrections"),
-    "config.option": ("option",),
+    "plugin.option": ("option",),
     "data.batch": ("Batch",),
     "data.field": ("Field",),
     "data.sample": ("Sample", "Status"),
     "errors": ("MilesError",),
-    "plugin.hooks": ("hookimpl",),
+    "plugin.marker": ("hookimpl",),
     "plugin.manifest": ("Pair", "Plugin", "Rule", "Set"),
-    "policy": ("Policy",),
+    "contracts.policy": ("Policy",),
     "precision.format": ("Format",),
-    "rollout.engine": ("Engine", "Request", "Response", "Sampling"),
-    "run": ("Run",),
-    "runtime": ("Runtime",),
+    "contracts.engine": ("Engine", "Request", "Response", "Sampling"),
+    "contracts.run": ("Run",),
+    "contracts.runtime": ("Runtime",),
     "stash": ("StashKey",),
-    "sync.transport": ("Transport",),
-    "sync.unit": ("Unit",),
-    "train.trainer": ("Context", "Loss", "Output", "Trainer"),
+    "contracts.transport": ("Transport",),
+    "data.unit": ("Unit",),
+    "contracts.trainer": ("Context", "Loss", "Output", "Trainer"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = [

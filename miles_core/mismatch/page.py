@@ -128,7 +128,7 @@ def write_page(directory: Path, every: Sequence[Verification], title: str, comma
         )
     content = [found.to_dict() for found in every]
     (directory / "verify.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    template = Environment(loader=PackageLoader("miles_core.observe", ""), autoescape=True).get_template("verify.html")
+    template = Environment(loader=PackageLoader("miles_core.mismatch", ""), autoescape=True).get_template("verify.html")
     page = directory / "verify.html"
     page.write_text(
         template.render(

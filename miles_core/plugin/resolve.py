@@ -244,7 +244,8 @@ def _backends(checked: Checked) -> None:
     """The engine, trainer and runtime must be somebody's."""
     for kind in BACKENDS:
         fact = checked.facts.lookup(kind)
-        if fact.state is State.KNOWN and provider(kind, fact.value, checked.manifests) is None:
+        named = fact.state is State.KNOWN and fact.value  # where no backend is installed nothing is named
+        if named and provider(kind, fact.value, checked.manifests) is None:
             known = {n for m in [*checked.manifests.values(), CORE] for n in m.provides.get(kind, {})}
             hint = nearest(str(fact.value), known) or f"install it with: pip install {distribution(str(fact.value))}"
             because = f"installed plugins provide {', '.join(sorted(known))}; {hint}"

@@ -1,5 +1,7 @@
 """A plugin in one file, in an environment where nothing is installed."""
 
+from importlib.metadata import entry_points
+
 import pytest
 
 from miles_core.plugin import discovery
@@ -34,8 +36,9 @@ class Hooks:
 
 @pytest.fixture
 def f6(tmp_path, monkeypatch):
-    """A single-file plugin in an environment where nothing else is installed."""
-    monkeypatch.setattr(discovery, "entry_points", lambda group: ())
+    """A single-file plugin in an environment where nothing is installed but core."""
+    own = tuple(entry_points(group="miles.plugins", name="embedded"))
+    monkeypatch.setattr(discovery, "entry_points", lambda group: own)
     path = tmp_path / "f6.py"
     path.write_text(PLUGIN)
     return str(path)

@@ -38,7 +38,7 @@ def launched(monkeypatch):
 
     def launch(config, plan, manifests, console=None):
         calls.append(SimpleNamespace(config=config, plan=plan, manifests=manifests))
-        return SimpleNamespace(stop_requested=False)
+        return SimpleNamespace(run=SimpleNamespace(stop_requested=False))
 
     module = ModuleType("miles_core.run.launch")
     module.launch = launch
@@ -69,7 +69,8 @@ def test_a_run_gets_the_configuration_with_what_plugins_set(shout, launched, mod
 
 
 def test_a_run_that_was_stopped_exits_with_130(monkeypatch, launched, model_directory):
-    monkeypatch.setattr(sys.modules["miles_core.run.launch"], "launch", lambda *a: SimpleNamespace(stop_requested=True))
+    stopped = SimpleNamespace(run=SimpleNamespace(stop_requested=True))
+    monkeypatch.setattr(sys.modules["miles_core.run.launch"], "launch", lambda *a: stopped)
     assert train.run(["--hf-checkpoint", model_directory, "--prompt-data", "p.jsonl"]) == 130
 
 

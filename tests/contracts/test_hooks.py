@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from miles_core.contracts import hooks
 from miles_core.contracts.hooks import MAKERS, HookSpecs
-from miles_core.plugin import hooks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")

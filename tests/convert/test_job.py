@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
+from miles_core.convert import decode, encode, job, writer
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, MilesError
-from miles_core.precision import convert, decode_files, encode_files, shard_writer
 from miles_core.precision.codec import Codec
 from miles_core.testing.doubles.pair_format import PairFormat
 
@@ -21,13 +21,13 @@ GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.we
 
 
 def encode(source, target, **options):
-    return convert.run(encode_files.plan(CheckpointFiles(source), Codec(PairFormat())), target, **options)
+    return job.run(encode.plan(CheckpointFiles(source), Codec(PairFormat())), target, **options)
 
 
 def decode(source, target, **options):
-    opened = decode_files.open_quantized(source)
+    opened = decode.open_quantized(source)
     assert opened is not None
-    return convert.run(decode_files.plan(opened), target, **options)
+    return job.run(decode.plan(opened), target, **options)
 
 
 def everything(directory):
@@ -105,9 +105,9 @@ def test_back_to_bf16_gives_the_values_of_the_codes(checkpoint, tensors, tmp_pat
 def test_weights_in_fp32_are_rounded_to_bf16_before_they_are_quantised(checkpoint, weight, tmp_path):
     tensors = {"a.q_proj.weight": weight(4, 8, dtype=torch.float32), "norm.weight": weight(8, dtype=torch.float32)}
     source = checkpoint({"model.safetensors": tensors})
-    conversion = encode_files.plan(CheckpointFiles(source), Codec(PairFormat()))
+    conversion = encode.plan(CheckpointFiles(source), Codec(PairFormat()))
     assert "1 weights are not stored in BF16" in conversion.notes[0]
-    convert.run(conversion, tmp_path / "out")
+    job.run(conversion, tmp_path / "out")
     found = everything(tmp_path / "out")
     rounded = PairFormat().quantize(tensors["a.q_proj.weight"].to(torch.bfloat16))
     assert torch.equal(found["a.q_proj.weight_codes"], rounded["weight_codes"])
@@ -116,7 +116,7 @@ def test_weights_in_fp32_are_rounded_to_bf16_before_they_are_quantised(checkpoin
 
 def test_an_interrupted_conversion_continues_and_verifies_what_it_finds(checkpoint, tensors, tmp_path, monkeypatch):
     source, out = checkpoint({"model.safetensors": tensors}), tmp_path / "out"
-    written, original = [], shard_writer.Shard.put
+    written, original = [], writer.Shard.put
 
     def put(self, descriptor, write):
         written.append(self.file)
@@ -124,7 +124,7 @@ def test_an_interrupted_conversion_continues_and_verifies_what_it_finds(checkpoi
             raise KeyboardInterrupt
         original(self, descriptor, write)
 
-    monkeypatch.setattr(shard_writer.Shard, "put", put)
+    monkeypatch.setattr(writer.Shard, "put", put)
     with pytest.raises(KeyboardInterrupt):
         encode(source, out, shard_bytes=200, workers=1)
     first, second, _ = dict.fromkeys(written)
@@ -135,7 +135,7 @@ def test_an_interrupted_conversion_continues_and_verifies_what_it_finds(checkpoi
     (hidden / second).write_bytes(damaged)
 
     written.clear()
-    monkeypatch.setattr(shard_writer.Shard, "put", lambda *a: (written.append(a[0].file), original(*a))[1])
+    monkeypatch.setattr(writer.Shard, "put", lambda *a: (written.append(a[0].file), original(*a))[1])
     outcome = encode(source, out, shard_bytes=200, workers=1)
     assert first not in written and second in written  # kept as it was; written again
     assert 0 < outcome.kept < outcome.before
@@ -206,7 +206,7 @@ def test_an_existing_directory_is_refused_unless_it_is_empty(checkpoint, tensors
 
 def test_two_conversions_to_one_place_exclude_each_other(checkpoint, tensors, tmp_path):
     source, out = checkpoint({"model.safetensors": tensors}), tmp_path / "out"
-    with shard_writer.WorkDirectory(out, "another"), pytest.raises(CheckpointError, match=r"another conversion"):
+    with writer.WorkDirectory(out, "another"), pytest.raises(CheckpointError, match=r"another conversion"):
         encode(source, out)
     encode(source, out)
 
@@ -214,7 +214,7 @@ def test_two_conversions_to_one_place_exclude_each_other(checkpoint, tensors, tm
 def test_memory_does_not_grow_with_the_model(checkpoint, weight, tmp_path):
     """At most ``workers`` jobs hold tensors at a time."""
     tensors = {f"layers.{i}.q_proj.weight": weight(64, 64) for i in range(12)}
-    conversion = encode_files.plan(CheckpointFiles(checkpoint({"model.safetensors": tensors})), Codec(PairFormat()))
+    conversion = encode.plan(CheckpointFiles(checkpoint({"model.safetensors": tensors})), Codec(PairFormat()))
     held, most = [0], []
 
     def counted(step):
@@ -229,7 +229,7 @@ def test_memory_does_not_grow_with_the_model(checkpoint, weight, tmp_path):
 
     for job in conversion.jobs:
         job.steps[:] = map(counted, job.steps)
-    convert.run(conversion, tmp_path / "out", workers=2)
+    job.run(conversion, tmp_path / "out", workers=2)
     assert len(most) == 12 and max(most) <= 2
 
 

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
+from miles_core.convert import decode, encode, job
 from miles_core.errors import CheckpointError, ConfigError
-from miles_core.precision import convert, decode_files, encode_files
 from miles_core.precision.codec import Codec
 from miles_core.precision.selector import Selector
 from miles_core.testing.doubles.pair_format import PairFormat
@@ -18,7 +18,7 @@ EXPERTS = "model.layers.0.feed_forward.experts"
 
 
 def plan(directory, selector=None):
-    return encode_files.plan(CheckpointFiles(directory), Codec(PairFormat(), selector))
+    return encode.plan(CheckpointFiles(directory), Codec(PairFormat(), selector))
 
 
 def test_a_lone_half_is_refused(checkpoint, tensors):
@@ -87,13 +87,13 @@ def test_a_part_that_is_missing_or_does_not_fit_is_named(checkpoint, weight):
     codes = torch.zeros(4, 4, dtype=torch.int16)
     half = checkpoint({"model.safetensors": {"a.weight_codes": codes}}, name="half", **block)
     with pytest.raises(CheckpointError, match=r"a.weight_codes is in .*, but a.weight_range is nowhere"):
-        decode_files.open_quantized(half)
+        decode.open_quantized(half)
     odd = {"a.weight_codes": codes, "a.weight_range": torch.ones(3)}
     with pytest.raises(CheckpointError, match=r"a: no weight in pair8 is stored as .*weight_range \[3\]"):
-        decode_files.open_quantized(checkpoint({"model.safetensors": odd}, name="odd", **block))
+        decode.open_quantized(checkpoint({"model.safetensors": odd}, name="odd", **block))
     plain = checkpoint({"model.safetensors": {"a.weight": weight(2, 2)}}, name="plain", **block)
     with pytest.raises(CheckpointError, match=r"its configuration says pair8, but no tensor is stored so"):
-        decode_files.open_quantized(plain)
+        decode.open_quantized(plain)
 
 
 @pytest.mark.usefixtures("pair8")
@@ -102,8 +102,8 @@ def test_a_checkpoint_that_no_installed_format_recognises_is_refused(checkpoint,
     with pytest.raises(
         CheckpointError, match=r"no installed number format recognises \(installed: pair8\); pip install"
     ):
-        decode_files.open_quantized(unknown)
-    assert decode_files.open_quantized(checkpoint({"model.safetensors": tensors}, name="plain")) is None
+        decode.open_quantized(unknown)
+    assert decode.open_quantized(checkpoint({"model.safetensors": tensors}, name="plain")) is None
 
 
 def joined(weight, transposed, interleaved=False):
@@ -134,15 +134,15 @@ def test_joined_experts_are_quantised_apart_along_k_and_joined_again(checkpoint,
     whole, apart = joined(weight, transposed, interleaved=family == "gpt_oss")
     rest = {"model.norm.weight": weight(4), f"{EXPERTS}.gate_up_proj_bias": weight(2, 12)}
     source = checkpoint({"model.safetensors": whole | rest}, model_type=family, text_config={"hidden_size": 4})
-    convert.run(plan(source), tmp_path / "out", workers=1)
+    job.run(plan(source), tmp_path / "out", workers=1)
     same = checkpoint({"model.safetensors": apart | rest}, name="apart")
-    convert.run(plan(same), tmp_path / "same", workers=1)
+    job.run(plan(same), tmp_path / "same", workers=1)
     found, expected = (load_file(tmp_path / d / "model.safetensors") for d in ("out", "same"))
     assert set(found) == set(expected) and all(torch.equal(found[n], expected[n]) for n in expected)
 
-    opened = decode_files.open_quantized(tmp_path / "out")
+    opened = decode.open_quantized(tmp_path / "out")
     assert opened is not None
-    convert.run(decode_files.plan(opened), tmp_path / "back")
+    job.run(decode.plan(opened), tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert {n: t.shape for n, t in back.items()} == {n: t.shape for n, t in (whole | rest).items()}
     for name, tensor in opened.tensors(torch.bfloat16):
@@ -164,12 +164,12 @@ def test_joined_experts_of_an_unknown_family_are_refused_unless_left_alone(check
 @pytest.mark.usefixtures("pair8")
 def test_a_missing_expert_is_named(checkpoint, weight, tmp_path):
     whole, _ = joined(weight, True)
-    convert.run(plan(checkpoint({"model.safetensors": whole}, model_type="llama4")), tmp_path / "out")
+    job.run(plan(checkpoint({"model.safetensors": whole}, model_type="llama4")), tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     lost = {n: t for n, t in stored.items() if f"{EXPERTS}.0.up_proj" not in n}
     block = {"quant_method": "pair8"}
     with pytest.raises(CheckpointError, match=rf"{EXPERTS}.0.up_proj.weight is missing: .* has 2 experts"):
-        decode_files.open_quantized(
+        decode.open_quantized(
             checkpoint({"model.safetensors": lost}, name="lost", model_type="llama4", quantization_config=block)
         )
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from miles_core.data.unit import Encoded
+from miles_core.mismatch import at_sync as v
 from miles_core.mismatch.budget import WEIGHTS
-from miles_core.observe import verify as v
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.model.views import export
 

@@ -5,9 +5,9 @@ import torch
 
 from miles_core.contracts.transport import SyncReport
 from miles_core.errors import MismatchError
+from miles_core.mismatch import budget as b
 from miles_core.mismatch.command import check
 from miles_core.mismatch.probe import probe, probe_prompts
-from miles_core.observe import budget as b
 from miles_core.precision.product import Products
 from miles_core.testing.doubles.product import ExactProduct
 from miles_embedded.engine.engine import EmbeddedEngine

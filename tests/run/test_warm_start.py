@@ -18,8 +18,8 @@ def test_prompt_and_response_are_tokenised_apart_with_an_end(toy_run, tmp_path):
     run = toy_run(
         steps=0, prompt_data=prompts, input_key="question", sft_data=pairs, sft_response_key="answer", sft_steps=1
     )
-    samples = supervised_samples(run)
-    tokenizer = run.tokenizer
+    samples = supervised_samples(run.run)
+    tokenizer = run.run.tokenizer
     assert [tokenizer.decode(s.tokens, skip_special_tokens=True) for s in samples] == ["1+1=2", "2+2=4"]
     assert all(s.tokens[-1] == tokenizer.eos_token_id and s.response_length == 2 for s in samples)
 
