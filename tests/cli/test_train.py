@@ -64,7 +64,7 @@ def test_a_run_gets_the_configuration_with_what_plugins_set(shout, launched, mod
     assert train.run(["--plugins", shout, "--hf-checkpoint", model_directory, "--prompt-data", "p.jsonl"]) == 0
     (call,) = launched
     assert call.config.rollout.top_k == 7 and call.config.origin("rollout.top_k") == "set by shout"
-    assert call.config.plugins == call.plan.order == ("shout",)
+    assert call.config.plugins == call.plan.order == ("shout", "embedded")
     assert call.manifests["shout"].version == "1.0"
 
 

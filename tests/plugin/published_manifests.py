@@ -6,6 +6,7 @@ from miles_core.data.field import Field
 from miles_core.plugin.facts import Fact, Facts
 from miles_core.plugin.manifest import Pair, Plugin, Rule
 from miles_core.plugin.option import option
+from miles_embedded import plugin as embedded
 
 CORE_RANGE = "~=0.1"
 DRIFT = (
@@ -129,7 +130,7 @@ ray = Plugin(
     capabilities={"runtime": ("remote",)},
 )
 
-ALL = {p.name: p for p in (fp8, mxfp8, nvfp4, int4, r3, tis, sglang, plain, ray)}
+ALL = {p.name: p for p in (fp8, mxfp8, nvfp4, int4, r3, tis, sglang, plain, ray, embedded)}
 
 
 def gpu(name: str = "H200", sm: int = 90) -> list[Fact]:

@@ -27,7 +27,7 @@ def test_hardware_is_checked_and_emulation_waives_it(plan):
         with pytest.raises(PlanError, match=r"gpu\.sm >= 90") as refusal:
             plan(facts=["gpu.sm=80"], **flags)
         assert "--emulate-precision" in str(refusal.value)
-        assert plan(facts=["gpu.sm=90"], **flags).order == ("fp8",)
+        assert plan(facts=["gpu.sm=90"], **flags).order == ("fp8", "embedded")
         assert plan(facts=["gpu.sm=80"], emulate_precision=True, **flags).waived
 
 
@@ -45,7 +45,7 @@ def test_replay_and_corrections_are_recommended_where_the_sides_differ(plan):
 
 def test_the_recipe_selects_fp8_on_both_sides(plan):
     accepted = plan(fp8_recipe="blockwise", fp8_format="e4m3", emulate_precision=True)
-    assert accepted.order == ("fp8",)
+    assert accepted.order == ("fp8", "embedded")
     assert {(s.path, s.value) for s in accepted.sets} == {("rollout.precision", "fp8"), ("train.precision", "fp8")}
     with pytest.raises(PlanError, match="--fp8-recipe blockwise is block-wise FP8 on both sides"):
         plan(fp8_recipe="blockwise", train_precision="bf16", emulate_precision=True)

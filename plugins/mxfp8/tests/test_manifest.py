@@ -29,7 +29,7 @@ def test_hardware_is_checked_and_emulation_waives_it(plan, flags):
     with pytest.raises(PlanError, match=r"gpu\.sm >= 100") as refusal:
         plan(facts=["gpu.sm=90"], **flags)
     assert "--emulate-precision" in str(refusal.value)
-    assert plan(facts=["gpu.sm=100"], **flags).order == ("mxfp8",)
+    assert plan(facts=["gpu.sm=100"], **flags).order == ("mxfp8", "embedded")
     assert plan(facts=["gpu.sm=90"], emulate_precision=True, **flags).waived
 
 
@@ -48,12 +48,12 @@ def test_fp8_rollout_and_mxfp8_training_exclude_each_other(plan):
 
 def test_the_recipe_selects_mxfp8_on_both_sides(plan):
     accepted = plan(fp8_recipe="mxfp8", fp8_format="e4m3", emulate_precision=True)
-    assert accepted.order == ("mxfp8",)
+    assert accepted.order == ("mxfp8", "embedded")
     assert {(s.path, s.value) for s in accepted.sets} == {
         ("rollout.precision", "mxfp8"),
         ("train.precision", "mxfp8"),
     }
-    assert plan(fp8_recipe="mxfp8", **BOTH, emulate_precision=True).order == ("mxfp8",)
+    assert plan(fp8_recipe="mxfp8", **BOTH, emulate_precision=True).order == ("mxfp8", "embedded")
     with pytest.raises(PlanError, match="--fp8-recipe mxfp8 is MXFP8 on both sides"):
         plan(fp8_recipe="mxfp8", rollout_precision="bf16", emulate_precision=True)
 

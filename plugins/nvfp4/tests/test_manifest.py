@@ -28,7 +28,7 @@ def test_hardware_is_checked_and_emulation_waives_it(plan):
     with pytest.raises(PlanError, match=r"gpu\.sm >= 100") as refusal:
         plan(facts=["gpu.sm=90"], **BOTH)
     assert "--emulate-precision" in str(refusal.value)
-    assert plan(facts=["gpu.sm=100"], **BOTH).order == ("nvfp4",)
+    assert plan(facts=["gpu.sm=100"], **BOTH).order == ("nvfp4", "embedded")
     assert plan(facts=["gpu.sm=90"], emulate_precision=True, **BOTH).waived
 
 
@@ -44,7 +44,7 @@ def test_one_side_alone_is_refused(plan, side):
 
 def test_the_recipe_selects_nvfp4_on_both_sides(plan):
     accepted = plan(fp4_recipe="nvfp4", fp4_format="e2m1", emulate_precision=True)
-    assert accepted.order == ("nvfp4",)
+    assert accepted.order == ("nvfp4", "embedded")
     assert {(s.path, s.value) for s in accepted.sets} == {
         ("rollout.precision", "nvfp4"),
         ("train.precision", "nvfp4"),
