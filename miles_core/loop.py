@@ -58,7 +58,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], rollout: Rollout
         metrics |= rollout_metrics(run, groups)
         log.progress.phase("train")
         for each in parts:
-            learned = await each.learner.learn(each.policy.own(groups))
+            learned = await each.learner.learn(each.policy.own(groups), run.step)
             metrics |= run.named(each.policy, learned.metrics)
             each.policy.trained += learned.steps
         run.step += 1

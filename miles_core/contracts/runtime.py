@@ -46,8 +46,8 @@ class LearnerHandle(ABC):
     """What the driver asks of one policy's trainer, all ranks of it. Metrics are means over tokens and ranks."""
 
     @abstractmethod
-    async def learn(self, samples: Sequence[Sample]) -> Learned:
-        """Train on one rollout (whole groups)."""
+    async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
+        """Train on one rollout (whole groups), after ``step`` completed ones."""
 
     @abstractmethod
     async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:

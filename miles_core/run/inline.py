@@ -66,9 +66,9 @@ class InlineLearner(LearnerHandle):
         self.codec = make_codec(run, learner.policy)
         self.snapshot: Snapshot | None = None
 
-    async def learn(self, samples: Sequence[Sample]) -> Learned:
+    async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
         step_of, count = optimiser_steps(samples, self.run.config.train)
-        return Learned(means(self.learner.learn(samples, step_of, count)), count)
+        return Learned(means(self.learner.learn(samples, step_of, count, step)), count)
 
     async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
         return means(self.learner.supervise(samples, lr))
