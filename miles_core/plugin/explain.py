@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from miles_core.errors import PluginError
-from miles_core.plugin.activate import BACKENDS, backends_of, provider
+from miles_core.plugin.activate import BACKENDS, backends_of, can, provider
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, default_facts, nearest, show
 from miles_core.plugin.manifest import Plugin, Rule, Set
@@ -42,7 +42,7 @@ def explain(plugin: Plugin, checked: Checked, source: str) -> str:
         lines += [f"  uses the capability {capability} of the {' and the '.join(kinds)}", f"    because {reason}"]
         for kind in kinds:
             owner = provider(kind, facts.value(kind), manifests)
-            has = owner is not None and capability in owner.capabilities.get(kind, ())
+            has = owner is not None and can(owner, kind, capability, facts) is Truth.TRUE
             lines.append(f"    here {facts.lookup(kind)} {'has' if has else 'lacks'} it")
     for pair in plugin.pairs:
         experimental = ", experimental" if pair.experimental else ""

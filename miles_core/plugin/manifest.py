@@ -52,6 +52,15 @@ class Set:
 
 
 @dataclass(frozen=True)
+class Capability:
+    """Something a backend can do only where a condition holds, e.g. ``Capability("keyed_sampling",
+    when="server.deterministic")``; one without a condition is its name alone."""
+
+    name: str
+    when: str = ""
+
+
+@dataclass(frozen=True)
 class Plugin:
     """A plugin's manifest.
 
@@ -70,7 +79,8 @@ class Plugin:
         sets: option path -> value (or ``Set(value, when)``) applied before anything is built.
         uses: capabilities of the engine or trainer this plugin depends on, capability -> reason; ``"engine.x"`` or
             ``"trainer.x"`` where one word is both.
-        capabilities: what the backends this plugin provides can do, kind -> names, e.g. ``{"engine": ("score",)}``.
+        capabilities: what the backends this plugin provides can do, kind -> names (or ``Capability(name, when)``), e.g.
+            ``{"engine": ("score",)}``.
         requires: rules that must hold. A rule ``plugin.x`` activates x.
         recommends: advice, printed and never enforced.
         claims: exclusive slots, slot -> reason; two active claimants of one slot conflict.
@@ -96,7 +106,7 @@ class Plugin:
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
     uses: Mapping[str, str] = field(default_factory=dict)
-    capabilities: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    capabilities: Mapping[str, tuple[str | Capability, ...]] = field(default_factory=dict)
     requires: tuple[Rule, ...] = ()
     recommends: tuple[Rule, ...] = ()
     claims: Mapping[str, str] = field(default_factory=dict)
@@ -108,3 +118,11 @@ class Plugin:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     passthrough: Mapping[str, str] = field(default_factory=dict)
+
+    def capability(self, kind: str, name: str) -> Capability | None:
+        """What it declares under that name for its backends of a kind; None where they cannot do it at all."""
+        return next((c for c in self.declared(kind) if c.name == name), None)
+
+    def declared(self, kind: str) -> tuple[Capability, ...]:
+        """All capabilities of its backends of a kind, whatever their conditions come to."""
+        return tuple(c if isinstance(c, Capability) else Capability(c) for c in self.capabilities.get(kind, ()))

@@ -112,12 +112,16 @@ class Learner:
     def save(self, directory: Path) -> None:
         """Write this rank's share of a checkpoint."""
         self.trainer.save(directory / "trainer")
-        self.run.hooks.on("on_save", run=self.run, policy=self.policy, store=Store(directory / "plugins", self.trainer.world))
+        self.run.hooks.on(
+            "on_save", run=self.run, policy=self.policy, store=Store(directory / "plugins", self.trainer.world)
+        )
 
     def load(self, directory: Path) -> None:
         """Inverse of ``save``."""
         self.trainer.load(directory / "trainer")
-        self.run.hooks.on("on_load", run=self.run, policy=self.policy, store=Store(directory / "plugins", self.trainer.world))
+        self.run.hooks.on(
+            "on_load", run=self.run, policy=self.policy, store=Store(directory / "plugins", self.trainer.world)
+        )
 
     def _rewards(self, samples: Sequence[Sample]) -> Tensor:
         """[samples] float64: the reward trained on, over-length penalty included; ``Sample.reward`` stays as given."""
