@@ -49,7 +49,7 @@ def _list(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(rows, indent=1))
     elif not rows:
-        print("no plugin is installed; for example: pip install miles-plugin-tis")
+        print("no plugin is installed; miles plugins new NAME writes one")
     else:
         print(_table(rows))
     return 0

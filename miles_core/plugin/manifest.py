@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_core.data.field import Field
+from miles_core.plugin.hint import Hint, Remedy
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,12 @@ class Plugin:
         defaults: values of options that nobody chose, option's fact -> value: a backend that ships with an installation says
             so here. Two installed manifests with different values for one option are refused.
         facts: facts this plugin defines beside its options, name -> one line of meaning.
-        passthrough: flag prefix -> configuration table, e.g. ``{"--sglang-": "sglang"}``: every flag (and every key of
+        passthrough: flag prefix -> configuration table, e.g. ``{"--server-": "server"}``: every flag (and every key of
             that table) which no option declares is taken as it is, for software with a command line of its own.
+        hints: what this plugin's metrics, and core's, say about it, and what helps then; see ``Hint``. They are followed
+            while the plugin is installed, active or not: ``when`` says in which runs.
+        remedies: what it does against a trouble that core's hints and errors warn of.
+        demo: ``miles demo`` trains with this plugin where it is installed.
     """
 
     name: str
@@ -108,3 +113,6 @@ class Plugin:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     passthrough: Mapping[str, str] = field(default_factory=dict)
+    hints: tuple[Hint, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    demo: bool = False
