@@ -18,7 +18,8 @@ def run(argv: Sequence[str]) -> int:
 
     plugins = plugins_shown(discover())
     _say("two-digit addition: a supervised warm start from a careless teacher, then GRPO on right answers")
-    _say(f"plugins: {', '.join(plugins) or 'none of those installed takes part'}")
+    if not plugins:
+        _say("no installed plugin takes part; the demo runs without")
     parameters = make_inputs(directory, chosen.seed)
     arguments = train_arguments(directory, chosen.seed, plugins, [f"--device={chosen.device}", *extra])
     _say(f"made a Qwen3-MoE of {parameters:,} parameters and its data in {directory}; now running")
