@@ -19,7 +19,7 @@ class Rule:
     """A condition the run must meet, in the grammar of ``miles_core.plugin.rule``.
 
     Attributes:
-        needs: the condition, e.g. ``"gpu.sm >= 100"`` or ``"plugin.tis"``.
+        needs: the condition, e.g. ``"gpu.sm >= 100"`` or ``"plugin.other"``.
         because: the reason, shown word for word.
         when: the rule is checked only where this holds; empty is always.
         hardware: the rule is about tensor cores a format needs; ``--emulate-precision`` waives it.
@@ -77,8 +77,8 @@ class Plugin:
         claims: exclusive slots, slot -> reason; two active claimants of one slot conflict.
         pairs: supported precision cells.
         before, after: names of plugins this one comes before or after in every chain.
-        aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-fp8": {"rollout.precision":
-        "fp8"}}``. environment: environment variable -> option path it sets, as if the flag were given.
+        aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-mine": {"rollout.precision":
+        "mine"}}``. environment: environment variable -> option path it sets, as if the flag were given.
         defaults: values of options that nobody chose, option's fact -> value: a backend that ships with an installation says
             so here. Two installed manifests with different values for one option are refused.
         facts: facts this plugin defines beside its options, name -> one line of meaning.
