@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from miles_core.testing.format_contract import FormatContract
+from miles_core.testing import FormatContract
 from miles_mxfp6.format import GRID, Mxfp6
 
 
