@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles_core.lookup import looked_up
+from miles_core.version import __version__
 
 if TYPE_CHECKING:
     from miles_core.algorithm.advantage import ADVANTAGES, AdvantageInputs
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from miles_core.plugin.option import option
     from miles_core.stash import StashKey
 
-__version__ = "0.1.0"
 
 __getattr__, __dir__ = looked_up(
     __name__,

@@ -11,7 +11,7 @@ from pathlib import Path
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.mismatch.at_sync import verify
-from miles_core.rollout.collect import Group, Interrupted
+from miles_core.rollout.collect import Interrupted
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.summary import rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
@@ -39,21 +39,16 @@ async def train(run: Run, log: RunLog, resume_from: Path | None = None) -> list[
             run.clock.metrics()  # building the parts is no step's time
             while run.step < run.config.rollout.num_rollout and not run.stop_requested:
                 try:
-                    groups, metrics = await step(run, log, parts, rollout, evaluator)
+                    await step(run, log, parts, rollout, evaluator)
+                    await checkpoints.commit()
                 except Interrupted:
                     checkpoints.roll_back()
-                else:
-                    log.record(run.step, metrics)
-                    log.example(run.step, groups[0][0])
-                    await checkpoints.commit()
             await checkpoints.finish()
     return parts
 
 
-async def step(
-    run: Run, log: RunLog, parts: list[PolicyParts], rollout: Rollout, evaluator: Evaluator
-) -> tuple[list[Group], dict[str, float]]:
-    """One step, complete or not at all: an interrupted rollout leaves nothing behind. Returns its groups and metrics."""
+async def step(run: Run, log: RunLog, parts: list[PolicyParts], rollout: Rollout, evaluator: Evaluator | None) -> None:
+    """One step, complete or not at all: an interrupted rollout leaves nothing behind."""
     metrics: dict[str, float] = {}
     with log.step(run):
         with run.clock.phase("rollout"):
@@ -74,7 +69,8 @@ async def step(
     metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
     metrics |= await evaluate(run, evaluator)
     run.hooks.on("on_step", run=run, metrics=metrics)
-    return groups, metrics
+    log.record(run.step, metrics)
+    log.example(run.step, groups[0][0])
 
 
 async def sync(run: Run, parts: PolicyParts) -> dict[str, float]:
@@ -89,10 +85,10 @@ async def sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     return metrics | await verify(run, parts)
 
 
-async def evaluate(run: Run, evaluator: Evaluator) -> dict[str, float]:
+async def evaluate(run: Run, evaluator: Evaluator | None) -> dict[str, float]:
     """Score the held-out prompts every ``--eval-interval`` steps, before the first and after the last."""
     interval = run.config.evaluation.interval
-    if not evaluator.sets or not interval or run.stop_requested:
+    if evaluator is None or not interval or run.stop_requested:
         return {}
     if run.step % interval and run.step < run.config.rollout.num_rollout:
         return {}

@@ -173,7 +173,7 @@ def test_plugins_that_are_broken(refused, file):
     assert "no such file" in refused(plugins=["./nothing.py"])
     text = refused(plugins=[str(file("empty_plugin.py", "x = 1\n"))])
     assert "no manifest called 'plugin' and nothing marked with miles_core.hookimpl" in text
-    head = "from miles_core.contracts.hooks import hookimpl\n\n@hookimpl\n"
+    head = "from miles_core import hookimpl\n\n@hookimpl\n"
     assert "on_stepp" in refused(plugins=[str(file("misspelt.py", f"{head}def on_stepp(run):\n    pass\n"))])
     assert "metric" in refused(plugins=[str(file("argument.py", f"{head}def on_step(run, metric):\n    pass\n"))])
     text = refused(plugins=[str(file("wrapper.py", f"{head}def wrap_loss(run):\n    return 3\n"))])
@@ -212,9 +212,7 @@ def test_commands_that_do_not_exist(capsys):
 
 
 def test_a_defect_keeps_its_traceback(tmp_path, file):
-    path = file(
-        "defect.py", "from miles_core.contracts.hooks import hookimpl\n\n@hookimpl\ndef on_step(run):\n    1 / 0\n"
-    )
+    path = file("defect.py", "from miles_core import hookimpl\n\n@hookimpl\ndef on_step(run):\n    1 / 0\n")
     with pytest.raises(ZeroDivisionError) as caught:
         main(["train", *toy_arguments([str(path)], directory=tmp_path / "run")])
     assert caught.value.__notes__ == ["in plugin defect, hook on_step"]

@@ -48,8 +48,6 @@ def _list(argv: Sequence[str]) -> int:
     rows = [_row(name, catalogue, facts, config.plugins) for name in catalogue.names]
     if options.json:
         print(json.dumps(rows, indent=1))
-    elif not rows:
-        print("no plugin is installed; miles plugins new NAME writes one")
     else:
         print(_table(rows))
     return 0

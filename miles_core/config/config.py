@@ -19,7 +19,7 @@ class Config:
     """Checked values of all options; immutable.
 
     ``config.rollout.temperature`` reads a core group, ``config.plugin("mine").threshold`` a plugin's. Two configurations
-    are equal when the enabled plugins and all their values are, wherever these came from.
+    are equal when the plugins asked for and all their values are, wherever these came from.
 
     Attributes:
         requested: the plugins asked for, in order, each with what asked for it (``"--plugins mine,yours"``).
@@ -226,12 +226,12 @@ class Config:
         return self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash(self.plugins)
+        return hash(tuple(self.requested))
 
     def _key(self) -> tuple[Any, ...]:
-        shown = {CORE, *self.plugins}
+        shown = {CORE, *self.requested}
         values = {p: self._values[p] for p, o in self._schema.options.items() if o.owner in shown}
-        return self.plugins, values, self._passthrough
+        return tuple(self.requested), values, self._passthrough
 
     def __repr__(self) -> str:
         said = ", ".join(f"{path}={self.get(path)!r}" for path in sorted(self._chosen))

@@ -160,9 +160,8 @@ def backends_of(wanted: str, manifests: Mapping[str, Plugin]) -> tuple[tuple[str
 
 def _selected(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
     """Plugins whose part an option names."""
-    chosen = [(kind, facts.lookup(kind)) for kind in BACKENDS]
-    for policy in facts.policies:
-        chosen += [("format", facts.scope(policy).lookup(side)) for side in SIDES]
+    chosen = [("format", facts.scope(policy).lookup(side)) for policy in facts.policies for side in SIDES]
+    chosen += [(kind, facts.lookup(kind)) for kind in BACKENDS]
     for kind, fact in chosen:
         owner = provider(kind, fact.value, manifests) if fact.state is State.KNOWN else None
         if owner is not None and owner.name != "core":

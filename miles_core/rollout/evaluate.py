@@ -25,7 +25,7 @@ FIRST_INDEX = 1 << 40
 
 
 class Evaluator:
-    """The data sets of ``--eval-prompt-data``, opened and checked once; without any it measures nothing.
+    """The data sets of ``--eval-prompt-data``, opened and checked once.
 
     Args:
         run: for configuration and rendering.

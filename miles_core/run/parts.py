@@ -84,8 +84,10 @@ class Inputs:
         collector = Collector(run, self.prompts, generate, score, abort, log.progress, accept)
         return compose(collector.rollout, run.hooks.chain("wrap_rollout", run=run))
 
-    def evaluator(self, run: Run, log: RunLog, parts: list[PolicyParts]) -> Evaluator:
-        """Scores the held-out prompts, if there are any."""
+    def evaluator(self, run: Run, log: RunLog, parts: list[PolicyParts]) -> Evaluator | None:
+        """Scores the held-out prompts; None when there are none."""
+        if not run.config.evaluation.prompt_data:
+            return None
         return Evaluator(run, *self._generation(run, parts, evaluation_sampling(run.config)), log.progress)
 
     def _generation(self, run: Run, parts: list[PolicyParts], sampling: Sampling) -> tuple[Generate, Score]:

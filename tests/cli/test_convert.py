@@ -97,7 +97,7 @@ def test_layers_and_globs_are_left_alone_as_in_a_run(source, tmp_path, capsys):
 
 def test_converting_imports_no_transformers(source):
     code = (
-        "import sys, miles_core.convert.encode, miles_core.convert.decode, miles_core.precision.select\n"
+        "import sys, miles_core.convert.encode, miles_core.convert.decode, miles_core.precision.options\n"
         "assert not {'transformers', 'pydantic'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,7 +15,7 @@ def test_a_plan_is_printed_with_facts_origins_and_chains(f6, moe, capsys):
         "  wrap_weights: core <- f6 (outermost)",
     ):
         assert line in text.splitlines(), (line, text)
-    assert text.startswith("miles-core 0.1.0, plugins: f6 0.3 (plan ")
+    assert text.startswith("miles-core 0.1.0, plugins: f6 0.3, embedded 0.1.0 (plan ")
 
 
 def test_json_is_the_plan_itself(f6, capsys):
@@ -23,7 +23,7 @@ def test_json_is_the_plan_itself(f6, capsys):
 
     assert plan.run(["--json", "--plugins", f6]) == 0
     printed = Plan.from_json(capsys.readouterr().out)
-    assert printed.order == ("f6",)
+    assert printed.order == ("f6", "embedded")
     assert printed.plugins[0].source.startswith(f"file:{f6} sha256:")
 
 

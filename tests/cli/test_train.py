@@ -40,9 +40,9 @@ def launched(monkeypatch):
         calls.append(SimpleNamespace(config=config, plan=plan, manifests=manifests))
         return SimpleNamespace(run=SimpleNamespace(stop_requested=False))
 
-    module = ModuleType("miles_core.run.launch")
+    module = ModuleType("miles_core.launch")
     module.launch = launch
-    monkeypatch.setitem(sys.modules, "miles_core.run.launch", module)
+    monkeypatch.setitem(sys.modules, "miles_core.launch", module)
     return calls
 
 
@@ -64,13 +64,13 @@ def test_a_run_gets_the_configuration_with_what_plugins_set(shout, launched, mod
     assert train.run(["--plugins", shout, "--hf-checkpoint", model_directory, "--prompt-data", "p.jsonl"]) == 0
     (call,) = launched
     assert call.config.rollout.top_k == 7 and call.config.origin("rollout.top_k") == "set by shout"
-    assert call.config.plugins == call.plan.order == ("shout",)
+    assert call.config.plugins == call.plan.order == ("shout", "embedded")
     assert call.manifests["shout"].version == "1.0"
 
 
 def test_a_run_that_was_stopped_exits_with_130(monkeypatch, launched, model_directory):
     stopped = SimpleNamespace(run=SimpleNamespace(stop_requested=True))
-    monkeypatch.setattr(sys.modules["miles_core.run.launch"], "launch", lambda *a: stopped)
+    monkeypatch.setattr(sys.modules["miles_core.launch"], "launch", lambda *a: stopped)
     assert train.run(["--hf-checkpoint", model_directory, "--prompt-data", "p.jsonl"]) == 130
 
 

@@ -9,6 +9,7 @@ import pytest
 from miles_core.config.load import load
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.option import option
+from miles_embedded import plugin as embedded
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def plugin(name: str, **fields: object) -> Plugin:
 @pytest.fixture
 def manifests() -> list[Plugin]:
     return [
+        embedded,
         plugin("replay", config=Replay),
         plugin("weights", config=Weights),
         plugin("fan", requires=(Rule("plugin.weights", "it reweights"),)),

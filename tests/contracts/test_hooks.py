@@ -14,6 +14,8 @@ from miles_core.contracts.hooks import MAKERS, HookSpecs
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
 NAMES = [name for name in vars(HookSpecs) if not name.startswith("_")]
+#: Core, and the backend that ships with it: models and decoders are a backend's to ask for.
+SOURCES = [*(ROOT / "miles_core").rglob("*.py"), *(ROOT / "miles_embedded").rglob("*.py")]
 PROCESSES = ("driver", "every process", "every trainer rank", "owning process", "rollout worker")
 
 
@@ -55,13 +57,13 @@ def test_every_hook_says_where_it_runs_and_has_a_test(name):
 @pytest.mark.parametrize("kind", MAKERS)
 def test_core_asks_for_every_kind_of_part(kind):
     asked = rf'\.make\(\s*"{kind}"'
-    assert any(re.search(asked, p.read_text(encoding="utf-8")) for p in (ROOT / "miles_core").rglob("*.py"))
+    assert any(re.search(asked, p.read_text(encoding="utf-8")) for p in SOURCES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_core_calls_every_hook(name):
     called = re.compile(rf'(?:\.on|\.chain)\(\s*"{name}"')
-    assert any(called.search(p.read_text(encoding="utf-8")) for p in (ROOT / "miles_core").rglob("*.py"))
+    assert any(called.search(p.read_text(encoding="utf-8")) for p in SOURCES)
 
 
 def test_the_map_names_every_hook():

@@ -11,7 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
-from miles_core.convert import decode, encode, job, writer
+from miles_core.convert import decode as decoding
+from miles_core.convert import encode as encoding
+from miles_core.convert import job as conversion_job
+from miles_core.convert import writer
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.precision.codec import Codec
@@ -21,13 +24,13 @@ GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.we
 
 
 def encode(source, target, **options):
-    return job.run(encode.plan(CheckpointFiles(source), Codec(PairFormat())), target, **options)
+    return conversion_job.run(encoding.plan(CheckpointFiles(source), Codec(PairFormat())), target, **options)
 
 
 def decode(source, target, **options):
-    opened = decode.open_quantized(source)
+    opened = decoding.open_quantized(source)
     assert opened is not None
-    return job.run(decode.plan(opened), target, **options)
+    return conversion_job.run(decoding.plan(opened), target, **options)
 
 
 def everything(directory):
@@ -105,9 +108,9 @@ def test_back_to_bf16_gives_the_values_of_the_codes(checkpoint, tensors, tmp_pat
 def test_weights_in_fp32_are_rounded_to_bf16_before_they_are_quantised(checkpoint, weight, tmp_path):
     tensors = {"a.q_proj.weight": weight(4, 8, dtype=torch.float32), "norm.weight": weight(8, dtype=torch.float32)}
     source = checkpoint({"model.safetensors": tensors})
-    conversion = encode.plan(CheckpointFiles(source), Codec(PairFormat()))
+    conversion = encoding.plan(CheckpointFiles(source), Codec(PairFormat()))
     assert "1 weights are not stored in BF16" in conversion.notes[0]
-    job.run(conversion, tmp_path / "out")
+    conversion_job.run(conversion, tmp_path / "out")
     found = everything(tmp_path / "out")
     rounded = PairFormat().quantize(tensors["a.q_proj.weight"].to(torch.bfloat16))
     assert torch.equal(found["a.q_proj.weight_codes"], rounded["weight_codes"])
@@ -214,7 +217,7 @@ def test_two_conversions_to_one_place_exclude_each_other(checkpoint, tensors, tm
 def test_memory_does_not_grow_with_the_model(checkpoint, weight, tmp_path):
     """At most ``workers`` jobs hold tensors at a time."""
     tensors = {f"layers.{i}.q_proj.weight": weight(64, 64) for i in range(12)}
-    conversion = encode.plan(CheckpointFiles(checkpoint({"model.safetensors": tensors})), Codec(PairFormat()))
+    conversion = encoding.plan(CheckpointFiles(checkpoint({"model.safetensors": tensors})), Codec(PairFormat()))
     held, most = [0], []
 
     def counted(step):
@@ -229,7 +232,7 @@ def test_memory_does_not_grow_with_the_model(checkpoint, weight, tmp_path):
 
     for job in conversion.jobs:
         job.steps[:] = map(counted, job.steps)
-    job.run(conversion, tmp_path / "out", workers=2)
+    conversion_job.run(conversion, tmp_path / "out", workers=2)
     assert len(most) == 12 and max(most) <= 2
 
 

@@ -6,6 +6,7 @@ from miles_core.data.field import Field
 from miles_core.plugin.facts import Fact, Facts
 from miles_core.plugin.manifest import Pair, Plugin, Rule
 from miles_core.plugin.option import option
+from miles_embedded import plugin as embedded
 
 CORE_RANGE = "~=0.1"
 DRIFT = (
@@ -130,6 +131,8 @@ ray = Plugin(
 )
 
 ALL = {p.name: p for p in (fp8, mxfp8, nvfp4, int4, r3, tis, sglang, plain, ray)}
+#: ... and the backend that ships with core.
+INSTALLED = {**ALL, "embedded": embedded}
 
 
 def gpu(name: str = "H200", sm: int = 90) -> list[Fact]:

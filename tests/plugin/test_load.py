@@ -219,7 +219,7 @@ def test_parts_are_made_by_name_with_the_arguments_they_take(load, monkeypatch):
     provides = {"engine": {"mine": "miles_parts_by_test:build"}}
     hooks = load({"a": recording("a", [])}, provides=provides, formats={"f": "miles_parts_by_test:build"})
     assert hooks.make("engine", "mine", run="run", policy="policy") == ("run", None)
-    assert hooks.provided("engine") == ("mine", "embedded")
+    assert hooks.provided("engine") == ("mine",)
     assert hooks.format("f") is build
     with pytest.raises(PluginError, match="no active plugin provides the engine 'mien'; did you mean mine"):
         hooks.make("engine", "mien", run=None)

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError, MilesError, PlanError
+from miles_core.launch import launch
 from miles_core.precision.schedule import Precisions, precisions
-from miles_core.run.launch import launch
 from miles_core.run.prepare import applied, prepare
-from miles_core.testing.toy import toy_arguments
+from miles_core.testing.toy import ToyRun, toy_arguments
 
 UNIFIED = {"rollout_fp8": True, "train_fp8": True, "emulate_precision": True}
 MIXED = {"rollout_fp8": True, "emulate_precision": True}
@@ -56,7 +56,7 @@ def test_the_first_steps_are_those_of_a_plain_run(toy_run):
 
 def test_several_optimiser_steps_a_rollout_are_counted(toy_run):
     found = toy_run(**MIXED, steps=2, warmup_steps=3, num_steps_per_rollout=2)
-    assert found.policy.trained == 4
+    assert found.run.policy.trained == 4
     weight, plain, precision = held(found)
     assert not torch.equal(weight, plain) and precision.current == "bf16"
 
@@ -70,7 +70,8 @@ def resumed(source, directory, steps):
         ]
     )
     plan, catalogue = prepare(config)
-    return launch(applied(config, plan), plan, catalogue, Console(file=io.StringIO()))
+    done = launch(applied(config, plan), plan, catalogue, Console(file=io.StringIO()))
+    return ToyRun(done.run, done.parts, [])
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4])
@@ -78,7 +79,7 @@ def test_a_resumed_run_continues_in_its_phase_bit_for_bit(toy_run, tmp_path, sto
     whole = toy_run(**UNIFIED, steps=5, warmup_steps=3)
     first = toy_run(**UNIFIED, steps=stop, warmup_steps=3)
     second = resumed(first.directory, tmp_path / "second", 5)
-    assert second.policy.trained == 5
+    assert second.run.policy.trained == 5
     for a, b in zip(held(whole)[:2], held(second)[:2], strict=True):
         assert torch.equal(a, b)
     samples = [(r.directory / "samples.jsonl").read_text().splitlines() for r in (whole, second)]

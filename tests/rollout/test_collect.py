@@ -32,7 +32,9 @@ def test_stuck_groups_are_aborted_and_their_prompts_come_first_next_time(toy_run
     prompts = [json.loads(line)["prompt"] for line in (run.directory / "samples.jsonl").read_text().splitlines()]
     # group 0 (a) was stuck, group 1 (b) was used; then a again as group 2, and c as group 3 was stuck
     assert prompts == ["b", "a"]
-    assert [w["text"] for w in run.run.prompts.state()["waiting"]] == ["c"]
+    (saved,) = (run.directory / "checkpoints").glob("*/state/run.json")
+    waiting = json.loads(saved.read_text())["data"]["prompts"]["waiting"]
+    assert [w["text"] for w in waiting] == ["c"]
     assert not run.engine.rows  # nothing is left in the engine
 
 

@@ -46,7 +46,7 @@ def test_options_become_flags():
 
 def test_plan_resolves_without_running(plan):
     accepted = plan(["r3", "tis"])
-    assert accepted.order == ("r3", "tis")
+    assert accepted.order == ("r3", "tis", "embedded")
     with pytest.raises(PlanError, match="there is no router to replay"):
         plan(["r3"], family="llama")
-    assert plan(["fp8"], facts=["gpu=B200"], rollout_precision="fp8").order == ("fp8",)
+    assert plan(["fp8"], facts=["gpu=B200"], rollout_precision="fp8").order == ("fp8", "embedded")

@@ -11,7 +11,7 @@ class TestPlugin(FormatPluginContract):
 
 def test_the_recipe_selects_fp8_on_both_sides(plan):
     accepted = plan(fp8_recipe="blockwise", fp8_format="e4m3", emulate_precision=True)
-    assert accepted.order == ("fp8",)
+    assert accepted.order == ("fp8", "embedded")
     assert {(s.path, s.value) for s in accepted.sets} == {("rollout.precision", "fp8"), ("train.precision", "fp8")}
     with pytest.raises(PlanError, match="--fp8-recipe blockwise is block-wise FP8 on both sides"):
         plan(fp8_recipe="blockwise", train_precision="bf16", emulate_precision=True)

@@ -17,7 +17,7 @@ def test_the_environment_is_honoured_as_if_flags_were_given(plan, monkeypatch):
     monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
     monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", "16")
     accepted = plan()
-    assert accepted.order == ("int4",)
+    assert accepted.order == ("int4", "embedded")
     assert {(s.path, s.value) for s in accepted.sets} == {("rollout.precision", "int4"), ("train.precision", "int4")}
     assert accepted.fact("int4.group_size") == 16
     assert plan(int4_group_size=32).fact("int4.group_size") == 32  # the flag wins
@@ -25,7 +25,7 @@ def test_the_environment_is_honoured_as_if_flags_were_given(plan, monkeypatch):
 
 def test_the_switch_turned_off_enables_nothing(plan, monkeypatch):
     monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "0")
-    assert plan().order == ()
+    assert plan().order == ("embedded",)
 
 
 def test_a_group_size_in_the_environment_of_a_run_without_int4_is_refused(plan, monkeypatch):

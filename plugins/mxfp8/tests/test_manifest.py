@@ -27,12 +27,12 @@ def test_fp8_rollout_and_mxfp8_training_exclude_each_other(plan):
 
 def test_the_recipe_selects_mxfp8_on_both_sides(plan):
     accepted = plan(fp8_recipe="mxfp8", fp8_format="e4m3", emulate_precision=True)
-    assert accepted.order == ("mxfp8",)
+    assert accepted.order == ("mxfp8", "embedded")
     assert {(s.path, s.value) for s in accepted.sets} == {
         ("rollout.precision", "mxfp8"),
         ("train.precision", "mxfp8"),
     }
-    assert plan(fp8_recipe="mxfp8", **BOTH, emulate_precision=True).order == ("mxfp8",)
+    assert plan(fp8_recipe="mxfp8", **BOTH, emulate_precision=True).order == ("mxfp8", "embedded")
     with pytest.raises(PlanError, match="--fp8-recipe mxfp8 is MXFP8 on both sides"):
         plan(fp8_recipe="mxfp8", rollout_precision="bf16", emulate_precision=True)
 

@@ -13,7 +13,7 @@ class TestPlugin(FormatPluginContract):
 
 def test_the_recipe_selects_nvfp4_on_both_sides(plan):
     accepted = plan(fp4_recipe="nvfp4", fp4_format="e2m1", emulate_precision=True)
-    assert accepted.order == ("nvfp4",)
+    assert accepted.order == ("nvfp4", "embedded")
     assert {(s.path, s.value) for s in accepted.sets} == {
         ("rollout.precision", "nvfp4"),
         ("train.precision", "nvfp4"),
