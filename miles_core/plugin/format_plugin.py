@@ -35,7 +35,7 @@ def format_plugin(
         name: of the plugin and of the format, as in ``--rollout-precision``.
         summary, version, core: as in ``Plugin``.
         format: ``"module:Class"``, a ``miles_core.format.Format``.
-        hardware: what the format's tensor cores need, e.g. ``Rule("gpu.sm >= 90", "FP8 products need ...")``;
+        hardware: what the format's tensor cores need, e.g. ``Rule("gpu.sm >= 90", "its products need ...")``;
             ``--emulate-precision`` waives it. None where it computes on any device.
         rollout_alone: the engine may use the format while the trainer computes in BF16.
         rollout_alone_recommends: advice for that case, printed and never enforced.
