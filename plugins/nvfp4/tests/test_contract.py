@@ -14,7 +14,6 @@ class TestNvfp4(FormatInModelContract):
 
 
 class TestFourOverSix(FormatInModelContract):
-    kernels = "miles_nvfp4.kernels"
     magnitudes = (1e-15, 1e-3, 1e15)
     drift = 2.0**-21
 
