@@ -63,5 +63,5 @@ def explain_value(option: Option, value: object, schema: Schema) -> str | None:
 def explain_plugin(name: str, schema: Schema) -> str:
     """One sentence about a plugin that is asked for and not there."""
     nearest = did_you_mean(name, schema.manifests)
-    install = f": pip install {distribution(name)}" if name.isidentifier() else ""
-    return f"the plugin {name!r} is not installed{nearest or install}; `miles plugins` lists those that are"
+    install = f"; try: pip install {distribution(name)}" if name.isidentifier() else ""
+    return f"no plugin {name!r} is installed{nearest or install}; `miles plugins` lists those that are"
