@@ -67,7 +67,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         log.info("%s", line)
     log.info("run directory: %s", directory)
     start = checkpoint_step(resume_from) if resume_from else None
-    told = make_log(run, Progress(config.rollout.num_rollout, console, start=start or 0), start)
+    told = make_log(run, manifests, Progress(config.rollout.num_rollout, console, start=start or 0), start)
     with interruptible(run), told.progress:
         try:
             parts = asyncio.run(train(run, told, resume_from))

@@ -1,6 +1,6 @@
 """The engine contract: token ids in, token ids and log-probabilities out.
 
-The embedded engine implements it in this process; an SGLang adapter implements it over its Engine or HTTP API. Every
+An engine may live in this process, or stand in front of servers that are spoken to over a socket. Every
 method may be called only between ``start`` and ``stop``. ``miles_core.testing.EngineContract`` is the executable form.
 """
 

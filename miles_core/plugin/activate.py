@@ -1,7 +1,7 @@
 """Which plugins take part, what they set, and the facts that follow.
 
-A plugin is active because the user named it, because an option selects a part it provides (``--engine sglang``,
-``--rollout-precision fp8``), or because an active plugin requires it. What plugins set changes facts, facts decide
+A plugin is active because the user named it, because an option selects a part it provides (``--engine mine``,
+``--rollout-precision mine``), or because an active plugin requires it. What plugins set changes facts, facts decide
 conditions, and conditions decide what is set: the three are repeated until nothing changes.
 """
 

@@ -125,6 +125,8 @@ def _conditions(plugin: Plugin) -> Iterator[str]:
         yield from (rule.when,) if rule.when else ()
     yield from (condition for condition in plugin.hooks if condition)
     yield from (given.when for given in plugin.sets.values() if isinstance(given, Set) and given.when)
+    yield from (hint.when for hint in plugin.hints if hint.when)
+    yield from (remedy.when for remedy in plugin.remedies if remedy.when)
 
 
 def _is_missing(name: str, known: Facts, derived: set[str]) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_core.data.field import Field
+from miles_core.plugin.hint import Hint, Remedy
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Rule:
     """A condition the run must meet, in the grammar of ``miles_core.plugin.rule``.
 
     Attributes:
-        needs: the condition, e.g. ``"gpu.sm >= 100"`` or ``"plugin.tis"``.
+        needs: the condition, e.g. ``"gpu.sm >= 100"`` or ``"plugin.other"``.
         because: the reason, shown word for word.
         when: the rule is checked only where this holds; empty is always.
         hardware: the rule is about tensor cores a format needs; ``--emulate-precision`` waives it.
@@ -86,13 +87,17 @@ class Plugin:
         claims: exclusive slots, slot -> reason; two active claimants of one slot conflict.
         pairs: supported precision cells.
         before, after: names of plugins this one comes before or after in every chain.
-        aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-fp8": {"rollout.precision":
-        "fp8"}}``. environment: environment variable -> option path it sets, as if the flag were given.
+        aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-mine": {"rollout.precision":
+        "mine"}}``. environment: environment variable -> option path it sets, as if the flag were given.
         defaults: values of options that nobody chose, option's fact -> value: a backend that ships with an installation says
             so here. Two installed manifests with different values for one option are refused.
         facts: facts this plugin defines beside its options, name -> one line of meaning.
-        passthrough: flag prefix -> configuration table, e.g. ``{"--sglang-": "sglang"}``: every flag (and every key of
+        passthrough: flag prefix -> configuration table, e.g. ``{"--server-": "server"}``: every flag (and every key of
             that table) which no option declares is taken as it is, for software with a command line of its own.
+        hints: what this plugin's metrics, and core's, say about it, and what helps then; see ``Hint``. They are followed
+            while the plugin is installed, active or not: ``when`` says in which runs.
+        remedies: what it does against a trouble that core's hints and errors warn of.
+        demo: ``miles demo`` trains with this plugin where it is installed.
     """
 
     name: str
@@ -118,6 +123,9 @@ class Plugin:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     passthrough: Mapping[str, str] = field(default_factory=dict)
+    hints: tuple[Hint, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    demo: bool = False
 
     def capability(self, kind: str, name: str) -> Capability | None:
         """What it declares under that name for its backends of a kind; None where they cannot do it at all."""
