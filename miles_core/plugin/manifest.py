@@ -81,7 +81,8 @@ class Plugin:
         uses: capabilities of the engine or trainer this plugin depends on, capability -> reason; ``"engine.x"`` or
             ``"trainer.x"`` where one word is both.
         capabilities: what the backends this plugin provides can do, kind -> names (or ``Capability(name, when)``), e.g.
-            ``{"engine": ("score",)}``.
+            ``{"engine": ("score",)}``. A transport whose messages an engine must know (``Engine.receive``) is named under
+            the kind ``transport``, and engines that know them declare ``transport:NAME``.
         requires: rules that must hold. A rule ``plugin.x`` activates x.
         recommends: advice, printed and never enforced.
         claims: exclusive slots, slot -> reason; two active claimants of one slot conflict.

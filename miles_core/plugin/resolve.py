@@ -221,9 +221,10 @@ def _warm_up(checked: Checked) -> None:
 
 
 def _transport(checked: Checked) -> None:
-    """The engine must take what the chosen transport sends; every engine takes tensors that are handed to it."""
+    """An engine must know the messages of a transport that sends some; tensors that are handed to it it always takes."""
     fact = checked.facts.lookup("transport")
-    if fact.state is State.KNOWN and fact.value not in CORE.provides["transport"]:
+    owner = provider("transport", fact.value, checked.manifests)
+    if owner is not None and owner.capability("transport", str(fact.value)) is not None:
         _capability(
             checked,
             f"the transport {fact.value}",

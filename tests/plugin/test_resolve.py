@@ -383,7 +383,7 @@ def test_an_environment_variable_is_set_by_one_plugin_and_not_against_the_user()
 
 def test_a_transport_that_the_engine_does_not_take_is_refused():
     facts = Facts([chosen("engine", "server"), chosen("transport", "pigeon")])
-    pigeon = plugin("pigeon", provides={"transport": {"pigeon": "m:f"}})
+    pigeon = plugin("pigeon", provides={"transport": {"pigeon": "m:f"}}, capabilities={"transport": ("pigeon",)})
     with pytest.raises(PlanError, match="the transport pigeon needs the engine capability transport:pigeon"):
         resolve(["pigeon"], {"server": server(), "pigeon": pigeon}, facts)
     knows = server(capabilities={"engine": ("transport:pigeon",)})
