@@ -14,7 +14,7 @@ plugin = Plugin(
     provides={
         "model": {"transformers": "miles_embedded.model.load:make_model"},
         "engine": {"embedded": "miles_embedded.engine.build:make_engine"},
-        "trainer": {"embedded": "miles_embedded.trainer.trainer:make_trainer"},
+        "trainer": {"embedded": "miles_embedded.trainer.build:make_trainer"},
         "decoder": {"plain": "miles_embedded.engine.decoder:make_decoder"},
     },
     capabilities={

@@ -9,7 +9,7 @@ from typing import Any
 
 from miles_core.checkpoint.hf_files import CONFIG, INDEX
 from miles_core.precision.format import Format
-from miles_core.precision.optionsor import tower
+from miles_core.precision.selector import tower
 
 #: Keys of config.json, at its top or in a part such as ``text_config``, that describe quantised weights.
 _KEYS = ("quantization_config", "compression_config")

@@ -18,7 +18,7 @@ from miles_core.data.unit import Encoded, Unit
 from miles_core.errors import CheckpointError, ConfigError, MilesError
 from miles_core.precision.format import Format, part_name
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
-from miles_core.precision.optionsor import Selector, Shape
+from miles_core.precision.selector import Selector, Shape
 
 log = logging.getLogger(__name__)
 

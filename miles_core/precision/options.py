@@ -11,7 +11,7 @@ from miles_core.plugin.detect import model_facts
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.fused_experts import Family
-from miles_core.precision.optionsor import Keep, Selector
+from miles_core.precision.selector import Keep, Selector
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from miles_embedded.engine.cache import follow
+from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.runner import Runner
 
 Key = tuple[int, ...]
@@ -58,7 +58,7 @@ class Prompts:
             prompt = self._slots[slot]
             if self._known.get(prompt.key) is prompt:
                 del self._known[prompt.key]
-        follow(self._slots, where, whence, self.runner.cache.prefixes.size)
+        move_items(self._slots, where, whence, self.runner.cache.prefixes.size)
 
     def retire(self) -> None:
         """The weights changed: rows keep their prompts, but no new row may share one."""

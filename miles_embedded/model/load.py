@@ -20,9 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.errors import CheckpointError
 from miles_core.plugin.detect import config_facts
-from miles_embedded.cpu.allocator import keep_freed_memory
-from miles_embedded.cpu.install import use_kernels
-from miles_embedded.model.call import attention, no_mask, watch_layers
+from miles_embedded.model.attention_function import attention, no_mask
+from miles_embedded.model.call import watch_layers
 from miles_embedded.model.dequantize import dequantized
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.indexer import KNOWN
@@ -71,11 +70,7 @@ def make_model(run: Any, policy: Any) -> nn.Module:
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     start = options.ref_load or policy.hf_checkpoint or options.hf_checkpoint
-    model = load_model(start, dtype, device, options.trust_remote_code)
-    if device == "cpu":
-        keep_freed_memory()
-        use_kernels(model, options.cpu_kernels)
-    return model
+    return load_model(start, dtype, device, options.trust_remote_code)
 
 
 def resolve_device(name: str) -> str:

@@ -25,14 +25,16 @@ class NativeLinear:
     def __init__(self, inputs: RoundedInputs, module: nn.Linear, format: Format, product: Product) -> None:
         self.inputs, self.module, self.format, self.product = inputs, module, format, product
         self.codes: Parts | None = None
-        module.__dict__["forward"] = self
+        self._own = module.forward
+        self._before = module.__dict__.get("forward")
+        module.forward = self
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
         module = self.module
         on = self.inputs.enabled and self.inputs.native
         if not on or self.codes is None or x.dtype != self.product.dtype or x.numel() == 0:
-            return type(module).forward(module, self.inputs(x))
+            return self._own(self.inputs(x))
         if not torch.is_grad_enabled():
             return _forward(x, module.bias, self.codes, self.product)
         y: Tensor = _NativeProduct.apply(x, module.weight, module.bias, self.codes, self.format, self.product)
@@ -55,7 +57,10 @@ class NativeLinear:
 
     def remove(self) -> None:
         """Give the layer its own forward back."""
-        self.module.__dict__.pop("forward", None)
+        if self._before is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.forward = self._before
 
 
 def _forward(x: Tensor, bias: Tensor | None, codes: Parts, product: Product) -> Tensor:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from miles_core.precision.optionsor import Selector
+from miles_core.precision.selector import Selector
 from safetensors.torch import load_file
 
 from miles_core.checkpoint.hf_files import CheckpointFiles

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import transformers
-from miles_core.precision.optionsor import Selector, matches
+from miles_core.precision.selector import Selector, matches
 
 from miles_core.errors import ConfigError
 from miles_embedded.model.views import views

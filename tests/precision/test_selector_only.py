@@ -1,7 +1,7 @@
 """A format that is for some weights only, such as experts."""
 
 import pytest
-from miles_core.precision.optionsor import Selector
+from miles_core.precision.selector import Selector
 
 from miles_core.errors import ConfigError
 
