@@ -63,6 +63,12 @@ def build_model(run: Any, policy: Any, role: str) -> nn.Module:
     return model
 
 
+def is_embedded(run: Any, role: str) -> bool:
+    """Whether a model of this role (see the hook ``on_model``) is run by the embedded engine, trainer, or both if they share it."""
+    sides = {"rollout": ("engine",), "draft": ("engine",), "shared": ("engine", "trainer")}.get(role, ("trainer",))
+    return all(getattr(run.config.run, side) == "embedded" for side in sides)
+
+
 def make_model(run: Any, policy: Any) -> nn.Module:
     """The provider of the model named ``transformers``: the policy's checkpoint, in the run's dtype, on its device."""
     options = run.config.model

@@ -187,12 +187,16 @@ class EmbeddedTrainer(Trainer):
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             if share.value.requires_grad:
                 share.value.backward()
-            self._add(totals, share.metrics | ctx.metrics)
+            add_pairs(totals, share.metrics | ctx.metrics)
         try:
             stepped = self.parts.optimizer_step()
         except NonFiniteError as error:
             found = first_nonfinite_in_step(self, batch, loss, tokens)
             raise NonFiniteError(f"{found} found by computing the step again, because {error}") from error
+        return self.step_metrics(totals, stepped)
+
+    def step_metrics(self, totals: dict[str, list[Tensor]], stepped: dict[str, float]) -> dict[str, tuple[float, float]]:
+        """What ``step`` returns: the sums over its micro-batches, the loads of experts, and what the optimiser step said."""
         metrics = {n: (float(a), float(b)) for n, (a, b) in totals.items()} | self.loads.take(self.sum)
         return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
 
@@ -289,10 +293,12 @@ class EmbeddedTrainer(Trainer):
                 out[name][_flat(batch, samples)] = values
         return out
 
-    def _add(self, totals: dict[str, list[Tensor]], pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
-        for name, pair in pairs.items():
-            new = [torch.as_tensor(x, dtype=torch.float64).detach() for x in pair]
-            totals[name] = [a + b for a, b in zip(totals[name], new, strict=True)] if name in totals else new
+
+def add_pairs(totals: dict[str, list[Tensor]], pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Add the (sum, weight) pairs of one micro-batch to those of its step, in float64."""
+    for name, pair in pairs.items():
+        new = [torch.as_tensor(x, dtype=torch.float64).detach() for x in pair]
+        totals[name] = [a + b for a, b in zip(totals[name], new, strict=True)] if name in totals else new
 
 
 def _flat(batch: Batch, samples: list[int]) -> Tensor:

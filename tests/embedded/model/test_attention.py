@@ -139,7 +139,7 @@ def test_training_equals_transformers(case, monkeypatch, recompute, short):
     trainer = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig(), recompute=recompute))
     trainer.bind(Parts(trainer.forward, None, trainer.optimizer_step))
     batch = collate(samples())
-    micro, ctx = trainer._prepare(batch, list(range(len(batch))), "train", False)
+    micro, ctx = trainer.prepare(batch, list(range(len(batch))), "train", False)
     output = trainer.forward(model, micro, ctx)
     coefficients = torch.randn(len(micro.tokens), generator=torch.Generator().manual_seed(4))
     (output.log_probs * coefficients).sum().backward()
