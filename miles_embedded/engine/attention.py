@@ -160,7 +160,9 @@ class DecodeCall:
         def extend(fed: Tensor) -> Tensor:
             """Keep the fed tokens' keys [rows, queries, dim]; those of all tokens, as the columns of ``CachedRows.mask``."""
             flat = fed.flatten(0, 1)
-            own = self._append(INDEX, layer, (flat if held.even else flat.index_select(0, held.query_unpad))[None, None])
+            own = self._append(
+                INDEX, layer, (flat if held.even else flat.index_select(0, held.query_unpad))[None, None]
+            )
             if few:
                 return fed[:, :1]
             slots = to_device(held.cache.prefix_of[held.slots], held.device)

@@ -68,12 +68,7 @@ class Settings:
 
 
 class EmbeddedEngine(Engine):
-    """An engine that generates with one Transformers model in this process.
-
-    Args:
-        model: prepared by ``miles_embedded.model.load``; it stays on its device.
-        settings: see ``Settings``.
-    """
+    """An engine that generates with ``model``, prepared by ``miles_embedded.model.load``; it stays on its device."""
 
     capabilities = frozenset(EMBEDDED.capabilities["engine"])
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad, scaled_dot_product_attention
 
-
 #: Up to this many keys a CPU is faster with plain products.
 _SHORT = 64
 

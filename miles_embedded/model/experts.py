@@ -11,7 +11,6 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe

@@ -232,7 +232,9 @@ class _SwiGLUExperts(torch.autograd.Function):
     silu(gate) * up and y = down h, the gradient of a row's weight, grad . y, is (down^T grad) . h, so y is not needed."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, choices: SortedChoices) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, choices: SortedChoices
+    ) -> Tensor:
         ctx.choices = choices
         weight = weights.reshape(-1).index_select(0, choices.order).unsqueeze(1)
         products, outputs = [], []

@@ -104,9 +104,7 @@ def _rotating_forward(
         return rotation(q, cos, sin), rotation(k, cos, sin)
 
     names = forward.__globals__ | {_ROTATION: rotate}
-    changed = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    changed = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     changed.__kwdefaults__ = forward.__kwdefaults__
     return changed
 

@@ -27,9 +27,8 @@ from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_core.precision.snapshot import Snapshot
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
-from miles_core.train.steps import step_count
 from miles_embedded.model.export import export_checkpoint
-from miles_embedded.model.load import backbone, build_model, decoder_layers, facts_of
+from miles_embedded.model.load import backbone, decoder_layers, facts_of
 from miles_embedded.model.logprobs import scatter, token_log_probs
 from miles_embedded.model.views import export
 from miles_embedded.quantized.linear import linear_shapes
@@ -195,7 +194,9 @@ class EmbeddedTrainer(Trainer):
             raise NonFiniteError(f"{found} found by computing the step again, because {error}") from error
         return self.step_metrics(totals, stepped)
 
-    def step_metrics(self, totals: dict[str, list[Tensor]], stepped: dict[str, float]) -> dict[str, tuple[float, float]]:
+    def step_metrics(
+        self, totals: dict[str, list[Tensor]], stepped: dict[str, float]
+    ) -> dict[str, tuple[float, float]]:
         """What ``step`` returns: the sums over its micro-batches, the loads of experts, and what the optimiser step said."""
         metrics = {n: (float(a), float(b)) for n, (a, b) in totals.items()} | self.loads.take(self.sum)
         return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}

@@ -27,7 +27,9 @@ def left_to_torch() -> str:
     return "oneDNN is the faster library on this processor" if available() else ""
 
 
-def small_experts(before: Experts, hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def small_experts(
+    before: Experts, hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
     """An ``Experts`` that leaves to ``before`` experts of large weights, and those that are not float32 on a CPU."""
     if kernels.takes(hidden, weights, gate_up, down) and fits(gate_up, down):
         return experts(hidden, index, weights, gate_up, down)

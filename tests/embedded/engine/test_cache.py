@@ -93,7 +93,12 @@ class Pool:
         del self.rows[self.cache.rows :]
 
 
-OPTIONS = [None, AttentionOptions(7), AttentionOptions(0, torch.tensor([0.5, -1.0, 3.0, 0.0])), AttentionOptions(3, torch.tensor([0.5, -1.0, 3.0, 0.0]))]
+OPTIONS = [
+    None,
+    AttentionOptions(7),
+    AttentionOptions(0, torch.tensor([0.5, -1.0, 3.0, 0.0])),
+    AttentionOptions(3, torch.tensor([0.5, -1.0, 3.0, 0.0])),
+]
 
 
 @settings(max_examples=40, deadline=None)
