@@ -33,7 +33,7 @@ def main() -> None:
     given = parser.parse_args()
     import torch
 
-    from miles_core.mismatch.table import BUDGET_COLUMNS, budget_rows
+    from miles_core.observe.budget_table import BUDGET_COLUMNS, budget_rows
 
     torch.set_num_threads(given.threads)
     found: dict[str, Any] = {}
@@ -66,7 +66,7 @@ async def measured(directory: Path, given: Any, flags: tuple[str, ...]) -> dict[
     from miles_core.config.load import load
     from miles_core.mismatch.budget import budget
     from miles_core.mismatch.probe import bare, probe, probe_prompts
-    from miles_core.run.launch import make_run
+    from miles_core.run.make import make_run
     from miles_core.run.prepare import applied, prepare
 
     words = f"""--hf-checkpoint {directory}/trained --prompt-data {directory}/data/train.jsonl --input-key prompt

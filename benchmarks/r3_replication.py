@@ -51,8 +51,8 @@ def train(words: list[str]) -> list[dict[str, Any]]:
     from rich.console import Console
 
     from miles_core.config.load import load
+    from miles_core.launch import launch
     from miles_core.observe.metrics import read
-    from miles_core.run.launch import launch
     from miles_core.run.prepare import applied, prepare
 
     config = load(words)

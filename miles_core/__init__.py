@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from miles_core.version import __version__
+
 if TYPE_CHECKING:
     from miles_core.algorithm.correction import Correction, CorrectionInputs, Needs, compose_corrections
     from miles_core.contracts.engine import Engine, Request, Response, Sampling
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from miles_core.precision.format import Format
     from miles_core.stash import StashKey
 
-__version__ = "0.1.0"
 
 #: module -> the names it gives to this one.
 _PUBLIC = {

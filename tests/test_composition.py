@@ -12,7 +12,8 @@ import pytest
 from miles_core.errors import PlanError
 from miles_core.plugin.discovery import discover
 
-MANIFESTS = dict(discover())
+#: Without backends, which are in every run.
+MANIFESTS = {name: manifest for name, manifest in discover().items() if "engine" not in manifest.provides}
 FORMATS = tuple(name for name, manifest in MANIFESTS.items() if "precision" in manifest.claims)
 
 #: Who refuses whom: plugins (all of them in the run), model family and rollout precision ("" is any), words of the reason.

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_core import __version__
 from miles_core.checkpoint.store import Store as Store
 from miles_core.errors import CheckpointError
+from miles_core.version import __version__
 
 log = logging.getLogger(__name__)
 

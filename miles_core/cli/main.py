@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from miles_core import __version__
 from miles_core.errors import MilesError
+from miles_core.version import __version__
 
 COMMANDS = {
     "train": "run a training",

@@ -34,6 +34,6 @@ def run(argv: Sequence[str]) -> int:
     ):
         if value is None:
             raise ConfigError(f"miles train needs {flag}; miles demo makes a small model and prompts of its own")
-    from miles_core.run.launch import launch
+    from miles_core.launch import launch
 
     return 130 if launch(config, plan, catalogue).run.stop_requested else 0

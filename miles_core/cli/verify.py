@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.mismatch.command import Verification, check
     from miles_core.mismatch.page import tables, verdict, write_page
     from miles_core.observe import log as logs
-    from miles_core.run.launch import make_run
+    from miles_core.run.make import make_run
     from miles_core.run.parts import built, told
 
     logs.configure(config.run.log_level if config.chosen("log_level") else "warning")

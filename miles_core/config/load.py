@@ -194,7 +194,7 @@ class _Loading:
                 specs.setdefault(option.owner, option.owner)
                 origins.setdefault(option.owner, self.origins[path])
             providers = option.providers.get(item, ()) if isinstance(item, str) else ()
-            if providers and item not in option.info.choices and not set(providers) & set(specs):
+            if providers and item not in (*option.info.choices, option.default) and not set(providers) & set(specs):
                 if len(providers) > 1:
                     self.problems.append(
                         f"{self.origins[path]}: {value.listing(providers)} provide it; name one of them in --plugins"

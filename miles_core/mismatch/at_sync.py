@@ -24,7 +24,7 @@ from miles_core.errors import MismatchError
 from miles_core.mismatch.budget import budget, in_this_process
 from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure
 from miles_core.mismatch.probe import bare, probe, probe_prompts
-from miles_core.mismatch.table import BUDGET_FILE
+from miles_core.observe.budget_table import BUDGET_FILE
 from miles_core.stash import StashKey
 
 if TYPE_CHECKING:

@@ -18,14 +18,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from miles_core import __version__
 from miles_core.errors import MilesError
-from miles_core.mismatch.plots import draw_budget
-from miles_core.mismatch.table import BUDGET_COLUMNS, BUDGET_FILE, budget_rows
 from miles_core.observe import environment as env
+from miles_core.observe.budget_table import BUDGET_COLUMNS, BUDGET_FILE, budget_rows
 from miles_core.observe.hints import review
 from miles_core.observe.metrics import names, read, series
+from miles_core.observe.mismatch_plots import draw_budget
 from miles_core.observe.plots import Panel, draw, panels
+from miles_core.version import __version__
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ chain and cannot be named after ``--plugins``.
 
 from __future__ import annotations
 
-from miles_core import __version__
 from miles_core.data.field import CORE_FIELDS
 from miles_core.plugin.manifest import Pair, Plugin
+from miles_core.version import __version__
 
 CORE = Plugin(
     name="core",

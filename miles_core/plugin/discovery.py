@@ -18,12 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from miles_core import __version__
 from miles_core.errors import PluginError
 from miles_core.plugin.facts import distribution, nearest
 from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import MARK
 from miles_core.plugin.manifest import Plugin
+from miles_core.version import __version__
 
 GROUP = "miles.plugins"
 _FILE_MODULE = "miles_plugin_file_"

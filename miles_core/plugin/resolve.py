@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from miles_core import __version__
 from miles_core.errors import PlanError
 from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, backends_of, provider
 from miles_core.plugin.conflicts import BASE, claims, collisions, order, precision
@@ -20,6 +19,7 @@ from miles_core.plugin.facts import Facts, State, distribution, nearest
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.plan import Active, Deferred, HookTarget, Plan, Problem, Setting, described, plain
 from miles_core.plugin.rule import Compare, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
+from miles_core.version import __version__
 
 
 def resolve(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, Plugin], facts: Facts) -> Plan:

@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from string import Template
 
-from miles_core import __version__
 from miles_core.errors import PluginError
+from miles_core.version import __version__
 
 _PYPROJECT = """\
 [build-system]

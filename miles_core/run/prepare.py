@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from miles_core import __version__
 from miles_core.plugin import worker
 from miles_core.plugin.activate import BACKENDS, SIDES, provider
 from miles_core.plugin.detect import gpu_facts, model_facts, override
@@ -17,6 +16,7 @@ from miles_core.plugin.discovery import Catalogue, discover
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.resolve import resolve
+from miles_core.version import __version__
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config

@@ -143,8 +143,8 @@ def toy_run(
     from rich.console import Console
 
     from miles_core.config.load import load
+    from miles_core.launch import launch
     from miles_core.observe.metrics import read
-    from miles_core.run.launch import launch
     from miles_core.run.prepare import applied, prepare
 
     config = load(toy_arguments(plugins, directory, steps, family, sizes, **options))

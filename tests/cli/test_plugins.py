@@ -30,7 +30,7 @@ def test_a_broken_plugin_is_listed_with_its_reason(monkeypatch, capsys):
     point = EntryPoint("sad", "not_there_at_all:plugin", discovery.GROUP)
     monkeypatch.setattr(discovery, "entry_points", lambda group: (point,))
     assert plugins.run(["--json"]) == 0
-    row, _ = json.loads(capsys.readouterr().out)
+    (row,) = json.loads(capsys.readouterr().out)
     assert row["state"].startswith("broken: plugin 'sad'") and "not_there_at_all" in row["state"]
 
 

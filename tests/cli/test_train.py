@@ -40,9 +40,9 @@ def launched(monkeypatch):
         calls.append(SimpleNamespace(config=config, plan=plan, manifests=manifests))
         return SimpleNamespace(run=SimpleNamespace(stop_requested=False))
 
-    module = ModuleType("miles_core.run.launch")
+    module = ModuleType("miles_core.launch")
     module.launch = launch
-    monkeypatch.setitem(sys.modules, "miles_core.run.launch", module)
+    monkeypatch.setitem(sys.modules, "miles_core.launch", module)
     return calls
 
 
@@ -70,7 +70,7 @@ def test_a_run_gets_the_configuration_with_what_plugins_set(shout, launched, mod
 
 def test_a_run_that_was_stopped_exits_with_130(monkeypatch, launched, model_directory):
     stopped = SimpleNamespace(run=SimpleNamespace(stop_requested=True))
-    monkeypatch.setattr(sys.modules["miles_core.run.launch"], "launch", lambda *a: stopped)
+    monkeypatch.setattr(sys.modules["miles_core.launch"], "launch", lambda *a: stopped)
     assert train.run(["--hf-checkpoint", model_directory, "--prompt-data", "p.jsonl"]) == 130
 
 

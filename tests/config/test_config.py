@@ -154,6 +154,6 @@ def test_a_plugin_may_not_hide_an_attribute_of_the_configuration(manifests):
 
     from miles_core.errors import PluginError
 
-    taken = dataclasses.replace(manifests[0], name="schema")
+    taken = dataclasses.replace(manifests[1], name="schema")
     with pytest.raises(PluginError, match="may not be called 'schema'"):
         load([], manifests=[taken])

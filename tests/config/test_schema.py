@@ -33,7 +33,7 @@ def test_types_are_understood():
 
 def test_names_that_plugins_add_become_choices():
     found = collect([make("s", provides={"engine": {"server": "m:f"}}, formats={"small": "m:F"})])
-    assert found.find("engine").choices == ("embedded", "server")
+    assert found.find("engine").choices == ("server",)
     assert found.find("train.precision").choices == ("bf16", "small")
     assert found.find("engine").providers == {"server": ("s",)}
 

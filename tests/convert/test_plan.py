@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from miles_core.precision.selector import Selector
 from safetensors.torch import load_file
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.convert import decode, encode, job
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.precision.codec import Codec
+from miles_core.precision.selector import Selector
 from miles_core.testing.doubles.pair_format import PairFormat
 
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"

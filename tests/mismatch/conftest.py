@@ -9,7 +9,7 @@ import pytest
 def with_parts(tmp_path):
     """``with_parts(body, plugins, **flags)``: run ``await body(run, parts)`` on parts synced as version 0."""
     from miles_core.config.load import load
-    from miles_core.run.launch import make_run
+    from miles_core.run.make import make_run
     from miles_core.run.parts import built
     from miles_core.run.prepare import applied, prepare
     from miles_core.testing.toy import toy_arguments

@@ -130,7 +130,9 @@ ray = Plugin(
     capabilities={"runtime": ("remote",)},
 )
 
-ALL = {p.name: p for p in (fp8, mxfp8, nvfp4, int4, r3, tis, sglang, plain, ray, embedded)}
+ALL = {p.name: p for p in (fp8, mxfp8, nvfp4, int4, r3, tis, sglang, plain, ray)}
+#: ... and the backend that ships with core.
+INSTALLED = {**ALL, "embedded": embedded}
 
 
 def gpu(name: str = "H200", sm: int = 90) -> list[Fact]:

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_manifests import ALL, chosen, facts
+from published_manifests import ALL, INSTALLED, chosen, facts
 
 from miles_core.data.field import Field
 from miles_core.errors import PlanError
@@ -162,7 +162,7 @@ def test_a_selected_engine_activates_its_plugin():
 
 def test_an_engine_nobody_provides_names_those_there_are():
     with pytest.raises(PlanError) as refused:
-        resolve([], ALL, Facts([chosen("engine", "sglnag")]))
+        resolve([], INSTALLED, Facts([chosen("engine", "sglnag")]))
     assert "installed plugins provide embedded, plain, sglang; did you mean sglang?" in str(refused.value)
     assert "    --engine sglang" in str(refused.value)
 

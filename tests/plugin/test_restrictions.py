@@ -1,7 +1,7 @@
 """The restrictions of the precision table and of the flags, as data, each refused with its reason."""
 
 import pytest
-from published_manifests import ALL, chosen, facts
+from published_manifests import ALL, INSTALLED, chosen, facts
 
 from miles_core.errors import PlanError
 from miles_core.plugin.facts import Fact
@@ -20,9 +20,9 @@ ALLOWED = {
 FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4", "int4")
 
 
-def refusal(requested, given):
+def refusal(requested, given, installed=ALL):
     with pytest.raises(PlanError) as refused:
-        resolve(requested, ALL, given)
+        resolve(requested, installed, given)
     return refused.value
 
 
@@ -137,7 +137,7 @@ def test_r3_is_refused_for_a_dense_model():
 
 
 def test_r3_is_refused_on_an_engine_that_returns_no_routing():
-    error = refusal(["r3"], facts(chosen("engine", "plain")))
+    error = refusal(["r3"], facts(chosen("engine", "plain")), INSTALLED)
     (problem,) = error.problems
     assert problem.headline == "r3 needs the engine capability routed_experts"
     assert problem.because == "R3 replays the routing the engine reports"

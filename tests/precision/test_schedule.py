@@ -10,8 +10,8 @@ from rich.console import Console
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError, MilesError, PlanError
+from miles_core.launch import launch
 from miles_core.precision.schedule import Precisions, precisions
-from miles_core.run.launch import launch
 from miles_core.run.prepare import applied, prepare
 from miles_core.testing.toy import ToyRun, toy_arguments
 

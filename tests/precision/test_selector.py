@@ -1,9 +1,9 @@
 import pytest
 import torch
 import transformers
-from miles_core.precision.selector import Selector, matches
 
 from miles_core.errors import ConfigError
+from miles_core.precision.selector import Selector, matches
 from miles_embedded.model.views import views
 
 LAYER = "model.layers.0"

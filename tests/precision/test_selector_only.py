@@ -1,9 +1,9 @@
 """A format that is for some weights only, such as experts."""
 
 import pytest
-from miles_core.precision.selector import Selector
 
 from miles_core.errors import ConfigError
+from miles_core.precision.selector import Selector
 
 LAYER = "model.layers.0"
 SHAPES = {

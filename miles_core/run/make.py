@@ -1,0 +1,66 @@
+"""Making a run, and its log, from an accepted plan; nothing of it is built yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from miles_core.config.config import Config
+from miles_core.contracts.hooks import load_hooks
+from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Run
+from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.template import PromptTemplate
+from miles_core.data.tokenizer import load_tokenizer
+from miles_core.observe.hints import Hints
+from miles_core.observe.metrics import MetricLog, Sink
+from miles_core.observe.progress import Progress
+from miles_core.observe.timer import Profiler
+from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.plan import Plan
+from miles_core.run.log import RunLog
+
+
+def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], directory: Path) -> Run:
+    """The run that a plan describes, with nothing built yet and nothing written.
+
+    Raises:
+        CheckpointError, ConfigError: the checkpoint's tokenizer cannot be used.
+    """
+    tokenizer = load_tokenizer(config.model.hf_checkpoint, config.model.trust_remote_code)
+    return Run(
+        config=config,
+        plan=plan,
+        hooks=load_hooks(plan, manifests, config),
+        fields=(SAMPLING_SUPPORT, *(f for p in plan.plugins for f in manifests[p.name].fields)),
+        directory=directory,
+        tokenizer=tokenizer,
+        render=PromptTemplate(tokenizer, config.data.apply_chat_template),
+        policies=[Policy(hf_checkpoint=config.model.hf_checkpoint or "")],
+    )
+
+
+def make_log(run: Run, progress: Progress, start: int | None) -> RunLog:
+    """The log of a run that starts at step ``start`` (None: anew)."""
+    options = run.config.run
+    return RunLog(
+        run.directory,
+        MetricLog(run.directory / "metrics.jsonl", resume_step=start, sinks=sinks(run.config, run.directory)),
+        progress,
+        Hints(facts={fact.name: fact.value for fact in run.config.facts()}),
+        Profiler(options.profile_dir or run.directory / "profile", count=int(options.profile)),
+    )
+
+
+def sinks(config: Config, directory: Path) -> list[Sink]:
+    """The further places metrics go to."""
+    found: list[Sink] = []
+    if config.run.use_tensorboard:
+        from miles_core.observe.sinks import TensorBoard
+
+        found.append(TensorBoard(directory / "tensorboard"))
+    if config.run.use_wandb:
+        from miles_core.observe.sinks import WeightsAndBiases
+
+        found.append(WeightsAndBiases(directory, directory.name, vars(config.args)))
+    return found
