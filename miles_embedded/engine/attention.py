@@ -8,6 +8,7 @@ Scores and softmax are float32 whatever the model's type.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ class PromptCall:
 
     def attend(
         self,
-        module: nn.Module,
+        module: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -99,7 +100,7 @@ class PromptCall:
 
     def _store(self, kind: str, layer: int, entries: Tensor) -> None:
         """Store entries [sequences, heads, longest, ...] in the cache, where there is one."""
-        if self.cache is None:
+        if self.cache is None or self.slots is None:
             return
         slab = self.cache.prefixes.slab((kind, layer), entries.shape[1], entries.shape[3:], entries)
         first = int(self.slots[0])
@@ -119,7 +120,7 @@ class DecodeCall:
 
     def attend(
         self,
-        module: nn.Module,
+        module: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,

@@ -31,6 +31,7 @@ from miles_embedded.engine.decoder import Decoder, PlainDecoder, one_each
 from miles_embedded.engine.prefixes import Key, Prompt, Prompts, chunks
 from miles_embedded.engine.runner import Fed, Runner
 from miles_embedded.engine.scheduler import Row, Scheduler
+from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import facts_of
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.nonfinite import first_nonfinite
@@ -75,7 +76,7 @@ class EmbeddedEngine(Engine):
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
         self.decoder = settings.decoder
-        config = model.config.get_text_config()
+        config = text_configuration(model)
         self.max_context = settings.max_context or config.max_position_embeddings
         self.codec = settings.codec
         self._inputs = self._rounded_inputs()
@@ -86,12 +87,10 @@ class EmbeddedEngine(Engine):
         self._joining: list[Row] = []
         self._prompts = Prompts(self.runner)
         self._version = -1
-        self._usable = True
-        self._paused = False
+        self._usable, self._paused, self._stopped = True, False, False
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
-        self._stopped = False
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -176,7 +175,7 @@ class EmbeddedEngine(Engine):
         return FormatItself(format, self.settings.products.of(format, self.model), linear_shapes(self.model))
 
     @property
-    def native_products(self) -> bool:
+    def native_products(self) -> bool:  # type: ignore[override]
         return bool(self._inputs.layers)
 
     def emulated_products(self) -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from miles_embedded.engine.attention import CachedRows, DecodeCall, PromptCall
 from miles_embedded.engine.cache import Cache, Store, to_device
 from miles_embedded.model.attention import window_mask
 from miles_embedded.model.call import Call
+from miles_embedded.model.configuration import head
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load import backbone, decoder_layers, has_windows
 from miles_embedded.model.logprobs import logits_of
@@ -50,7 +51,7 @@ class Runner:
         #: [..., hidden] -> [..., vocab]
         self.head = partial(logits_of, model)
         self.layers = tuple(range(len(decoder_layers(model))))
-        self.vocabulary, self.device = len(model.get_output_embeddings().weight), next(model.parameters()).device
+        self.vocabulary, self.device = len(head(model).weight), next(model.parameters()).device
         self.cache = Cache()
         # Making masks looks for packed sequences first: a few small operations a call, which a decode step on a CPU feels. Layers
         # that all see everything need none.
@@ -119,6 +120,7 @@ class Runner:
         prefix_slots, which = np.unique(cache.prefix_of[slots], return_inverse=True)
         prompts = _read(cache.prefixes, name, prefix_slots)
         own = _read(cache.own, name, slots)
+        assert prompts is not None, f"nothing was recorded under {name}"
         if own is None:
             return [prompts[w].copy() for w in which]
         return [np.concatenate([prompts[w], o]) for w, o in zip(which, own, strict=True)]

@@ -31,7 +31,7 @@ _SILU = type(ACT2FN["silu"])
 INPUT_ROUNDING = "input_rounding"
 
 
-def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward of a Transformers experts module.
 
     Args:
@@ -62,7 +62,7 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     return combine(x, top_k_weights, choices).to(hidden_states.dtype)
 
 
-def round_inputs(module: nn.Module, rounding: Any) -> None:
+def round_inputs(module: Any, rounding: Any) -> None:
     """Let the products of an experts module read rows that ``rounding`` has seen (``quantized.activation``)."""
     if type(module).__name__ == "Llama4TextExperts":
         from miles_embedded.model.stacked_experts import stacked_experts  # brings a model definition that few runs need
@@ -71,7 +71,7 @@ def round_inputs(module: nn.Module, rounding: Any) -> None:
     module.__dict__[INPUT_ROUNDING] = rounding
 
 
-def _project_up(module: nn.Module, hidden: Tensor, choices: SortedChoices, rounding: Any, expert: Any) -> Tensor:
+def _project_up(module: Any, hidden: Tensor, choices: SortedChoices, rounding: Any, expert: Any) -> Tensor:
     """[rows, hidden] -> [rows * k, inner] sorted: what the second product reads."""
     gated = getattr(module, "has_gate", True)
     up = "gate_up_proj" if gated else "up_proj"
@@ -90,12 +90,12 @@ def _expert_of(index: Tensor, choices: SortedChoices) -> Tensor:
     return index.reshape(-1).index_select(0, choices.order)
 
 
-def _project(module: nn.Module, name: str, x: Tensor, choices: SortedChoices) -> Tensor:
+def _project(module: Any, name: str, x: Tensor, choices: SortedChoices) -> Tensor:
     bias = getattr(module, f"{name}_bias") if getattr(module, "has_bias", False) else None
     return grouped_linear(x, getattr(module, name), choices, bias, getattr(module, "is_transposed", False))
 
 
-def _usual(module: nn.Module, hidden: Tensor) -> bool:
+def _usual(module: Any, hidden: Tensor) -> bool:
     """Whether these are experts ``down(silu(gate) * up)`` in one dtype, stored [out, in], gate above up, without biases."""
     return (
         getattr(module, "has_gate", True)

@@ -294,7 +294,7 @@ def _padded_rows(choices: SortedChoices, piece: slice) -> Tensor:
 def _pieces(choices: SortedChoices) -> list[tuple[int, slice]]:
     """(expert, its places) of every expert that has any."""
     found, start = [], 0
-    for expert, count in enumerate(choices.counts):
+    for expert, count in enumerate(choices.counts or ()):
         if count:
             found.append((expert, slice(start, start + count)))
         start += count

@@ -37,7 +37,7 @@ class Indexed:
         sin: like ``cos``.
     """
 
-    module: nn.Module
+    module: Any
     hidden: Tensor
     query: Tensor
     cos: Tensor

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from miles_core.data.batch import Ragged
 from miles_core.errors import CheckpointError
+from miles_embedded.model.configuration import head, text_configuration
 from miles_embedded.model.operations import LogProbs, operations_of
 
 #: Logits held at once: beyond this many elements, rows are worked off in chunks.
@@ -64,8 +65,8 @@ def token_log_probs(
 
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
     """``hidden`` [..., hidden] -> [..., vocabulary], with whatever the family does after ``lm_head``."""
-    logits = model.get_output_embeddings()(hidden)
-    config = model.config.get_text_config()
+    logits = head(model)(hidden)
+    config = text_configuration(model)
     for name in ("logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise CheckpointError(
@@ -77,7 +78,7 @@ def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _vocabulary(model: nn.Module) -> int:
-    return int(model.config.get_text_config().vocab_size)
+    return int(text_configuration(model).vocab_size)
 
 
 def _chunk(

@@ -67,7 +67,7 @@ def use_fast_linear(model: nn.Module) -> None:
     if available():
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.forward = MethodType(_linear, module)
+                module.__dict__["forward"] = MethodType(_linear, module)
 
 
 def _linear(module: nn.Linear, input: Tensor) -> Tensor:

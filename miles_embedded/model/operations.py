@@ -4,14 +4,14 @@ torch computes all of them unless somebody says otherwise. A plugin that has ker
 
     use_operations(model, replace(operations_of(model), log_probs=my_log_probs))
 
-The table belongs to that model alone. A function in it must take whatever its model may bring later, another dtype for
-instance: where it has no kernel, it calls the one that it replaced.
+The table belongs to that model alone. ``norm`` and ``rotation`` are called with the dtype and on the device that the model had then. The others
+must take whatever it may bring later: where they have no kernel, they call the function that they replaced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -20,37 +20,13 @@ from miles_embedded.model.call import Call
 from miles_embedded.model.grouped_experts import swiglu_experts
 from miles_embedded.model.replaced_steps import Norm, Rotation, replace_norm, replace_rotation
 
-
-class Experts(Protocol):
-    """Routing rows to experts, the products, and the weighted sum: see ``grouped_experts.swiglu_experts``."""
-
-    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, /) -> Tensor: ...
-
-
-class LogProbs(Protocol):
-    """log softmax(logits [rows, vocabulary])[tokens [rows]] -> [rows]."""
-
-    def __call__(self, logits: Tensor, tokens: Tensor, /) -> Tensor: ...
-
-
-class Attention(Protocol):
-    """The attention of one layer: arguments and result of ``Call.attend``, behind the call itself."""
-
-    def __call__(
-        self,
-        call: Call,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        options: AttentionOptions | None,
-        /,
-    ) -> Tensor: ...
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+LogProbs = Callable[[Tensor, Tensor], Tensor]
+Attention = Callable[[Call, nn.Module, Tensor, Tensor, Tensor, float, AttentionOptions | None], Tensor]
 
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """``LogProbs`` by torch."""
+    """``Operations.log_probs`` by torch."""
     return logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
@@ -63,7 +39,7 @@ def attention(
     scaling: float,
     options: AttentionOptions | None,
 ) -> Tensor:
-    """``Attention`` by torch: the call's own."""
+    """``Operations.attention`` by torch: the call's own."""
     return call.attend(module, query, key, value, scaling, options)
 
 
@@ -72,11 +48,15 @@ class Operations:
     """One model's table.
 
     Attributes:
-        norm: of the modules that compute this norm; None leaves Transformers' code in place.
-        rotation: of the attention modules that rotate so; None leaves Transformers' code in place.
-        experts: of the experts modules that are the usual ones.
-        log_probs: of trained tokens, over the full vocabulary and without the entropy.
-        attention: of every layer.
+        norm: (x [..., dim], weight [dim], eps) -> weight * x / sqrt(mean(x**2) + eps) over the last dimension, for the modules that
+            compute this norm (Zhang and Sennrich 2019); None leaves Transformers' code in place.
+        rotation: (x [1, heads, rows, dim], cosine [1, rows, dim], sine) -> x * cosine + (-x2 | x1) * sine, x1 and x2 the halves of x, for
+            the attention modules that rotate so (Su et al. 2021); None leaves Transformers' code in place.
+        experts: the arguments and the result of ``grouped_experts.swiglu_experts``: routing rows to the usual experts, the products,
+            and the weighted sum.
+        log_probs: (logits [rows, vocabulary], tokens [rows]) -> [rows] log softmax(logits) of the tokens, for those that are trained on,
+            over the whole vocabulary and without the entropy.
+        attention: (call, module, query, key, value, scaling, options) -> what ``call.attend`` returns for the rest of them, for every layer.
     """
 
     norm: Norm | None = None

@@ -10,40 +10,32 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _ROTATION = "apply_rotary_pos_emb"
 #: Of the comparison: results of a handful of operations in another order, in units of the dtype's last place.
 _PLACES = 16
 
 
-class Norm(Protocol):
-    """``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension of x [..., dim]; weight [dim]."""
-
-    def __call__(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
+Norm = Callable[[Tensor, Tensor, float], Tensor]
+Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Rotation(Protocol):
-    """x [1, heads, rows, dim] rotated by cosine and sine [1, rows, dim]: x * cosine + (-x2 | x1) * sine, x1 and x2 its halves."""
-
-    def __call__(self, x: Tensor, cosine: Tensor, sine: Tensor, /) -> Tensor: ...
-
-
-def replace_norm(module: nn.Module, norm: Norm | None) -> bool:
+def replace_norm(module: Any, norm: Norm | None) -> bool:
     """Let a norm compute with ``norm`` where both are the same; otherwise, and for None, with its class's code."""
     module.__dict__.pop("forward", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if norm is None or not isinstance(eps, float) or not isinstance(weight, Tensor) or weight.dim() != 1:
         return False
-    dtype, device = weight.dtype, weight.device.type
-    if not _same_norm(type(module), norm, dtype, device):
+    dtype, device, base = weight.dtype, weight.device.type, cast(Any, type(module))
+    if not _same_norm(base, norm, dtype, device):
         return False
 
-    def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
         if not _all_are(dtype, device, hidden_states, self.weight):
             return type(self).forward(self, hidden_states)
@@ -53,13 +45,13 @@ def replace_norm(module: nn.Module, norm: Norm | None) -> bool:
     return True
 
 
-def replace_rotation(module: nn.Module, rotation: Rotation | None) -> bool:
+def replace_rotation(module: Any, rotation: Rotation | None) -> bool:
     """Let an attention module rotate with ``rotation`` where both are the same; otherwise, and for None, with its class's code."""
     module.__dict__.pop("forward", None)
     like = next(module.parameters(), None)
     if rotation is None or like is None:
         return False
-    forward = _rotating_forward(type(module), rotation, like.dtype, like.device.type)
+    forward = _rotating_forward(cast(Any, type(module)), rotation, like.dtype, like.device.type)
     if forward is None:
         return False
     module.forward = types.MethodType(forward, module)
@@ -67,7 +59,7 @@ def replace_rotation(module: nn.Module, rotation: Rotation | None) -> bool:
 
 
 @cache
-def _same_norm(base: type[nn.Module], norm: Norm, dtype: torch.dtype, device: str) -> bool:
+def _same_norm(base: type[Any], norm: Norm, dtype: torch.dtype, device: str) -> bool:
     weight, x = _random(dtype, device, (24,), (3, 24))
     try:
         probe = base(24, eps=0.1).to(device, dtype)
@@ -80,9 +72,7 @@ def _same_norm(base: type[nn.Module], norm: Norm, dtype: torch.dtype, device: st
 
 
 @cache
-def _rotating_forward(
-    base: type[nn.Module], rotation: Rotation, dtype: torch.dtype, device: str
-) -> Callable[..., Any] | None:
+def _rotating_forward(base: Any, rotation: Any, dtype: torch.dtype, device: str) -> Callable[..., Any] | None:
     """The class's forward with ``rotation`` in it; None where the class rotates otherwise.
 
     Transformers looks the rotation up among the globals of a model's file and has no place for another one, so the forward is made from

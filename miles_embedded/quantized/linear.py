@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from miles_core.data.unit import Encoded
 from miles_core.precision.format import Format, Parts
 from miles_core.precision.product import Product
+from miles_embedded.model.configuration import head
 
 if TYPE_CHECKING:
     from miles_embedded.quantized.activation import RoundedInputs
@@ -27,7 +28,7 @@ class NativeLinear:
         self.codes: Parts | None = None
         self._own = module.forward
         self._before = module.__dict__.get("forward")
-        module.forward = self
+        module.__dict__["forward"] = self
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -60,7 +61,7 @@ class NativeLinear:
         if self._before is None:
             self.module.__dict__.pop("forward", None)
         else:
-            self.module.forward = self._before
+            self.module.__dict__["forward"] = self._before
 
 
 def _forward(x: Tensor, bias: Tensor | None, codes: Parts, product: Product) -> Tensor:
@@ -96,6 +97,6 @@ class _NativeProduct(torch.autograd.Function):
 
 def linear_shapes(model: nn.Module) -> list[tuple[int, int]]:
     """[N, K] of the weights of a Transformers model's linear layers below its head, each shape once."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    top = head(model)
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not top]
     return list(dict.fromkeys((m.out_features, m.in_features) for m in layers))

@@ -39,7 +39,8 @@ class Stage(nn.Module):
 
     def __init__(self, model: nn.Module, layers: range) -> None:
         super().__init__()
-        stack, every = backbone(model), decoder_layers(model)
+        stack: Any = backbone(model)
+        every = decoder_layers(model)
         self.numbers = tuple(layers)
         self.first, self.last = layers.start == 0, layers.stop == len(every)
         self.layers = nn.ModuleList(every[i] for i in layers)

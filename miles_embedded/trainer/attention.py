@@ -134,7 +134,9 @@ class PackedCall:
         every = [*buckets.trunks, *buckets.branches]
         masks = [b.mask for b in every] if options is None else buckets.masks(options)
         sinks = None if options is None else options.sinks
-        keys, values, outputs = [], [], []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        outputs = []
         for bucket, mask in zip(every, masks, strict=True):
             k_b, v_b = _take(k, bucket), _take(v, bucket)
             keys.append(k_b)
@@ -152,7 +154,8 @@ class PackedCall:
             return ChosenKeys()
         buckets = self.buckets
         flat = indexed.map(torch.index_select, 0, buckets.slots)
-        keys, masks = [], []
+        keys: list[Tensor] = []
+        masks = []
         for bucket in [*buckets.trunks, *buckets.branches]:
             before = None if bucket.trunk is None else keys[bucket.trunk_bucket].index_select(0, bucket.trunk)
             seen = _mask(self.buckets, self.packing, bucket) if bucket.mask is None else bucket.mask

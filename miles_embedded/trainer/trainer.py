@@ -226,7 +226,7 @@ class EmbeddedTrainer(Trainer):
         return micro_batch, ctx
 
     @contextmanager
-    def scoring_with(self, model: nn.Module | None = None, **state: Any) -> Iterator[None]:
+    def scoring_with(self, model: nn.Module | None = None, state: Mapping[str, Any] | None = None) -> Iterator[None]:
         """While this is open, ``log_probs`` of the policy computes with another model of this process, and its passes find more.
 
         Args:
@@ -234,7 +234,7 @@ class EmbeddedTrainer(Trainer):
             state: further entries of every pass's ``Context.state``.
         """
         before = self._scored, self._state
-        self._scored, self._state = model or self._scored, self._state | state
+        self._scored, self._state = model or self._scored, {**self._state, **(state or {})}
         try:
             yield
         finally:
@@ -312,7 +312,8 @@ def _flat(batch: Batch, samples: list[int]) -> Tensor:
 
 
 def _recompute_layers(model: nn.Module) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    named: Any = model
+    enable = getattr(named, "activation_checkpointing_enable", None) or named.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     # Transformers recomputes layers only in training mode. The layers alone are put there: their children, dropout
     # among them, stay in evaluation mode, since a policy's log-probs must not be random.

@@ -6,9 +6,11 @@ there is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from miles_cpu_kernels import kernels
 from miles_embedded.engine.attention import DecodeCall
@@ -28,7 +30,7 @@ _PLACES = "cpu_kernels.places"
 def attention(
     before: Attention,
     call: Call,
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -59,8 +61,8 @@ def _decoded(call: DecodeCall, layer: int, q: Tensor, k: Tensor, v: Tensor, scal
     cache = call.rows.cache
     k, v = k.contiguous(), v.contiguous()
     prompts = cache.prefixes.slabs["k", layer], cache.prefixes.slabs["v", layer]
-    own = tuple(cache.own.slab((kind, layer), x.shape[1], x.shape[2:], x) for kind, x in (("k", k), ("v", v)))
-    return kernels.cached_attention(q.contiguous(), k, v, prompts, own, places, scaling)
+    own_k, own_v = (cache.own.slab((kind, layer), x.shape[1], x.shape[2:], x) for kind, x in (("k", k), ("v", v)))
+    return kernels.cached_attention(q.contiguous(), k, v, prompts, (own_k, own_v), places, scaling)
 
 
 def tree_of(packing: Packing) -> kernels.Tree:

@@ -286,7 +286,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _rotated(grads[0], *ctx.saved_tensors, True), None, None
+        cosine, sine = ctx.saved_tensors
+        return _rotated(grads[0], cosine, sine, True), None, None
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool) -> Tensor:

@@ -29,7 +29,13 @@ log = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
 _SOURCES = ("steps.c", "attention.c", "experts.c")
 #: Tried in turn: Apple's compiler has no OpenMP, and some compilers no -march=native. Without OpenMP there is one thread.
-_FLAGS = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-mcpu=native"], ["-march=native"], [])
+_FLAGS: tuple[list[str], ...] = (
+    ["-march=native", "-fopenmp"],
+    ["-mcpu=native", "-fopenmp"],
+    ["-mcpu=native"],
+    ["-march=native"],
+    [],
+)
 _COMMON = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi", "-Wno-unknown-pragmas"]
 
 _size, _pointer, _int = c_int64, c_void_p, c_int
