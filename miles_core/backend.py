@@ -25,6 +25,7 @@ from miles_core.data.batch import Batch, Ragged, collate
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Encoded, Unit
+from miles_core.data.world import ALONE, World, shares
 from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
 from miles_core.plugin.plan import Plan
@@ -35,8 +36,9 @@ from miles_core.precision.projection import project
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, Parity, Quantizer, SideParity, bounded
 from miles_core.precision.schedule import PLAIN, Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
-from miles_core.run.inline import InlineLearner, InlineRuntime, means
+from miles_core.run.inline import InlineLearner, InlineRuntime
 from miles_core.run.prepare import accept
+from miles_core.run.rank import Rank, Share, combined, divided
 from miles_core.sync.copy import CopyTransport
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
@@ -44,6 +46,7 @@ from miles_core.train.learner import Learner
 from miles_core.train.steps import optimiser_steps, step_count
 
 __all__ = [
+    "ALONE",
     "AS_TRAINED",
     "BYTES",
     "PLAIN",
@@ -78,29 +81,34 @@ __all__ = [
     "Products",
     "Quantizer",
     "Ragged",
+    "Rank",
     "Request",
     "Response",
     "Run",
     "Runtime",
     "Sample",
     "Sampling",
+    "Share",
     "SideParity",
     "Snapshot",
     "SyncReport",
     "Trainer",
     "Transport",
     "Unit",
+    "World",
     "accept",
     "bounded",
     "check_same_model",
     "check_sides",
     "collate",
+    "combined",
+    "divided",
     "make_codec",
-    "means",
     "optimiser_steps",
     "precisions",
     "project",
     "same_plan",
+    "shares",
     "snapshot",
     "step_count",
     "trained_tokens",

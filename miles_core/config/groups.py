@@ -63,11 +63,6 @@ class Model:
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", help="where the engine and the trainer of this process live; auto takes a GPU that is there"
     )
-    cpu_kernels: Literal["auto", "compiled", "torch"] = option(
-        "auto",
-        help="how a float32 model computes on a CPU: with kernels compiled for this processor, or by torch alone; auto is compiled "
-        "where there is a C compiler",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
