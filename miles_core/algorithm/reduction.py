@@ -47,8 +47,6 @@ def loss_weights(
     """
     if how not in REDUCTIONS:
         raise ConfigError(f"unknown loss reduction {how!r}; choose one of {', '.join(REDUCTIONS)}")
-    if how == "constant" and (constant_length is None or constant_length < 1):
-        raise ConfigError(f"the constant loss reduction needs a length of at least 1 token, got {constant_length}")
     ones = mask.bool().double()
     if how == "token_mean":
         return (ones / sum(ones.sum()).clamp(min=1.0)).float()
@@ -56,6 +54,8 @@ def loss_weights(
     ids, rollout_of = torch.unique(rollout_ids, return_inverse=True)
     rollouts = sum(ones.new_tensor(float(len(ids)))).clamp(min=1.0)
     if how == "constant":
+        if constant_length is None or constant_length < 1:
+            raise ConfigError(f"the constant loss reduction needs a length of at least 1 token, got {constant_length}")
         return (ones / (constant_length * rollouts)).float()
     # Integer counts: exact in any order of addition.
     counts = torch.zeros(len(ids), dtype=torch.int64, device=mask.device)

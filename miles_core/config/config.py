@@ -35,6 +35,7 @@ class Config:
     train: groups.Train
     sft: groups.Sft
     evaluation: groups.Evaluation
+    precision: groups.Precision
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class Shard:
 
     def put(self, descriptor: int, write: Write) -> None:
         """Write one piece into the open file."""
-        data = memoryview(write.tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = memoryview(write.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         if write.start + len(data) > self.targets[write.name].nbytes:
             raise ValueError(f"{write.name}: {len(data)} bytes at {write.start} are more than was planned")
         at = self.offsets[write.name] + write.start

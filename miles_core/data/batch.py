@@ -177,7 +177,8 @@ def _column(spec: Field, samples: Sequence[Sample], values: Sequence[object]) ->
 
 
 def _ragged_column(spec: Field, samples: Sequence[Sample], values: Sequence[object]) -> Ragged:
-    counts, parts = [], []
+    counts: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     for sample, value in zip(samples, values, strict=True):
         rows = list(value) if value is not None else []  # type: ignore[call-overload]
         first = _first_row(spec, sample)

@@ -105,7 +105,8 @@ class Learner:
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """The export stream, as plugins shaped it; ``everywhere`` as for ``Trainer.units``."""
-        return compose(lambda: self.trainer.units(everywhere), self.exports)()
+        stream: Iterator[Unit] = compose(lambda: self.trainer.units(everywhere), self.exports)()
+        return stream
 
     def save(self, directory: Path) -> None:
         """Write this rank's share of a checkpoint."""
