@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from miles_core.config.schema import Option, Schema, did_you_mean
+from miles_core.config.schema import Option, Schema
+from miles_core.nearest import did_you_mean
 
 _OFF = ("", "0", "false", "off", "no", "f", "n")
 
@@ -44,7 +45,7 @@ def explain_flag(flag: str, schema: Schema) -> str:
         if fnmatchcase(spelling, pattern):
             return f"{flag} does not exist here: {sentence}"
     owner = _owner(spelling)
-    nearest = did_you_mean(flag, schema.spellings())
+    nearest = did_you_mean(flag, schema.spellings(), "; ")
     if owner is not None and owner not in schema.manifests:
         return f"{flag} belongs to the plugin {owner}, which is not installed: {pip_command(owner)}{nearest}"
     return f"unknown flag {flag}{nearest or '; miles train --help lists all flags'}"
@@ -79,5 +80,5 @@ def explain_plugin(name: str, schema: Schema) -> str:
     """One sentence about a plugin that is asked for and not there."""
     if name in known_plugins():
         return f"the plugin {name} is not installed: {pip_command(name)}"
-    close = did_you_mean(name, (*schema.manifests, *known_plugins()))
+    close = did_you_mean(name, (*schema.manifests, *known_plugins()), "; ")
     return f"there is no plugin {name!r}{close}; `miles plugins` lists those installed"

@@ -7,12 +7,12 @@ change keeps the user's plugins and precision, up to three changes of options ar
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any
 
+from miles_core.nearest import nearest
 from miles_core.plugin.activate import BACKENDS, SIDES
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, show
@@ -177,7 +177,7 @@ def _plugins(asked: dict[str, str], refused: Checked) -> Iterator[Change]:
             yield Change(f"add {name} to --plugins", add=(name,), keeps=True)
     for name, why in asked.items():
         if name not in refused.manifests:
-            for other in difflib.get_close_matches(name, list(refused.manifests), n=2):
+            for other in nearest(name, refused.manifests)[:2]:
                 yield Change(f"{other} instead of {name} in --plugins", (name,), (other,), keeps=True)
         yield Change(_dropped(name, why), drop=(name,))
 

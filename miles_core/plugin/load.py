@@ -14,9 +14,10 @@ from typing import Any
 import pluggy
 
 from miles_core.errors import PluginError
+from miles_core.nearest import did_you_mean
 from miles_core.plugin.chain import Wrapper, compose, note
 from miles_core.plugin.core import CORE
-from miles_core.plugin.facts import Facts, nearest
+from miles_core.plugin.facts import Facts
 from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import check_implementation, specified
 from miles_core.plugin.manifest import Plugin
@@ -109,7 +110,7 @@ class Hooks:
 
     def _chosen(self, name: str, arguments: Mapping[str, Any]) -> list[Call]:
         if name not in self._calls:
-            raise TypeError(f"there is no hook {name!r}; {nearest(name, self._specs)}")
+            raise TypeError(f"there is no hook {name!r}; {did_you_mean(name, self._specs)}")
         if arguments.keys() != set(self._specs[name]):
             raise TypeError(f"{name} is called with {sorted(arguments)}, it takes {sorted(self._specs[name])}")
         return self._calls[name]
@@ -171,7 +172,9 @@ def import_target(plugin: str, target: str) -> Any:
     if not name:
         return module
     if not hasattr(module, name):
-        raise PluginError(f"plugin {plugin}: {module_name} has no {name!r}; {nearest(name, vars(module))}".rstrip("; "))
+        raise PluginError(
+            f"plugin {plugin}: {module_name} has no {name!r}; {did_you_mean(name, vars(module))}".rstrip("; ")
+        )
     return getattr(module, name)
 
 
@@ -210,7 +213,7 @@ def _taken(build: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str,
 
 
 def _known(names: Sequence[str], wanted: str) -> str:
-    return nearest(wanted, names) or f"there are: {', '.join(names) or 'none'}"
+    return did_you_mean(wanted, names) or f"there are: {', '.join(names) or 'none'}"
 
 
 def _owner(registered: str) -> str:

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from miles_core.errors import PlanError
+from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, backends_of, provider
 from miles_core.plugin.conflicts import BASE, claims, collisions, order, precision
 from miles_core.plugin.core import CORE
-from miles_core.plugin.facts import Facts, State, distribution, nearest
+from miles_core.plugin.facts import Facts, State, distribution
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.plan import Active, Deferred, HookTarget, Plan, Problem, Setting, described, plain
 from miles_core.plugin.rule import Compare, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
@@ -181,7 +182,7 @@ def _uses(checked: Checked, plugin: Plugin) -> None:
         kinds, capability = backends_of(wanted, checked.manifests)
         if not kinds:
             everything = {c for m in [*checked.manifests.values(), CORE] for cs in m.capabilities.values() for c in cs}
-            because = nearest(capability, everything) or reason
+            because = did_you_mean(capability, everything) or reason
             checked.problems.append(Problem(plugin.name, f"capability {wanted}, which no backend has", because))
         for kind in kinds:
             _capability(checked, plugin.name, kind, capability, reason)
@@ -247,7 +248,9 @@ def _backends(checked: Checked) -> None:
         named = fact.state is State.KNOWN and fact.value  # where no backend is installed nothing is named
         if named and provider(kind, fact.value, checked.manifests) is None:
             known = {n for m in [*checked.manifests.values(), CORE] for n in m.provides.get(kind, {})}
-            hint = nearest(str(fact.value), known) or f"install it with: pip install {distribution(str(fact.value))}"
+            hint = (
+                did_you_mean(str(fact.value), known) or f"install it with: pip install {distribution(str(fact.value))}"
+            )
             because = f"installed plugins provide {', '.join(sorted(known))}; {hint}"
             checked.problems.append(
                 Problem("this run", f"a {kind} {fact.value!r}", because, (described(fact),), choices=(kind,))
