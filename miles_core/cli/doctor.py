@@ -138,7 +138,7 @@ def plugin_states(model: str | None) -> list[dict[str, str]]:
     """Every installed plugin and what it alone comes to on this host (and with this model): usable, or why not."""
     from miles_core.config.load import load
     from miles_core.errors import PluginError
-    from miles_core.plugin.resolve import check
+    from miles_core.plugin.check import check
     from miles_core.run.prepare import catalogue_for, facts_for
 
     config = load(["--hf-checkpoint", model] if model else [])

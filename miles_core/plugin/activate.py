@@ -14,7 +14,8 @@ from miles_core.nearest import did_you_mean
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Fact, Facts, State, default_facts, distribution, show
 from miles_core.plugin.manifest import Plugin, Set
-from miles_core.plugin.plan import Problem, Setting, described
+from miles_core.plugin.plan import Setting
+from miles_core.plugin.problem import Problem, described
 from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluate, parse, same
 
 #: The kinds of parts whose name selects the plugin that provides it.

@@ -12,7 +12,7 @@ from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import SIDES, provider
 from miles_core.plugin.facts import Facts, State, distribution
 from miles_core.plugin.manifest import Pair, Plugin
-from miles_core.plugin.plan import Problem, described
+from miles_core.plugin.problem import Problem, described
 
 BASE = "bf16"  # the format every model has
 

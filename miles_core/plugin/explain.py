@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import BACKENDS, backends_of, provider
+from miles_core.plugin.check import Checked
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, default_facts, show
 from miles_core.plugin.manifest import Plugin, Rule, Set
-from miles_core.plugin.resolve import Checked
 from miles_core.plugin.rule import RuleError, Truth, evaluate, names, parse
 from miles_core.plugin.scan import hooks_of
 
