@@ -21,7 +21,7 @@ LAYERS: list[dict[str, str]] = [
     {
         "config": "errors nearest plugin",
         "observe": "errors version",
-        "checkpoint": "errors version data",
+        "checkpoint": "errors version",
     },
     {
         "algorithm": "errors",
@@ -121,7 +121,9 @@ def inside(root: str, table: list[dict[str, str]]) -> dict[str, dict[str, list[I
     return found
 
 
-@pytest.mark.parametrize(("root", "table"), [("miles_core", LAYERS), ("miles_embedded", ROOMS)], ids=lambda x: str(x)[:14])
+@pytest.mark.parametrize(
+    ("root", "table"), [("miles_core", LAYERS), ("miles_embedded", ROOMS)], ids=lambda x: str(x)[:14]
+)
 def test_the_table_goes_down_only(root, table):
     above: set[str] = set()
     for row in table:

@@ -62,3 +62,11 @@ def loss_weights(
     counts = counts.index_add(0, rollout_of.to(mask.device), mask_counts(mask, lengths))
     per_sample = 1.0 / (counts.clamp(min=1).double() * rollouts)
     return (ones * expand(per_sample[rollout_of.to(mask.device)], lengths)).float()
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum over the tokens whose mask is not 0, their number), detached: a metric's share of a mean over the step's tokens.
+
+    A value under mask 0 may be anything, NaN included. ``mask`` itself is summed, so it is 0 or 1.
+    """
+    return torch.where(mask.bool(), values.detach(), 0.0).sum(), mask.sum()

@@ -26,7 +26,7 @@ An implementation takes any subset of a hook's arguments, by name, without defau
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from miles_core.plugin.load import Hooks, register
@@ -162,7 +162,6 @@ def load_hooks(
     config: Config | Mapping[str, Any] | None = None,
     *,
     facts: Facts | None = None,
-    core: Sequence[object] = (),
 ) -> Hooks:
     """Import, instantiate and register every hook class of a plan, held against the specifications above.
 
@@ -172,7 +171,6 @@ def load_hooks(
         config: a ``Config``, or plugin -> options; None is every option at its default. A hooks class that takes one
             argument gets its plugin's options.
         facts: this worker's facts, to decide hooks whose condition the driver could not.
-        core: core's own implementations, called last.
 
     Raises:
         PluginError: a class cannot be imported or made, or implements a hook wrongly; names plugin, class and hook.
@@ -185,4 +183,4 @@ def load_hooks(
             return None
         return plugin.config() if config is None or isinstance(config, Mapping) else config.plugin(plugin.name)
 
-    return register(plan, manifests, HookSpecs, options, facts=facts, core=core)
+    return register(plan, manifests, HookSpecs, options, facts=facts)

@@ -123,7 +123,6 @@ def register(
     options: Callable[[Plugin], Any],
     *,
     facts: Facts | None = None,
-    core: Sequence[object] = (),
 ) -> Hooks:
     """Import, instantiate and register every hook class of a plan.
 
@@ -133,7 +132,6 @@ def register(
         specs: the class of specifications.
         options: a plugin's options, for hooks classes that take one argument.
         facts: this worker's facts, to decide hooks whose condition the driver could not.
-        core: core's own implementations, called last.
 
     Raises:
         PluginError: a class cannot be imported or made, or implements a hook wrongly; names plugin, class and hook.
@@ -141,9 +139,6 @@ def register(
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(specs)
     known = specified(specs)
-    for index, holder in enumerate(reversed(core)):
-        check_implementation("core", holder, known)
-        manager.register(holder, f"core#{index}")
     for index, wanted in reversed(list(enumerate(plan.hooks))):
         if wanted.deferred and not _decided(wanted.condition, wanted.plugin, facts):
             continue

@@ -12,6 +12,7 @@ from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.runtime import Learned, LearnerHandle, Metrics, PolicyParts, Runtime
 from miles_core.contracts.transport import SyncReport, Transport
+from miles_core.data.means import means
 from miles_core.data.sample import Sample
 from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
@@ -101,11 +102,6 @@ class InlineLearner(LearnerHandle):
 
     async def export(self, directory: Path) -> None:
         self.learner.trainer.export(directory, self.run.tokenizer)
-
-
-def means(pairs: dict[str, tuple[float, float]]) -> Metrics:
-    """name -> sum / weight; quantities of weight 0 were not measured."""
-    return {name: total / weight for name, (total, weight) in pairs.items() if weight}
 
 
 def make_runtime(run: Run) -> InlineRuntime:
