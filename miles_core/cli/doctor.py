@@ -16,8 +16,8 @@ from miles_embedded.cpu.library import compiler_says  # TODO cpu
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from miles_core.checkpoint.model_info import ModelInfo
     from miles_core.convert.memory import Row
-    from miles_core.observe.model_info import ModelInfo
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     needs = requirements()
     model = None
     if options.model is not None:
-        from miles_core.observe.model_info import inspect_model
+        from miles_core.checkpoint.model_info import inspect_model
 
         model = inspect_model(options.model)
     memory = memory_in(options.model, options.precision, rest) if options.precision else []
