@@ -109,7 +109,7 @@ class Generator:
         unknown = sorted(set(params) - known)
         if unknown:
             raise DataError(f"sampling_params has no {unknown[0]!r}; it takes {', '.join(sorted(known))}")
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}
         return dataclasses.replace(self.sampling, **values)
 
 

@@ -33,7 +33,7 @@ class ProcessEngine(Engine):
         limits: ``seed``, ``max_context`` and ``max_running_requests`` of ``embedded.engine.Settings``.
     """
 
-    capabilities = frozenset(EMBEDDED.capabilities["engine"]) - {"draft", "rebuild"}
+    capabilities = frozenset(c.name for c in EMBEDDED.declared("engine")) - {"draft", "rebuild"}
 
     def __init__(self, checkpoint: str | Path, **limits: int) -> None:
         self._config = {"checkpoint": str(checkpoint), **limits}
