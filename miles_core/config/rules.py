@@ -72,11 +72,6 @@ RULES: tuple[Rule, ...] = (
         "a native product needs the tensor cores that a run with --emulate-precision does without",
         when="precision.quantized_product == native",
     ),
-    Rule(
-        "model.device != cuda and model.dtype != bfloat16",
-        "compiled kernels are those of a float32 model on a CPU",
-        when="model.cpu_kernels != auto",
-    ),
     Rule("profile", "traces are only recorded then", when="profile_dir"),
 )
 

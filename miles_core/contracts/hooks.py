@@ -63,7 +63,7 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "model": (("run", "policy", "role"), "torch.nn.Module", "owning process"),
     "trainer": (("run", "policy"), "miles_core.contracts.trainer.Trainer", "every trainer rank"),
     "engine": (("run", "policy"), "miles_core.contracts.engine.Engine", "rollout worker"),
-    "decoder": (("run", "policy", "engine"), "miles_embedded.engine.decoder.Decoder", "rollout worker"),
+    "decoder": (("run", "policy", "engine"), "what the engine's scheduler calls at each step", "rollout worker"),
     "transport": (("run", "policy", "engine"), "miles_core.contracts.transport.Transport", "every trainer rank"),
     "advantage": (("run",), "f(AdvantageInputs) -> Tensor[tokens]", "every trainer rank"),
     "reward": (("run",), "async f(args, sample) -> float | dict", "rollout worker"),

@@ -9,7 +9,7 @@ from miles_core.plugin.plan import Plan
 
 
 def chains(implemented: Mapping[str, Sequence[str]]) -> list[str]:
-    """Every wrap chain inside out, e.g. ``wrap_forward: core <- tis <- r3 (outermost)``.
+    """Every wrap chain inside out, e.g. ``wrap_forward: core <- second <- first (outermost)``.
 
     Args:
         implemented: hook -> plugins that implement it, in plan order (outermost first).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from miles_core.contracts.engine import Sampling
@@ -13,6 +13,7 @@ from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.data.sample import Sample
 from miles_core.observe.hints import for_error
 from miles_core.plugin.chain import compose
+from miles_core.plugin.hint import Hint
 from miles_core.reward.reward import RewardFunction, make_reward, score
 from miles_core.rollout.collect import Collector, Group, Interrupted, Score
 from miles_core.rollout.evaluate import Evaluator
@@ -29,8 +30,8 @@ Rollout = Callable[[int], Awaitable[list[Group]]]
 
 
 @contextmanager
-def told(run: Run) -> Iterator[None]:
-    """``on_start`` before and ``on_stop`` after the body, with the error that ended it; what it means is logged."""
+def told(run: Run, hints: Iterable[Hint]) -> Iterator[None]:
+    """``on_start`` before and ``on_stop`` after the body, with the error that ended it; what helps against it is logged."""
     error: BaseException | None = None
     try:
         run.hooks.on("on_start", run=run)
@@ -39,7 +40,7 @@ def told(run: Run) -> Iterator[None]:
         log.info("stopped before the first step: nothing was trained that could be kept")
     except BaseException as caught:
         error = caught
-        if hint := for_error(caught):
+        if hint := for_error(caught, hints):
             log.error("%s", hint)
         raise
     finally:

@@ -102,7 +102,7 @@ def test_mxfp8_on_sglang_excludes_the_deepep_backend():
 
 
 def test_deepep_is_fine_with_other_formats():
-    assert resolve([], ALL, deepep(rollout="fp8", train="fp8")).order == ("sglang", "fp8")
+    assert resolve([], ALL, deepep(rollout="fp8", train="fp8")).order == ("fp8", "sglang")
 
 
 def test_the_refusal_reads_as_designed():

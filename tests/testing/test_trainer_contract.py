@@ -7,6 +7,7 @@ from miles_core.contracts.trainer import Parts
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.trainer_contract import Setup, TrainerContract
 from miles_core.testing.yardstick import make_batch, weighted, weights
+from miles_embedded import active_context
 from miles_embedded.model.load import load_model
 from miles_embedded.testing.staged_trainer import StagedTrainer
 from miles_embedded.trainer.optimizer import OptimizerConfig
@@ -29,6 +30,9 @@ def build(kind, checkpoint, setup, **changes):
 
 
 class TestStaged(TrainerContract):
+    def active_context(self):
+        return active_context
+
     def make(self, checkpoint, setup):
         return build(StagedTrainer, checkpoint, setup)
 
@@ -72,7 +76,7 @@ class _Averaging(EmbeddedTrainer):
     """Averages gradients over micro-batches."""
 
     def optimizer_step(self):
-        count = len(self._split(make_batch()))
+        count = len(self.split(make_batch()))
         for master in self.optimizer.masters.values():
             master.grad /= count
         return super().optimizer_step()
@@ -98,9 +102,9 @@ class _Late(EmbeddedTrainer):
 class _Sharing(EmbeddedTrainer):
     """Shares prompts whatever the input columns say."""
 
-    def _prepare(self, batch, samples, kind, entropy):
+    def prepare(self, batch, samples, kind, entropy):
         batch.inputs = frozenset()
-        return super()._prepare(batch, samples, kind, entropy)
+        return super().prepare(batch, samples, kind, entropy)
 
 
 BROKEN = {
