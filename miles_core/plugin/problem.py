@@ -13,7 +13,7 @@ class Problem:
     """One reason why a run cannot start, read as ``who verb needs``.
 
     Attributes:
-        who: who demands it, e.g. ``mxfp8`` or ``mxfp8 rollout x mxfp8 train``.
+        who: who demands it, e.g. ``mine`` or ``mine rollout x bf16 train``.
         needs: what is demanded.
         because: the reason, word for word from the manifest.
         values: the facts at issue, each (name, value, origin).
