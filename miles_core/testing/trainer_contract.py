@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from miles_core.contracts.trainer import Context, Loss, Output, Parts, Trainer
+from miles_core.contracts.trainer import Context, Output, Parts, Trainer
 from miles_core.data.batch import Batch
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.errors import MilesError
@@ -33,6 +34,7 @@ from miles_core.testing.yardstick import (
     needed,
     position,
     random_support,
+    scaled,
     weighted,
     weights,
     yardstick,
@@ -100,7 +102,7 @@ class TrainerContract:
         metrics = trainer.step(batch)
         model = yardstick_model(checkpoint)
         log_probs, _ = yardstick(model, batch, Setup().temperature)
-        (log_probs * batch.columns["weight"]).sum().backward()
+        (log_probs * batch.column("weight")).sum().backward()
         norm = adamw(model, Setup())
         assert metrics["train/grad_norm"][0] == pytest.approx(norm, rel=1e-3)
         assert metrics["train/lr"][0] == pytest.approx(Setup().lr)
@@ -108,7 +110,7 @@ class TrainerContract:
         self.same_weights(weights(trainer), checkpoint_weights(model, checkpoint), self.atol)
 
     @pytest.mark.parametrize("cut", [{"micro_batch_size": 1}, {"micro_batch_size": None}, {"max_tokens": 24}])
-    def test_the_result_does_not_depend_on_the_split(self, checkpoint: Path, batch: Batch, cut: dict) -> None:
+    def test_the_result_does_not_depend_on_the_split(self, checkpoint: Path, batch: Batch, cut: dict[str, Any]) -> None:
         one, other = self.trainer(checkpoint), self.trainer(checkpoint, replace(Setup(), **cut))
         first, second = one.step(batch), other.step(batch)
         assert first.keys() == second.keys()
@@ -125,7 +127,7 @@ class TrainerContract:
     def test_a_given_loss_replaces_the_bound_one(self, checkpoint: Path, batch: Batch) -> None:
         trainer = self.trainer(checkpoint, replace(Setup(), weight_decay=0.0))
         before = copied(trainer)
-        metrics = trainer.step(batch, loss=lambda output, micro, ctx: Loss(output.log_probs.sum() * 0.0), lr=0.5)
+        metrics = trainer.step(batch, loss=scaled(0.0), lr=0.5)
         assert metrics["train/lr"][0] == 0.5 and "sum" not in metrics
         assert all(torch.equal(before[n], t) for n, t in weights(trainer).items())
 
@@ -189,7 +191,12 @@ class TrainerContract:
         if active is None:
             pytest.skip("this trainer's layers are not told their context")
         trainer, calls = self.recorded(checkpoint, replace(Setup(), recompute=True))
-        inner, seen = trainer.parts.forward, []
+        inner, seen = trainer.parts.forward, list[object]()
+
+        def mark_now() -> object:
+            ctx = active()
+            assert ctx is not None
+            return ctx.state["mark"]
 
         def marked(chunk: Any, micro: Batch, ctx: Context) -> Output:
             ctx.state["mark"] = object()
@@ -199,14 +206,14 @@ class TrainerContract:
         for chunk in trainer.chunks:
             for name, module in chunk.named_modules():
                 if name.endswith("o_proj"):
-                    module.register_forward_hook(lambda m, a, o: seen.append(active().state["mark"]))
+                    module.register_forward_hook(lambda m, a, o: seen.append(mark_now()))
         trainer.step(batch)
         marks = [ctx.state["mark"] for _, _, ctx in calls for _ in ctx.layers]
         # Each layer twice a micro-batch, forward and recomputation, both with that micro-batch's mark.
         assert sorted(map(id, seen)) == sorted(map(id, marks * 2))
 
     def test_a_bad_gradient_stops_before_anything_changes(self, checkpoint: Path, batch: Batch) -> None:
-        trainer = self.trainer(checkpoint, loss=lambda output, micro, ctx: Loss(output.log_probs.sum() * math.nan))
+        trainer = self.trainer(checkpoint, loss=scaled(math.nan))
         before = copied(trainer)
         with pytest.raises(MilesError, match="gradient norm"):
             trainer.step(batch)
@@ -293,5 +300,5 @@ class TrainerContract:
         assert one.keys() == other.keys()
         for name, tensor in one.items():
             torch.testing.assert_close(
-                tensor.double(), other[name].double(), rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+                tensor.double(), other[name].double(), rtol=0, atol=atol, msg=partial("{}: {}".format, name)
             )

@@ -71,7 +71,7 @@ class Settings:
 class EmbeddedEngine(Engine):
     """An engine that generates with ``model``, prepared by ``miles_embedded.model.load``; it stays on its device."""
 
-    capabilities = frozenset(EMBEDDED.capabilities["engine"])
+    capabilities = frozenset(c.name for c in EMBEDDED.declared("engine"))
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
