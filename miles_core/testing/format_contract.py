@@ -205,16 +205,16 @@ class FormatContract:
             with reference_only():
                 values = format.dequantize(expected)
             torch.testing.assert_close(format.dequantize(expected), values, rtol=0, atol=0, msg=name)
-            found = format.fake_quantize_activation(there)
-            assert found.dtype == x.dtype
-            torch.testing.assert_close(found, x, rtol=0, atol=0, msg=name)
+            rounded = format.fake_quantize_activation(there)
+            assert rounded.dtype == x.dtype
+            torch.testing.assert_close(rounded, x, rtol=0, atol=0, msg=name)
             if not format.quantizes_activations:
                 continue
             there[0, 0], there[-1, -1] = float("nan"), float("-inf")
             with reference_only():
                 x = format.fake_quantize_activation(there)
-            found = format.fake_quantize_activation(there)
-            torch.testing.assert_close(found, x, rtol=0, atol=0, equal_nan=True, msg=name)
+            rounded = format.fake_quantize_activation(there)
+            torch.testing.assert_close(rounded, x, rtol=0, atol=0, equal_nan=True, msg=name)
 
     # -- products ---------------------------------------------------------------------------------------------------
 

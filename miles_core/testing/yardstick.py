@@ -6,19 +6,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from miles_core.contracts.trainer import Context, Loss, LossFunction, Output, Trainer
+from miles_core.contracts.trainer import Context, Loss, Output, Trainer
 from miles_core.data.batch import Batch, Ragged, collate
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 #: A column of inputs, different for every token: nothing may be shared under it.
 TAG = Field("tag", "int64", "token-1", pad=-1)
@@ -69,16 +66,6 @@ def weighted(output: Output, micro: Batch, ctx: Context) -> Loss:
     return Loss(value, {"sum": (output.log_probs.detach().sum(), micro.mask.sum())})
 
 
-def scaled(factor: float) -> LossFunction:
-    """A loss: the sum of the log-probs times ``factor``."""
-
-    def loss(output: Output, micro: Batch, ctx: Context) -> Loss:
-        assert output.log_probs is not None
-        return Loss(output.log_probs.sum() * factor)
-
-    return loss
-
-
 def random_support(batch: Batch) -> Ragged:
     """The token and some others at every trained position but every fifth, nothing elsewhere."""
     random = np.random.default_rng(1)
@@ -90,15 +77,14 @@ def random_support(batch: Batch) -> Ragged:
     return Ragged(torch.tensor([i for r in rows for i in r], dtype=torch.int32), offsets)
 
 
-def yardstick_model(checkpoint: Path) -> PreTrainedModel:
+def yardstick_model(checkpoint: Path) -> nn.Module:
     """Transformers' own eager model in float64."""
     from transformers import AutoModelForCausalLM
 
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
-    model.eval()
-    return model
+    return model.eval()
 
 
 def yardstick(
@@ -126,10 +112,10 @@ def yardstick(
 @torch.no_grad()
 def adamw(model: nn.Module, setup: Setup) -> float:
     """The first step of AdamW from the gradients in ``model``; returns their norm before clipping."""
-    gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-    norm = math.sqrt(sum(float(grad.square().sum()) for _, grad in gradients))
-    for parameter, raw in gradients:
-        grad = raw * min(1.0, setup.clip_grad / norm)
+    moving = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    norm = math.sqrt(sum(float(gradient.square().sum()) for _, gradient in moving))
+    for parameter, gradient in moving:
+        grad = gradient * min(1.0, setup.clip_grad / norm)
         decay = setup.weight_decay if parameter.dim() > 1 else 0.0
         parameter.mul_(1 - setup.lr * decay)
         # After one step the bias-corrected moments are the gradient and its square.
@@ -137,7 +123,7 @@ def adamw(model: nn.Module, setup: Setup) -> float:
     return norm
 
 
-def checkpoint_weights(model: PreTrainedModel, beside: Path) -> dict[str, Tensor]:
+def checkpoint_weights(model: Any, beside: Path) -> dict[str, Tensor]:
     """The model's tensors under checkpoint names, through Transformers' own ``save_pretrained``."""
     from safetensors.torch import load_file
 
