@@ -101,7 +101,7 @@ class Loss:
 class Forward(Protocol):
     """``forward(chunk, micro_batch, ctx) -> Output``. ``chunk`` is the trainer's model (or one pipeline chunk of it)."""
 
-    def __call__(self, chunk: nn.Module, micro_batch: Batch, ctx: Context) -> Output: ...
+    def __call__(self, chunk: nn.Module, micro_batch: Batch, ctx: Context, /) -> Output: ...
 
 
 LossFunction = Callable[[Output, Batch, Context], Loss]

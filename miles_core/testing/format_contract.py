@@ -198,8 +198,8 @@ class FormatContract:
             with reference_only():
                 here, expected = format.quantize(weight), format.quantize(there)
                 x = format.fake_quantize_activation(there)
-            for found in (expected, format.quantize(there)):
-                assert_same({k: t.cpu() for k, t in found.items()}, here, name)
+            for parts in (expected, format.quantize(there)):
+                assert_same({k: t.cpu() for k, t in parts.items()}, here, name)
             out = {k: torch.empty_like(t) for k, t in expected.items()}
             assert_same(format.quantize(there, format.stats(there), out), expected, name)
             with reference_only():

@@ -24,13 +24,13 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.product import Products
 from miles_core.precision.quantizer import FormatItself
-from miles_embedded import plugin as EMBEDDED
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.decoder import Decoder, PlainDecoder, one_each
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks
 from miles_embedded.engine.runner import Fed, Runner
 from miles_embedded.engine.scheduler import Row, Scheduler
+from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import facts_of
 from miles_embedded.model.load_units import load_units
