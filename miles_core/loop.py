@@ -1,4 +1,4 @@
-"""The loop. Everything a plugin can change is a line that mentions a hook.
+"""The loop: everything a plugin can change is a line that mentions a hook.
 
 One step: roll out groups of samples, learn from them, sync the new weights to the engine. The synchronous schedule is the only
 one here, so a step's samples always come from the weights of the step before. ``miles_core.contracts.hooks`` is the map.
