@@ -65,14 +65,10 @@ class Checkpoints:
 
     Args:
         directory: where they are; made at the first save.
-        keep: how many of the newest to keep; 0 keeps all.
     """
 
-    def __init__(self, directory: Path | str, keep: int = 0) -> None:
-        if keep < 0:
-            raise ValueError(f"keep must be 0 (all) or more, got {keep}")
+    def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self.keep = keep
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of ``step`` is or would be."""
@@ -117,7 +113,6 @@ class Checkpoints:
             if isinstance(error, CheckpointError) or not _is_io(error):
                 raise
             raise self._cannot_save(step, written, error) from error
-        self._prune(step)
 
     def load(
         self, step: int | None = None, plan: Mapping[str, Any] | None = None, compare: Compare | None = None
@@ -140,7 +135,7 @@ class Checkpoints:
             wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
             raise CheckpointError(f"{wanted} was asked for in {self.directory}, but {have}; check --load")
         path = self.path(chosen)
-        manifest = verify(path)
+        manifest = check_files(path)
         if plan is not None and compare is not None:
             _check_plan(path, manifest.get("plan"), plan, compare)
         return path
@@ -162,13 +157,6 @@ class Checkpoints:
             else:
                 aside.rename(final)
 
-    def _prune(self, saved: int) -> None:
-        """Delete all but the newest ``keep``, never the one just saved."""
-        if not self.keep:
-            return
-        for step in [s for s in self.steps() if s != saved][: -(self.keep - 1) or None]:
-            shutil.rmtree(self.path(step))
-
     def _cannot_save(self, step: int, written: int, error: BaseException) -> CheckpointError:
         earlier = [_size(self.path(s)) for s in self.steps()]
         needed = max([written, *earlier])
@@ -182,7 +170,7 @@ class Checkpoints:
         return CheckpointError(f"cannot save step {step} in {self.directory}: {error}; {safe}")
 
 
-def verify(path: Path | str) -> dict[str, Any]:
+def check_files(path: Path | str) -> dict[str, Any]:
     """Check every file of the checkpoint at ``path`` against its manifest, and return the manifest.
 
     Raises CheckpointError naming the first file that is missing, truncated or changed.

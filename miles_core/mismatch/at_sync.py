@@ -59,7 +59,7 @@ _PROMPTS = StashKey[Sequence[Sequence[int]]]()
 _EARLIER = StashKey[dict[str, Earlier]]()
 
 
-async def verify(run: Run, parts: PolicyParts) -> dict[str, float]:
+async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     """Check the weights that were synced last; returns metrics, nothing without ``--verify-logprobs``.
 
     Raises:

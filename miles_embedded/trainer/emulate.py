@@ -57,7 +57,7 @@ def emulating(
         if emulation.activations:
             stack.enter_context(_rounded_inputs(trainer.model, codec))
         if emulation.kv_dtype:
-            stack.enter_context(trainer.scoring_with(state={KV_DTYPE: check_kv_dtype(emulation.kv_dtype)}))
+            stack.enter_context(trainer.scoring_with(attached={KV_DTYPE: check_kv_dtype(emulation.kv_dtype)}))
         if emulation.through is not None:
             if emulation.emulated_products:
                 stack.enter_context(emulation.through.emulated_products())

@@ -9,10 +9,10 @@ from safetensors import SafetensorError
 from miles_core.checkpoint.directory import (
     Checkpoints,
     Difference,
+    check_files,
     checkpoint_step,
     compare_plans,
     locate_checkpoint,
-    verify,
 )
 from miles_core.errors import CheckpointError
 
@@ -32,23 +32,9 @@ def test_saved_directory_is_complete_and_latest(tmp_path):
     assert checkpoint_step(checkpoints.path(2)) == 2
     assert checkpoints.load() == checkpoints.path(12) == tmp_path / "ckpt" / "step_00000012"
     assert (checkpoints.load(2) / "policy" / "model.txt").read_text() == "weights"
-    manifest = verify(checkpoints.path(12))
+    manifest = check_files(checkpoints.path(12))
     assert manifest["step"] == 12
     assert manifest["files"]["policy/model.txt"]["size"] == len("newer")
-
-
-def test_keep_deletes_the_oldest(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (1, 2, 3):
-        save(checkpoints, step)
-    assert checkpoints.steps() == [2, 3]
-
-
-def test_keep_never_deletes_the_one_just_saved(tmp_path):
-    for step in (10, 20, 30):
-        save(Checkpoints(tmp_path), step)
-    save(Checkpoints(tmp_path, keep=1), 15)  # a run rolled back and went on from 10
-    assert Checkpoints(tmp_path).steps() == [15]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
