@@ -104,7 +104,7 @@ class Engine(ABC):
 
     def quantizer(self, format: Format) -> Quantizer | None:
         """This backend's own code for a number format, with the parity it declares; None when it declares nothing,
-        which stops a run in that format (``precision.parity``)."""
+        which stops a run in that format (``mismatch.parity``)."""
         return None
 
     def model_facts(self) -> Mapping[str, object]:

@@ -166,7 +166,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write weights, optimiser, schedule and random-number state of all ranks into ``directory``, in any layout
+        """Write weights, optimiser, schedule and random-number state of all ranks into ``directory``, in any form
         that ``load`` reads; ``export`` is for others."""
 
     @abstractmethod
@@ -188,7 +188,7 @@ class Trainer(ABC):
 
     def quantizer(self, format: Format) -> Quantizer | None:
         """This backend's own code for a number format, with the parity it declares; None when it declares nothing,
-        which stops a run in that format (``precision.parity``)."""
+        which stops a run in that format (``mismatch.parity``)."""
         return None
 
     def model_facts(self) -> Mapping[str, object]:

@@ -45,7 +45,7 @@ UNEXPLAINED = "kernels and unexplained"
 
 @dataclass(frozen=True)
 class Cause:
-    """One row; see the module's paragraph.
+    """One cause of the gap, and its part of it.
 
     Attributes:
         abs_delta, kl: nats a token. share: of the whole gap.

@@ -35,7 +35,7 @@ def emulating(
 
     Args:
         trainer: its model is as before when this closes.
-        emulation: see there.
+        emulation: the switches.
         codec: the rollout's.
         snapshot: weights put aside, for the switch of that name.
 
