@@ -22,7 +22,7 @@ def missing(text):
     """What a text names that is not there; capitals stand for any name."""
     for named in DOTTED.findall(text):
         parts = named.split(".")
-        known = max(n for n in range(len(parts) + 1) if _module(parts[:n]))
+        known = max(n for n in range(1, len(parts) + 1) if _module(parts[:n]))
         if known < len(parts) and not re.search(rf"\b{parts[known]}\b", _module(parts[:known]).read_text("utf-8")):
             yield named
     yield from (path for path in PATH.findall(text) if not re.search("[A-Z]{4}", path) and not (ROOT / path).exists())
@@ -30,11 +30,7 @@ def missing(text):
 
 def _module(parts):
     path = ROOT.joinpath(*parts)
-    return (
-        next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
-        if parts
-        else ROOT
-    )
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.relative_to(ROOT).as_posix())
