@@ -8,7 +8,6 @@ from safetensors import SafetensorError
 
 from miles_core.checkpoint.directory import (
     Checkpoints,
-    Difference,
     check_files,
     checkpoint_step,
     compare_plans,
@@ -160,26 +159,6 @@ def test_missing_manifest_other_format_missing_step(tmp_path):
         checkpoints.load()
 
 
-def compare(saved, current):
-    for name in sorted({*saved, *current}):
-        if saved.get(name) != current.get(name):
-            yield Difference(name, saved.get(name), current.get(name), fatal=name.startswith("model."))
-
-
-def test_other_plan_is_refused_only_on_what_matters(tmp_path, caplog):
-    checkpoints = Checkpoints(tmp_path)
-    saved = {"model.hidden": 64, "lr": 0.1}
-    save(checkpoints, 1, plan=saved)
-    with caplog.at_level("INFO"):
-        checkpoints.load(plan={"model.hidden": 64, "lr": 0.2}, compare=compare)
-    assert "lr was 0.1, is now 0.2" in caplog.text
-    with pytest.raises(CheckpointError, match=r"model\.hidden was 64, is now 128"):
-        checkpoints.load(plan={"model.hidden": 128, "lr": 0.1}, compare=compare)
-    save(checkpoints, 2)
-    with pytest.raises(CheckpointError, match="records no plan"):
-        checkpoints.load(plan=saved, compare=compare)
-
-
 def plan(**facts):
     version = facts.pop("tis", "0.1")
     return {
@@ -192,6 +171,20 @@ def plan(**facts):
             {"name": k.replace("__", "."), "value": v, "origin": "test", "state": "KNOWN"} for k, v in facts.items()
         ],
     }
+
+
+def test_other_plan_is_refused_only_on_what_matters(tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    saved = plan(model__layers=2)
+    save(checkpoints, 1, plan=saved)
+    with caplog.at_level("INFO"):
+        checkpoints.load(plan=plan(model__layers=2, tis="0.2"))
+    assert "plugin tis was 0.1, is now 0.2" in caplog.text
+    with pytest.raises(CheckpointError, match=r"model\.layers was 2, is now 3"):
+        checkpoints.load(plan=plan(model__layers=3))
+    save(checkpoints, 2)
+    with pytest.raises(CheckpointError, match="records no plan"):
+        checkpoints.load(plan=saved)
 
 
 def test_plans_are_compared_by_what_matters():
