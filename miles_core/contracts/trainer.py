@@ -27,6 +27,8 @@ from miles_core.data.world import ALONE, World
 from miles_core.errors import MilesError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from miles_core.precision.codec import Codec
     from miles_core.precision.format import Format
     from miles_core.precision.quantizer import Quantizer
@@ -174,8 +176,8 @@ class Trainer(ABC):
         """Inverse of ``save``."""
 
     @abstractmethod
-    def export(self, directory: Path, tokenizer: Any) -> None:
-        """Write a Hugging Face checkpoint with the tokenizer."""
+    def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Write a Hugging Face checkpoint, with the tokenizer where one is given."""
 
     def emulating(
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None

@@ -76,7 +76,7 @@ async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     moved = None if last is None else await movement(run, parts, last)
     samples = await probe(run, parts.engine, run.stash[_PROMPTS], key=policy.version * len(run.stash[_PROMPTS]))
     check_versions_of(samples, policy)
-    gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.tokenizer.decode)
+    gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.text)
     if gap.mean_abs > options.verify_logprobs_tolerance:
         raise MismatchError(await _sentence(run, parts, gap, options.verify_logprobs_tolerance), gap)
     if last is None:
