@@ -28,7 +28,7 @@ from measure import finish, installed, options
 from torch import nn
 
 from miles_core.contracts.engine import Request, Response, Sampling
-from miles_core.contracts.trainer import Parts
+from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
 from miles_core.precision.codec import Codec
@@ -252,7 +252,7 @@ def make_trainer(model: nn.Module, side: str, codec: Codec) -> EmbeddedTrainer:
         wanted = Products("native" if side == "native" else "emulated")
         install(model, codec, wanted.of(codec.format, model))
     trainer = EmbeddedTrainer(model, TrainerConfig(micro_batch_size=None, max_tokens=16384))
-    trainer.bind(Parts(trainer.forward, weighted, trainer.optimizer_step))
+    trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     return trainer
 
 

@@ -10,13 +10,13 @@ from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
 from miles_core.contracts.trainer import (
+    Callbacks,
     Context,
     Forward,
     Loss,
     LossFunction,
     OptimizerStep,
     Output,
-    Parts,
     Pass,
     Trainer,
 )
@@ -53,6 +53,7 @@ __all__ = [
     "SAMPLING_SUPPORT",
     "VALUES",
     "Batch",
+    "Callbacks",
     "Codec",
     "Context",
     "CopyTransport",
@@ -71,7 +72,6 @@ __all__ = [
     "OptimizerStep",
     "Output",
     "Parity",
-    "Parts",
     "Pass",
     "PauseMode",
     "Plan",

@@ -1,4 +1,4 @@
-"""The loop. Everything a plugin can change is a line that mentions a hook.
+"""The loop: everything a plugin can change is a line that mentions a hook.
 
 One step: roll out groups of samples, learn from them, sync the new weights to the engine. The synchronous schedule is the only
 one here, so a step's samples always come from the weights of the step before. ``miles_core.contracts.hooks`` is the map.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
-from miles_core.mismatch.at_sync import verify
+from miles_core.mismatch.at_sync import verify_sync
 from miles_core.rollout.collect import Interrupted
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.summary import rollout_metrics
@@ -82,7 +82,7 @@ async def sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     policy.version = report.version
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
     metrics = {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
-    return metrics | await verify(run, parts)
+    return metrics | await verify_sync(run, parts)
 
 
 async def evaluate(run: Run, evaluator: Evaluator | None) -> dict[str, float]:

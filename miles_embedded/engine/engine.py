@@ -157,7 +157,7 @@ class EmbeddedEngine(Engine):
         self.runner.clear()
         self._prefixes.clear()
 
-    async def rebuild(self, layout: dict[str, Any]) -> None:
+    async def rebuild(self, precision: str) -> None:
         """Weights always lie here as plain numbers, beside the codes of native products: a precision is how they are
         read, and how products read their inputs."""
         if not self._paused and (self.rows or self.scheduler.waiting):
@@ -165,7 +165,7 @@ class EmbeddedEngine(Engine):
         if self.settings.codec_of is None:
             raise RuntimeError("this engine was built without a way to make other codecs (Settings.codec_of)")
         self._inputs.remove()
-        self.codec = self.settings.codec_of(layout["precision"])
+        self.codec = self.settings.codec_of(precision)
         self._inputs = self._rounded_inputs()
         self._usable = False
         self._prefixes.retire()

@@ -199,7 +199,7 @@ def test_the_engine_takes_codes_with_an_update_and_switches_with_its_precision(c
         assert len(made[0].calls) == calls
     assert first.tokens == again.tokens
     torch.testing.assert_close(torch.tensor(first.log_probs), torch.tensor(again.log_probs), rtol=0, atol=1e-4)
-    asyncio.run(engine.rebuild({"precision": "bf16"}))
+    asyncio.run(engine.rebuild("bf16"))
     assert not engine.native_products
     calls = sum(len(p.calls) for p in made)
     asyncio.run(answer(Codec()))
