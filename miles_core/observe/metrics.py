@@ -53,6 +53,10 @@ class Means:
         """name -> sum / weight; a quantity whose weight is 0 was not measured and has no entry."""
         return {name: total / weight for name, (total, weight) in self._totals.items() if weight != 0}
 
+    def clear(self) -> None:
+        """Start anew."""
+        self._totals.clear()
+
 
 def mean_of(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
     """name -> sum / weight, without the quantities of weight 0."""
