@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from measure import finish, installed, options
+from miles_core.embedded import attend, attention, experts, logprobs, product
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
@@ -29,7 +30,6 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_core.embedded import attend, attention, experts, logprobs, product
 from miles_embedded.cpu import experts as fused
 from miles_embedded.cpu import library, linear, operations
 from miles_embedded.cpu.install import COMPILED

@@ -1,99 +1,130 @@
 """A plugin-based reinforcement-learning loop for language models.
 
-What plugin authors need, importable from here. Names are looked up when first used, so that a manifest (``Plugin``,
-``Rule``, ``option``, ...) does not import torch.
+What authors of plugins need, importable from here: what a manifest declares, what hooks are given, errors, and the pure
+functions of the algorithms. ``miles_core.format`` is for number formats, ``miles_core.backend`` for engines, trainers,
+transports and runtimes, ``miles_core.testing`` for tests. No other module is public.
+
+Names are looked up when they are first used, so that a manifest (``Plugin``, ``Rule``, ``option``, ...) imports no torch.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from miles_core.lookup import looked_up
 from miles_core.version import __version__
 
 if TYPE_CHECKING:
-    from miles_core.algorithm.correction import Correction, CorrectionInputs, Needs, compose_corrections
-    from miles_core.contracts.engine import Engine, Request, Response, Sampling
+    from miles_core.algorithm.advantage import ADVANTAGES, AdvantageInputs
+    from miles_core.algorithm.correction import Correct, Correction, CorrectionInputs, Needs, compose_corrections
+    from miles_core.algorithm.policy_loss import Clip, PolicyLossInputs, policy_loss_of
+    from miles_core.algorithm.ragged import expand
+    from miles_core.algorithm.reduction import loss_weights
+    from miles_core.config.config import Config
+    from miles_core.contracts.engine import Request
     from miles_core.contracts.policy import Policy
     from miles_core.contracts.run import Run
-    from miles_core.contracts.runtime import Runtime
-    from miles_core.contracts.trainer import Context, Loss, Output, Trainer
-    from miles_core.contracts.transport import Transport
-    from miles_core.data.batch import Batch
+    from miles_core.contracts.trainer import Context, Loss, Output
+    from miles_core.data.batch import Batch, Ragged, collate
     from miles_core.data.field import Field
     from miles_core.data.sample import Sample, Status
     from miles_core.data.unit import Unit
-    from miles_core.errors import MilesError
+    from miles_core.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        MilesError,
+        MismatchError,
+        NonFiniteError,
+        PlanError,
+        PluginError,
+    )
+    from miles_core.plugin.format_plugin import format_plugin
+    from miles_core.plugin.hint import Hint, Remedy, above, below, fell, jumped, not_finite, oscillates
     from miles_core.plugin.manifest import Pair, Plugin, Rule, Set
     from miles_core.plugin.marker import hookimpl
     from miles_core.plugin.option import option
-    from miles_core.precision.format import Format
     from miles_core.stash import StashKey
 
 
-#: module -> the names it gives to this one.
-_PUBLIC = {
-    "algorithm.correction": ("Correction", "CorrectionInputs", "Needs", "compose_corrections"),
-    "plugin.option": ("option",),
-    "data.batch": ("Batch",),
-    "data.field": ("Field",),
-    "data.sample": ("Sample", "Status"),
-    "errors": ("MilesError",),
-    "plugin.marker": ("hookimpl",),
-    "plugin.manifest": ("Pair", "Plugin", "Rule", "Set"),
-    "contracts.policy": ("Policy",),
-    "precision.format": ("Format",),
-    "contracts.engine": ("Engine", "Request", "Response", "Sampling"),
-    "contracts.run": ("Run",),
-    "contracts.runtime": ("Runtime",),
-    "stash": ("StashKey",),
-    "contracts.transport": ("Transport",),
-    "data.unit": ("Unit",),
-    "contracts.trainer": ("Context", "Loss", "Output", "Trainer"),
-}
-_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+__getattr__, __dir__ = looked_up(
+    __name__,
+    {
+        "miles_core.algorithm.advantage": "ADVANTAGES AdvantageInputs",
+        "miles_core.algorithm.correction": "Correct Correction CorrectionInputs Needs compose_corrections",
+        "miles_core.algorithm.policy_loss": "Clip PolicyLossInputs policy_loss_of",
+        "miles_core.algorithm.ragged": "expand",
+        "miles_core.algorithm.reduction": "loss_weights",
+        "miles_core.config.config": "Config",
+        "miles_core.contracts.engine": "Request",
+        "miles_core.contracts.policy": "Policy",
+        "miles_core.contracts.run": "Run",
+        "miles_core.contracts.trainer": "Context Loss Output",
+        "miles_core.data.batch": "Batch Ragged collate",
+        "miles_core.data.field": "Field",
+        "miles_core.data.sample": "Sample Status",
+        "miles_core.data.unit": "Unit",
+        "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError "
+        "NonFiniteError PlanError PluginError",
+        "miles_core.plugin.format_plugin": "format_plugin",
+        "miles_core.plugin.hint": "Hint Remedy above below fell jumped not_finite oscillates",
+        "miles_core.plugin.manifest": "Pair Plugin Rule Set",
+        "miles_core.plugin.marker": "hookimpl",
+        "miles_core.plugin.option": "option",
+        "miles_core.stash": "StashKey",
+    },
+)
+
 __all__ = [
+    "ADVANTAGES",
+    "AdvantageInputs",
     "Batch",
+    "CheckpointError",
+    "Clip",
+    "Config",
+    "ConfigError",
     "Context",
+    "Correct",
     "Correction",
     "CorrectionInputs",
-    "Engine",
+    "DataError",
     "Field",
-    "Format",
+    "Hint",
     "Loss",
     "MilesError",
+    "MismatchError",
     "Needs",
+    "NonFiniteError",
     "Output",
     "Pair",
+    "PlanError",
     "Plugin",
+    "PluginError",
     "Policy",
+    "PolicyLossInputs",
+    "Ragged",
+    "Remedy",
     "Request",
-    "Response",
     "Rule",
     "Run",
-    "Runtime",
     "Sample",
-    "Sampling",
     "Set",
     "StashKey",
     "Status",
-    "Trainer",
-    "Transport",
     "Unit",
     "__version__",
+    "above",
+    "below",
+    "collate",
     "compose_corrections",
+    "expand",
+    "fell",
+    "format_plugin",
     "hookimpl",
+    "jumped",
+    "loss_weights",
+    "not_finite",
     "option",
+    "oscillates",
+    "policy_loss_of",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"miles_core has no {name!r}")
-    value = getattr(import_module(f"miles_core.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__

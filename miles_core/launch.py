@@ -24,6 +24,7 @@ from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.render import notices
 from miles_core.run.directory import run_directory
 from miles_core.run.make import make_log, make_run
+from miles_core.run.prepare import set_environment
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +57,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
     directory = run_directory(config, resume_from)
     modules = [h.target.split(".")[0].split(":")[0] for h in plan.hooks]
     console = logs.configure(config.run.log_level, directory, console, modules)
+    set_environment(plan)
     run = make_run(config, plan, manifests, directory)
     (directory / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     (directory / "plan.json").write_text(plan.to_json(), encoding="utf-8")
@@ -65,7 +67,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         log.info("%s", line)
     log.info("run directory: %s", directory)
     start = checkpoint_step(resume_from) if resume_from else None
-    told = make_log(run, Progress(config.rollout.num_rollout, console, start=start or 0), start)
+    told = make_log(run, manifests, Progress(config.rollout.num_rollout, console, start=start or 0), start)
     with interruptible(run), told.progress:
         try:
             parts = asyncio.run(train(run, told, resume_from))

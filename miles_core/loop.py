@@ -25,7 +25,7 @@ from miles_core.sync.precision import switch_when_due
 async def train(run: Run, log: RunLog, resume_from: Path | None = None) -> list[PolicyParts]:
     """Run until ``--num-rollout`` steps are complete or the user asks to stop; returns what was built, released."""
     parts: list[PolicyParts] = []
-    with told(run):  # on_start ... on_stop
+    with told(run, log.hints.known):  # on_start ... on_stop
         inputs = Inputs(run)
         async with built(run) as parts, inputs.scheduled(run, log, parts) as (schedule, evaluation):
             checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
@@ -58,7 +58,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
         metrics |= rollout_metrics(run, groups) | schedule.metrics()
         log.progress.phase("train")
         for each in parts:
-            learned = await each.learner.learn(each.policy.own(groups))
+            learned = await each.learner.learn(each.policy.own(groups), run.step)
             metrics |= run.named(each.policy, learned.metrics)
             each.policy.trained += learned.steps
         run.step += 1

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import io
 import re
 import subprocess
 import sys
-import tokenize
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-import miles_core
 from miles_core.config.groups import GROUPS
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.option import METADATA_KEY
+from miles_core.plugin.scaffold import write_plugin
 
 ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "miles_core").rglob("*.py"))
@@ -24,42 +23,64 @@ BACKEND = sorted((ROOT / "miles_embedded").rglob("*.py"))
 SOURCES = [*CORE, *BACKEND, *sorted(ROOT.glob("plugins/*/miles_*/**/*.py"))]
 FILE_LINES, FUNCTION_LINES = 440, 65  # about 400 and 60
 
-#: Where core may name what plugins do: it tells users about them.
-FEATURES = re.compile(r"\b(fp8|mxfp8|nvfp4|int4|r3|tis|sglang|megatron|ray)\b", re.IGNORECASE)
-MAY_NAME = {
-    "demo/inputs.py",  # the demo runs with r3 and tis
-    "cli/demo.py",
-    "cli/plugins.py",  # "for example: pip install miles-plugin-tis"
-    "observe/hints.py",  # names the plugin that helps
-}
+#: Texts that ship with core: code, docstrings and comments, tables, pages.
+TEXTS = [
+    p
+    for p in sorted((ROOT / "miles_core").rglob("*"))
+    if p.suffix in (".py", ".toml", ".yaml", ".html", ".md", ".json")
+]
+#: Plugins of this repository, backends, and the software behind them.
+FEATURES = {p.name for p in (ROOT / "plugins").iterdir() if (p / "pyproject.toml").is_file()}
+FEATURES |= {"embedded", "sglang", "megatron", "ray", "transformer_engine", "transformerengine"}
+NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", re.IGNORECASE)
+
+#: The modules that plugins and examples may import; the others may change without notice.
+PUBLIC = ("miles_core", "miles_core.format", "miles_core.backend", "miles_core.testing")
+PUBLIC_OF_A_BACKEND = ("miles_embedded", "miles_embedded.testing")
+OUTSIDE = sorted(path for where in ("plugins/*/miles_*/**/*.py", "examples/**/*.py") for path in ROOT.glob(where))
 
 
-def code_without_docs(path):
-    """(line, text) of names and string literals of code; comments and docstrings are left out."""
-    source = path.read_text(encoding="utf-8")
-    docs = set()
+@pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.relative_to(ROOT / "miles_core").as_posix())
+def test_core_names_no_feature_and_no_backend(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = [f"line {number}: {line.strip()}" for number, line in enumerate(lines, 1) if NAMED.search(line)]
+    assert not found, f"{path.name} names what plugins do:\n" + "\n".join(found)
+
+
+def private_imports(source):
+    """What a file imports from core or the backend that ships with it beside what is public."""
     for node in ast.walk(ast.parse(source)):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            for statement in body:
-                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                    docs.update(range(statement.lineno, statement.end_lineno + 1))
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.NAME, tokenize.STRING) and token.start[0] not in docs:
-            yield token.start[0], token.string
+        if isinstance(node, ast.Import):
+            yield from (n.name for n in node.names if n.name.startswith(("miles_core.", "miles_embedded.")))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("miles_core", "miles_embedded"):
+            shown = import_module(node.module).__all__ if node.module in (*PUBLIC, *PUBLIC_OF_A_BACKEND) else ()
+            yield from (f"{node.module}.{n.name}" for n in node.names if n.name not in shown)
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda p: p.relative_to(ROOT / "miles_core").as_posix())
-def test_core_names_no_feature(path):
-    if path.relative_to(ROOT / "miles_core").as_posix() in MAY_NAME:
-        return
-    found = [(line, text) for line, text in code_without_docs(path) if FEATURES.search(text)]
-    assert not found, f"{path.name} names what plugins do: {found}"
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_plugins_and_examples_import_public_names_only(path):
+    assert list(private_imports(path.read_text(encoding="utf-8"))) == []
 
 
-def test_the_exceptions_are_needed():
-    named = {n for n in MAY_NAME if any(FEATURES.search(t) for _, t in code_without_docs(ROOT / "miles_core" / n))}
-    assert named == MAY_NAME
+def test_pages_and_generated_plugins_import_public_names_only(tmp_path):
+    pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("plugins/*/README.md")]
+    blocks = {p: re.findall(r"^```python\n(.*?)^```$", p.read_text("utf-8"), re.MULTILINE | re.DOTALL) for p in pages}
+    for name in ("one", "two"):
+        written = write_plugin(name, tmp_path / name, format=name == "two")
+        blocks |= {path: [path.read_text("utf-8")] for path in written if path.suffix == ".py"}
+    found = {p.name: [n for code in codes for n in private_imports(code)] for p, codes in blocks.items()}
+    assert {name: private for name, private in found.items() if private} == {}
+
+
+def test_the_rule_for_imports_can_fail():
+    source = (
+        "from miles_core.errors import MilesError\nfrom miles_core import Plugin, plugin\nimport miles_embedded.model"
+    )
+    assert list(private_imports(source)) == [
+        "miles_core.errors.MilesError",
+        "miles_core.plugin",
+        "miles_embedded.model",
+    ]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(ROOT).as_posix())
@@ -93,12 +114,17 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
-def test_public_names_exist():
-    for name in miles_core.__all__:
-        assert getattr(miles_core, name) is not None
-    assert set(miles_core.__all__) == {*miles_core._HOME, "__version__"}
-    with pytest.raises(AttributeError, match="miles_core has no 'Plugins'"):
-        _ = miles_core.Plugins
+@pytest.mark.parametrize("module", [*PUBLIC, *PUBLIC_OF_A_BACKEND])
+def test_public_names_exist_and_are_known_to_type_checkers(module):
+    found = import_module(module)
+    assert all(getattr(found, name) is not None for name in found.__all__)
+    assert len(found.__all__) == len(set(found.__all__)) and set(found.__all__) <= {*dir(found), *vars(found)}
+    tree = ast.parse(Path(found.__file__).read_text(encoding="utf-8"))
+    imported = {(n.asname or n.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for n in node.names}
+    defined = {name for name in found.__all__ if name in vars(found) and name not in imported}
+    assert set(found.__all__) - defined <= imported, "not imported for type checking"
+    with pytest.raises((AttributeError, ImportError)):
+        _ = found.Nothing
 
 
 @pytest.mark.parametrize("name", list(discover()))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles_core.data.world import ALONE, World
 from miles_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,13 +28,11 @@ class Store:
 
     Args:
         directory: where the files are; made when missing.
-        rank: this process's rank among those that share the directory.
-        world: how many there are.
+        world: this process among those that share the directory.
     """
 
-    def __init__(self, directory: Path | str, rank: int = 0, world: int = 1) -> None:
+    def __init__(self, directory: Path | str, world: World = ALONE) -> None:
         self.directory = Path(directory)
-        self.rank = rank
         self.world = world
         self._written: set[str] = set()
 
@@ -54,13 +53,13 @@ class Store:
         if name in self._written:
             raise ValueError(f"the checkpoint already has an entry {name!r}; an entry is written once")
         self._written.add(name)
-        if self.rank and not sharded:
+        if self.world.rank and not sharded:
             return
         try:
             text = json.dumps({"data": data, "tensors": bool(tensors)})
         except (TypeError, ValueError) as error:
             raise TypeError(f"checkpoint entry {name!r}: its data is not JSON ({error})") from error
-        base = self._base(name, f".{self.rank}-of-{self.world}" if sharded else "")
+        base = self._base(name, f".{self.world.rank}-of-{self.world.size}" if sharded else "")
         base.parent.mkdir(parents=True, exist_ok=True)
         if tensors:
             from safetensors.torch import save_file
@@ -85,13 +84,13 @@ class Store:
                 f"{self.directory} has no entry {name!r}: the checkpoint was saved without it (entries: "
                 f"{', '.join(self.names()) or 'none'})"
             )
-        if worlds != {self.world}:
+        if worlds != {self.world.size}:
             saved = " and ".join(map(str, sorted(worlds)))
             raise CheckpointError(
-                f"{self.directory}: entry {name!r} was saved by {saved} ranks and this run has {self.world}; "
+                f"{self.directory}: entry {name!r} was saved by {saved} ranks and this run has {self.world.size}; "
                 "resume with the saved number of ranks"
             )
-        return _read(self._base(name, f".{self.rank}-of-{self.world}"))
+        return _read(self._base(name, f".{self.world.rank}-of-{self.world.size}"))
 
     def shards(self, name: str) -> list[tuple[dict[str, Tensor], Any]]:
         """All parts of a sharded entry in rank order, whatever the number of ranks now; one part when not sharded."""

@@ -13,15 +13,15 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; 130 when the user stopped the training."""
     chosen, extra = _parser().parse_known_args(argv)
     directory = chosen.dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    from miles_core.demo.inputs import make_inputs, missing, train_arguments
+    from miles_core.demo.inputs import make_inputs, plugins_shown, train_arguments
     from miles_core.plugin.discovery import discover
 
-    installed = set(discover())
+    plugins = plugins_shown(discover())
     _say("two-digit addition: a supervised warm start from a careless teacher, then GRPO on right answers")
-    for name in missing(installed):
-        _say(f"plugin {name} is not installed (pip install miles-plugin-{name}); the demo runs without it")
+    if not plugins:
+        _say("no installed plugin takes part; the demo runs without")
     parameters = make_inputs(directory, chosen.seed)
-    arguments = train_arguments(directory, chosen.seed, installed, [f"--device={chosen.device}", *extra])
+    arguments = train_arguments(directory, chosen.seed, plugins, [f"--device={chosen.device}", *extra])
     _say(f"made a Qwen3-MoE of {parameters:,} parameters and its data in {directory}; now running")
     _say(f"  miles train {' '.join(arguments)}")
     from miles_core.cli import train
@@ -43,9 +43,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="miles demo",
         allow_abbrev=False,
         description="Train a small Qwen3-MoE to add two-digit numbers, on this machine, in minutes: a supervised warm "
-        "start, then GRPO with rollout routing replay (r3) and truncated importance sampling (tis) where they are "
-        "installed. It makes model and data, calls the ordinary miles train, and writes a report. Any flag of miles "
-        "train may follow and wins over the demo's choice, e.g. --num-rollout 50.",
+        "start, then GRPO with the installed plugins that show themselves here. It makes model and data, calls the "
+        "ordinary miles train, and writes a report. Any flag of miles train may follow and wins over the demo's choice, "
+        "e.g. --num-rollout 50 or --plugins NAME.",
     )
     parser.add_argument("--dir", "--save", type=Path, help="run directory (default: runs/demo-<time>)")
     parser.add_argument("--seed", type=int, default=0, help="of model, data and training (default: 0)")

@@ -40,6 +40,7 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.mismatch.command import Verification, check
     from miles_core.mismatch.page import tables, verdict, write_page
     from miles_core.observe import log as logs
+    from miles_core.observe.hints import hints_of
     from miles_core.run.make import make_run
     from miles_core.run.parts import built, told
 
@@ -50,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     made_run.step = checkpoint_step(resume) if resume else 0
 
     async def verified() -> list[Verification]:
-        with told(made_run):
+        with told(made_run, hints_of(catalogue.values(), plan.holds)):
             async with built(made_run) as parts:
                 return await check(made_run, parts, resume, options.budget)
 

@@ -18,11 +18,11 @@ from miles_core.plugin.facts import Fact
 class Config:
     """Checked values of all options; immutable.
 
-    ``config.rollout.temperature`` reads a core group, ``config.plugin("tis").threshold`` a plugin's. Two configurations
+    ``config.rollout.temperature`` reads a core group, ``config.plugin("mine").threshold`` a plugin's. Two configurations
     are equal when the plugins asked for and all their values are, wherever these came from.
 
     Attributes:
-        requested: the plugins asked for, in order, each with what asked for it (``"--plugins r3,tis"``).
+        requested: the plugins asked for, in order, each with what asked for it (``"--plugins mine,yours"``).
         plugins: names of the enabled plugins: those asked for and, after ``activated``, what they require.
     """
 
@@ -83,7 +83,7 @@ class Config:
         return self._groups[table]
 
     def __getattr__(self, name: str) -> Any:
-        """``config.tis``: a plugin's table, like core's ``config.rollout``."""
+        """``config.mine``: a plugin's table, like core's ``config.rollout``."""
         tables = self.__dict__.get("_groups", {})
         if name not in tables:
             raise AttributeError(f"the configuration has no table {name!r}{did_you_mean(name, tables)}")
@@ -103,7 +103,7 @@ class Config:
         return self._passthrough[path] if path in self._passthrough else self._values[self._find(path).path]
 
     def origin(self, path: str) -> str:
-        """Where the value came from: ``"default"``, ``"--lr 1e-6"``, ``"run.yaml line 4"``, ``"set by r3"``."""
+        """Where the value came from: ``"default"``, ``"--lr 1e-6"``, ``"run.yaml line 4"``, ``"set by mine"``."""
         if path in self._passthrough:
             return self._origins[path]
         return self._origins.get(self._find(path).path, "default")

@@ -1,4 +1,4 @@
-"""Names that core does not have: who owns them, or what to use instead. The table is ``elsewhere.toml``."""
+"""Names that nobody here has: what to use instead, or how to get them. The table is ``elsewhere.toml``."""
 
 from __future__ import annotations
 
@@ -9,30 +9,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from miles_core.config.schema import Option, Schema, did_you_mean
+from miles_core.config.schema import CORE, Option, Schema, did_you_mean
+from miles_core.config.value import listing
+from miles_core.plugin.facts import distribution
 
 _OFF = ("", "0", "false", "off", "no", "f", "n")
+#: Parts that are usually called like the plugin that provides them.
+_NAMED_AFTER_PLUGINS = ("engine", "trainer", "runtime", "format")
 
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-
-
-def known_plugins() -> tuple[str, ...]:
-    """The plugins of this project, installed or not."""
-    return tuple(_table()["plugins"])
-
-
-def pip_command(plugin: str) -> str:
-    return f"pip install miles-plugin-{plugin.replace('_', '-')}"
-
-
-def _owner(flag: str) -> str | None:
-    for plugin, patterns in _table()["plugins"].items():
-        if any(fnmatchcase(flag, pattern) for pattern in patterns):
-            return str(plugin)
-    return None
 
 
 def explain_flag(flag: str, schema: Schema) -> str:
@@ -43,41 +31,37 @@ def explain_flag(flag: str, schema: Schema) -> str:
     for pattern, sentence in _table()["flags"].items():
         if fnmatchcase(spelling, pattern):
             return f"{flag} does not exist here: {sentence}"
-    owner = _owner(spelling)
-    nearest = did_you_mean(flag, schema.spellings())
-    if owner is not None and owner not in schema.manifests:
-        return f"{flag} belongs to the plugin {owner}, which is not installed: {pip_command(owner)}{nearest}"
-    return f"unknown flag {flag}{nearest or '; miles train --help lists all flags'}"
+    nearest = did_you_mean(flag, schema.spellings()) or "; miles train --help lists all flags"
+    return f"unknown flag {flag}{nearest} (the flags of a plugin exist once it is installed)"
 
 
 def explain_environment(environment: Mapping[str, str], schema: Schema) -> list[str]:
-    """One sentence for each variable that is set and belongs to a plugin that is not installed: ignored in silence it
+    """One sentence for each variable that is set, looks like a plugin's, and is read by nobody here: ignored in silence it
     would make another run of this one. A switch that is off asks for nothing."""
     return [
-        f"environment variable {name}={environment[name]}: it belongs to the plugin {plugin}, which is not installed: "
-        f"{pip_command(plugin)}, or unset it"
-        for plugin, names in _table()["environment"].items()
-        for name in names
-        if plugin not in schema.manifests and environment.get(name, "").lower() not in _OFF
+        f"environment variable {name}={value}: no installed plugin reads it; install the one it belongs to, or unset it"
+        for name, value in environment.items()
+        if name.startswith(tuple(_table()["environment"]))
+        and name not in schema.environment
+        and value.lower() not in _OFF
     ]
 
 
 def explain_value(option: Option, value: object, schema: Schema) -> str | None:
-    """What to use instead of a value that an option does not take, when that is known."""
+    """What to use instead of a value that an option does not take, or where it may come from, when that is known."""
     sentence = _table()["values"].get(option.path, {}).get(value)
     if sentence:
         return f"{option.fact} cannot be {value!r}: {sentence}"
-    if option.info.part and value in known_plugins() and value not in schema.manifests:
-        return (
-            f"{option.fact} cannot be {value!r} yet: the plugin {value} provides it and is not installed: "
-            f"{pip_command(str(value))}"
-        )
+    word = str(value)
+    named = option.owner == CORE and option.info.part in _NAMED_AFTER_PLUGINS and word.isidentifier()
+    if named and word not in schema.manifests and not did_you_mean(word, map(str, option.choices)):
+        have = f"it is one of {listing(option.choices)}" if option.choices else "nothing provides one"
+        return f"{option.fact} cannot be {value!r}; {have}, others come with plugins: pip install {distribution(word)}"
     return None
 
 
 def explain_plugin(name: str, schema: Schema) -> str:
     """One sentence about a plugin that is asked for and not there."""
-    if name in known_plugins():
-        return f"the plugin {name} is not installed: {pip_command(name)}"
-    close = did_you_mean(name, (*schema.manifests, *known_plugins()))
-    return f"there is no plugin {name!r}{close}; `miles plugins` lists those installed"
+    nearest = did_you_mean(name, schema.manifests)
+    install = f"; try: pip install {distribution(name)}" if name.isidentifier() else ""
+    return f"no plugin {name!r} is installed{nearest or install}; `miles plugins` lists those that are"

@@ -197,10 +197,8 @@ class _Reader:
 
     def unknown(self, entry: Entry) -> str:
         if entry.children is not None:
-            if entry.key in elsewhere.known_plugins():
-                return f"{self.where(entry)}: {elsewhere.explain_plugin(entry.key, self.schema)}"
             hint = did_you_mean(entry.key, self.schema.groups) or f"; tables are {', '.join(self.schema.groups)}"
-            return f"{self.where(entry)}: unknown table {entry.key!r}{hint}"
+            return f"{self.where(entry)}: unknown table {entry.key!r}{hint} (a plugin's exists once it is installed)"
         explained = elsewhere.explain_flag(_flag(entry.key), self.schema).replace("unknown flag", "unknown key")
         return f"{self.where(entry)}: {explained.replace(_flag(entry.key), entry.key, 1)}"
 

@@ -67,7 +67,7 @@ class Model:
         "auto", help="dtype of the model's copy; auto is float32 on a CPU and bfloat16 on a GPU"
     )
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", help="where embedded engine and trainer live; auto takes a GPU that is there"
+        "auto", help="where the engine and the trainer of this process live; auto takes a GPU that is there"
     )
     cpu_kernels: Literal["auto", "compiled", "torch"] = option(
         "auto",
@@ -143,9 +143,9 @@ class Rollout:
     full_vocab_logprobs: bool = option(
         False, help="log-probs over the whole vocabulary on both sides even with top-p or top-k (biased)"
     )
-    max_running_requests: int = option(256, help="sequences the embedded engine decodes at once", ge=1)
+    max_running_requests: int = option(256, help="sequences the engine decodes at once", ge=1)
     kv_cache_dtype: Literal["auto", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = option(
-        "auto", flag="--kv-cache-dtype", help="type the embedded engine rounds cached keys and values to"
+        "auto", flag="--kv-cache-dtype", help="type the engine rounds cached keys and values to"
     )
     precision: str = option(
         "bf16",
@@ -282,8 +282,8 @@ class Precision:
     warmup_precision: Literal["bf16"] = option("bf16", help="precision of both sides until then")
     quantized_product: Literal["auto", "native", "emulated"] = option(
         "auto",
-        help="how the embedded engine's and trainer's quantised linear layers multiply: native reads the codes with the "
-        "GPU's tensor cores, emulated dequantises them and multiplies in the model's dtype; auto is native where the "
+        help="how quantised linear layers multiply in engine and trainer: native reads the codes with the GPU's tensor "
+        "cores, emulated dequantises them and multiplies in the model's dtype; auto is native where the "
         "format, the GPU and torch have it, and emulated with --emulate-precision",
     )
 

@@ -107,7 +107,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Alias:
-    """A spelling that stands for given values: ``--rollout-fp8`` for ``rollout.precision = fp8``."""
+    """A spelling that stands for given values: ``--rollout-mine`` for ``rollout.precision = mine``."""
 
     spelling: str
     owner: str

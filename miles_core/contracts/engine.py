@@ -1,6 +1,6 @@
 """The engine contract: token ids in, token ids and log-probabilities out.
 
-The embedded engine implements it in this process; an SGLang adapter implements it over its Engine or HTTP API. Every
+An engine may live in this process, or stand in front of servers that are spoken to over a socket. Every
 method may be called only between ``start`` and ``stop``. ``miles_core.testing.EngineContract`` is the executable form.
 """
 
@@ -88,11 +88,10 @@ class Response:
 
 class Engine(ABC):
     """A rollout engine. ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``,
-    ``token_versions``, ``draft``, ``keyed_sampling``, ``rebuild``."""
+    ``token_versions``, ``draft``, ``keyed_sampling``, ``rebuild``, and ``transport:NAME`` for each transport whose
+    messages ``receive`` takes."""
 
     capabilities: frozenset[str] = frozenset()
-    #: names of the transports whose messages ``receive`` takes
-    transports: frozenset[str] = frozenset({"copy"})
     #: type its cache keeps keys and values in, "" for the model's own
     kv_cache_dtype: str = ""
     #: whether tensor cores read the codes of its quantised layers, and it can emulate them (``emulated_products``)

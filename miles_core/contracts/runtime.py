@@ -1,14 +1,15 @@
 """Where the parts run.
 
 The driver talks to a policy's trainer through a ``LearnerHandle`` and to its engine through the engine contract; a
-runtime makes both, and the driver does not know how far away they are. ``inline`` keeps them in this process. With Ray:
+runtime makes both, and the driver does not know how far away they are. ``inline`` keeps them in this process. With a
+process for each GPU:
 
-- A trainer rank is an actor with one GPU and ``max_concurrency=1`` (calls are collectives: one at a time, in one order
-  on every rank). Each builds its own run, hooks and ``Learner`` after ``miles_core.plugin.worker.accept`` took the plan
-  that came as JSON; the driver compares the digests with ``same_plan``.
+- A trainer rank is a process that takes one call at a time (calls are collectives, in one order on every rank). Each builds
+  its own run, hooks and ``Learner`` after ``miles_core.backend.accept`` took the plan that came as JSON; the driver
+  compares the digests with ``same_plan``.
 - The handle sends each call to all ranks. ``learn`` and ``supervise`` divide samples by whole groups over data-parallel
   ranks, the same share for all ranks of one model replica, and add up the (sum, weight) pairs of one rank a replica.
-- The engine of a policy is an ``Engine`` in front of actors that hold one engine each: ``generate`` picks one (a group stays
+- The engine of a policy is an ``Engine`` in front of processes that hold one engine each: ``generate`` picks one (a group stays
   together), every other call goes to all of them.
 - Weights never pass through the driver: ``push`` runs export, encoding and transport inside the ranks. A rank's
   transport gets the same kind of engine front, to tell the engines to receive.
@@ -46,8 +47,8 @@ class LearnerHandle(ABC):
     """What the driver asks of one policy's trainer, all ranks of it. Metrics are means over tokens and ranks."""
 
     @abstractmethod
-    async def learn(self, samples: Sequence[Sample]) -> Learned:
-        """Train on one rollout (whole groups)."""
+    async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
+        """Train on one rollout (whole groups), after ``step`` completed ones."""
 
     @abstractmethod
     async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:

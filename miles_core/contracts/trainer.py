@@ -24,6 +24,7 @@ from torch import Tensor
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.data.batch import Batch
 from miles_core.data.unit import Unit
+from miles_core.data.world import ALONE, World
 from miles_core.errors import MilesError
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ class Trainer(ABC):
     """A training backend."""
 
     capabilities: frozenset[str] = frozenset()
+    #: this rank among those that train the policy
+    world: World = ALONE
     parts: Parts
 
     def bind(self, parts: Parts) -> None:

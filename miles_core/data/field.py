@@ -26,6 +26,7 @@ class Field:
         shape: trailing shape of a row; ``None`` entries are free but equal within a batch, e.g. ``(None, None)``.
         ragged: rows are lists of different length (``shape`` must be empty).
         required: a finished sample without it is an error (else the column is absent or padded).
+        label: what it is in a word or two, for people (a row of the mismatch budget); its name where empty.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Field:
     shape: tuple[int | None, ...] = ()
     ragged: bool = False
     required: bool = False
+    label: str = ""
 
     def __post_init__(self) -> None:
         if self.ragged and self.shape:
@@ -48,4 +50,4 @@ CORE_FIELDS = (
 )
 
 #: Token ids the engine could have sampled at each response position (top-k, top-p); always contains the sampled one.
-SAMPLING_SUPPORT = Field("sampling_support", "int32", "response", ragged=True)
+SAMPLING_SUPPORT = Field("sampling_support", "int32", "response", ragged=True, label="sampler truncation")

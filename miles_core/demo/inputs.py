@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles_core.demo.task import write_task
 from miles_core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from miles_core.plugin.manifest import Plugin
+
 CONFIG = Path(__file__).with_name("demo.yaml")
-#: The demonstration shows these when they are installed.
-PLUGINS = ("r3", "tis")
 
 
 def make_inputs(directory: Path, seed: int) -> int:
@@ -29,18 +31,17 @@ def make_inputs(directory: Path, seed: int) -> int:
         raise ConfigError(f"--dir {directory}: cannot write the demo's model and data there ({error})") from error
 
 
-def train_arguments(directory: Path, seed: int, installed: Collection[str], extra: Sequence[str] = ()) -> list[str]:
-    """The flags of ``miles train`` for the demonstration; ``extra`` flags come last."""
+def train_arguments(directory: Path, seed: int, plugins: Sequence[str], extra: Sequence[str] = ()) -> list[str]:
+    """The flags of ``miles train`` for the demonstration with these plugins; ``extra`` flags come last."""
     data = directory / "data"
     arguments = ["--config", str(CONFIG), "--hf-checkpoint", str(directory / "model"), "--save", str(directory)]
     arguments += ["--sft-data", str(data / "demonstrations.jsonl"), "--prompt-data", str(data / "train.jsonl")]
     arguments += ["--eval-prompt-data", str(data / "held_out.jsonl"), "--seed", str(seed)]
-    plugins = [name for name in PLUGINS if name in installed]
     if plugins and not any(word.split("=")[0] == "--plugins" for word in extra):
         arguments += ["--plugins", ",".join(plugins)]
     return [*arguments, *extra]
 
 
-def missing(installed: Collection[str]) -> list[str]:
-    """The plugins the demonstration has to do without."""
-    return [name for name in PLUGINS if name not in installed]
+def plugins_shown(installed: Mapping[str, Plugin]) -> list[str]:
+    """The installed plugins that the demonstration trains with: those whose manifests say so (``Plugin.demo``)."""
+    return [name for name, manifest in installed.items() if manifest.demo]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.contracts.emulation import Emulation
-from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.field import SAMPLING_SUPPORT, Field
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from miles_core.contracts.run import Run
     from miles_core.contracts.runtime import PolicyParts
 
-SAMPLER = "sampler truncation"
+SAMPLER = SAMPLING_SUPPORT.label
+#: Label of a field that holds an engine's choices of experts.
 ROUTING = "routing"
 WEIGHTS = "weight quantisation"
 STALE = "staleness"
@@ -40,8 +41,6 @@ PRODUCTS = "native products"
 CACHE = "KV cache precision"
 KERNELS = "kernels and batching"
 UNEXPLAINED = "kernels and unexplained"
-#: What a replayed field is called.
-LABELS = {"rollout_routed_experts": ROUTING}
 
 
 @dataclass(frozen=True)
@@ -132,17 +131,17 @@ class _Chain:
             await self.elsewhere()
         if self.parts.engine.kv_cache_dtype:
             await self.switch(CACHE, kv_dtype=self.parts.engine.kv_cache_dtype)
-        remaining = [name for name in self._fields() if self._corrected(name)]
+        remaining = [field.name for field in self._fields() if self._corrected(field.name)]
         trained = await self.parts.learner.log_probs([bare(s, remaining) for s in self.samples])
         return self.result(start, trained, KERNELS if here else UNEXPLAINED)
 
     async def recorded(self) -> None:
         """What the engine recorded and the trainer can replay: supports, then the plugins' input fields."""
-        for name in self._fields():
-            self.keep.append(name)
-            label = SAMPLER if name == SAMPLING_SUPPORT.name else LABELS.get(name, name)
-            self.passes.append((label, self._corrected(name), await self.score()))
-        if self.run.plan.fact("model.moe", False) and not {LABELS.get(n) for n in self.keep} & {ROUTING}:
+        fields = self._fields()
+        for field in fields:
+            self.keep.append(field.name)
+            self.passes.append((field.label or field.name, self._corrected(field.name), await self.score()))
+        if self.run.plan.fact("model.moe", False) and ROUTING not in {field.label for field in fields}:
             self.missing.append(Cause(ROUTING, why="no active plugin records and replays the engine's routes"))
 
     async def elsewhere(self) -> None:
@@ -226,11 +225,11 @@ class _Chain:
         total = measure(self.engine, start, self.samples)
         return Budget(total, measure(self.engine, trained, self.samples), (*causes, *self.missing))
 
-    def _fields(self) -> list[str]:
+    def _fields(self) -> list[Field]:
         """Recorded fields that change what the trainer computes, the sampler's first."""
         present = {name for s in self.samples for name in s.fields}
-        inputs = [f.name for f in self.run.fields if f.align in ("token", "token-1")]
-        return [n for n in (SAMPLING_SUPPORT.name, *inputs) if n in present]
+        inputs = [f for f in self.run.fields if f.align in ("token", "token-1")]
+        return [f for f in (SAMPLING_SUPPORT, *inputs) if f.name in present]
 
     def _corrected(self, name: str) -> bool:
         return name != SAMPLING_SUPPORT.name or not self.run.config.rollout.full_vocab_logprobs

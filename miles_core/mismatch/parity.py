@@ -4,8 +4,8 @@ Engine and trainer may quantise with code of their own: a kernel that multiplies
 divides, a library that rounds a scale up. A backend therefore declares, for each format, how close its results are
 (``bytes``, ``values``, or within ``bounded(eps)``), for weights and for activations apart. Before the first step both
 sides quantise a few small probes (random, with a tile of zeros, with heavy tails, a piece of a real layer) and are
-compared with the ``Format``; a result worse than declared stops the run. The embedded backend calls the format
-itself: ``bytes``. Where products read the codes, they are measured too (``precision.product_probe``).
+compared with the ``Format``; a result worse than declared stops the run. A backend that calls the format
+itself declares ``bytes``. Where products read the codes, they are measured too (``precision.product_probe``).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def check(
     """Stop the run where a backend quantises worse than it declares.
 
     Args:
-        backend: as in ``engine sglang``, for messages.
+        backend: as in ``engine mine``, for messages.
         format: the run's format.
         quantizer: the backend's, None when it declares nothing.
         real: one layer of the model by name.

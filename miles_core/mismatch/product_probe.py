@@ -39,7 +39,7 @@ def check_product(
     """Stop the run where a native product is further from the emulated one than it declares.
 
     Args:
-        backend: as in ``engine embedded``, for messages.
+        backend: as in ``engine mine``, for messages.
         format: whose codes are multiplied.
         product: the backend's.
         shapes: [N, K] of the model's weights; each is probed once.

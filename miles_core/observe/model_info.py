@@ -13,7 +13,7 @@ from typing import Any
 
 from miles_core.errors import CheckpointError
 
-#: Bytes a parameter costs the embedded trainer: model copy, gradient, FP32 master of a copy in BF16, AdamW's moments.
+#: Bytes a parameter costs a trainer that shards nothing: model copy, gradient, FP32 master of a copy in BF16, AdamW's moments.
 TRAINING_BYTES = {"float32": 4 + 4 + 8, "bfloat16": 2 + 4 + 4 + 8}
 _HEADER_LIMIT = 100 << 20  # what the safetensors format allows
 _ROUTER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:gate|router)\.(?:weight|classifier\.weight)$")

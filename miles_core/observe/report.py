@@ -12,19 +12,21 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from miles_core.errors import MilesError
+from miles_core.errors import CheckpointError, MilesError
 from miles_core.observe import environment as env
 from miles_core.observe.budget_table import BUDGET_COLUMNS, BUDGET_FILE, budget_rows
-from miles_core.observe.hints import review
+from miles_core.observe.hints import hints_of, review
 from miles_core.observe.metrics import names, read, series
 from miles_core.observe.mismatch_plots import draw_budget
 from miles_core.observe.plots import Panel, draw, panels
+from miles_core.plugin.discovery import discover
+from miles_core.plugin.plan import Plan
 from miles_core.version import __version__
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ def report(run_dir: Path | str) -> Path:
         cards=_cards(records, total),
         plan=_json(run_dir / "plan.json"),
         environment=_environment(run_dir),
-        hints=review(records, facts=_facts(config)),
+        hints=review(records, hints_of(discover().values(), _holds(run_dir / "plan.json"))),
         sections=_sections(chosen, images),
         budget=_budget(run_dir),
         rows=[_row(name, records) for name in names(records)],
@@ -225,6 +227,14 @@ def _option(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+def _holds(file: Path) -> Callable[[str], bool]:
+    """Whether a condition held in the run whose plan this is; where no plan can be read, only the empty one does."""
+    try:
+        return Plan.from_json(file.read_text(encoding="utf-8")).holds
+    except (OSError, CheckpointError):  # of a run by another version, or none
+        return lambda condition: not condition
+
+
 def _environment(run_dir: Path) -> list[tuple[str, str]]:
     found = _json(run_dir / env.FILE)
     if not found:
@@ -258,12 +268,6 @@ def _yaml(path: Path) -> dict[str, Any]:
         return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise MilesError(f"{path} is not what a run wrote ({error}); restore or remove it") from error
-
-
-def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of the effective configuration by its path, ``rollout.precision``."""
-    tables = [config.get("defaults") or {}, {k: v for k, v in config.items() if k != "defaults"}]
-    return {f"{name}.{key}": value for part in tables for name, table in part.items() for key, value in table.items()}
 
 
 def _lookup(config: Mapping[str, Any], table: str, key: str) -> Any:

@@ -1,7 +1,7 @@
 """Which plugins take part, what they set, and the facts that follow.
 
-A plugin is active because the user named it, because an option selects a part it provides (``--engine sglang``,
-``--rollout-precision fp8``), or because an active plugin requires it. What plugins set changes facts, facts decide
+A plugin is active because the user named it, because an option selects a part it provides (``--engine mine``,
+``--rollout-precision mine``), or because an active plugin requires it. What plugins set changes facts, facts decide
 conditions, and conditions decide what is set: the three are repeated until nothing changes.
 """
 
@@ -20,6 +20,8 @@ from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluat
 BACKENDS = ("engine", "trainer", "runtime")
 SIDES = ("rollout.precision", "train.precision")
 EMULATE = "train.emulate_precision"  # the option behind the fact precision.emulated
+#: Facts of this head are environment variables; a manifest may set them (``sets={"env.NAME": "1"}``).
+ENVIRONMENT = "env."
 _ROUNDS = 32
 
 
@@ -103,6 +105,9 @@ def derive(
     for kind, capability, users in _uses(active, manifests):
         name = f"{kind}.uses.{capability}"
         extra[name] = Fact(name, bool(users), f"used by {', '.join(users)}" if users else "nobody uses it")
+    for path in (p for m in manifests.values() for p in m.sets if p.startswith(ENVIRONMENT)):
+        if path not in facts:
+            extra[path] = Fact(path, None, "not set in this environment")
     for s in sets:
         before = extra.get(s.path) or facts.lookup(s.path)
         extra[s.path] = replace(before, value=s.value, origin=f"set by {s.plugin}", state=State.KNOWN)
@@ -114,7 +119,7 @@ def derive(
 def _uses(active: Mapping[str, Plugin], manifests: Mapping[str, Plugin]) -> Iterator[tuple[str, str, list[str]]]:
     """(kind, capability, active plugins using it) for every capability anybody declares."""
     for kind in BACKENDS:
-        declared = {c for m in [*manifests.values(), CORE] for c in m.capabilities.get(kind, ())}
+        declared = {c.name for m in [*manifests.values(), CORE] for c in m.declared(kind)}
         for capability in sorted(declared):
             spelt = {capability, f"{kind}.{capability}"}
             yield kind, capability, [p.name for p in active.values() if spelt & p.uses.keys()]
@@ -125,7 +130,7 @@ def _elsewhere(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[Fact]:
     runtime = facts.value("runtime")
     owner = provider("runtime", runtime, manifests)
     gpu = facts.lookup("gpu")
-    if owner is None or "remote" not in owner.capabilities.get("runtime", ()):
+    if owner is None or owner.capability("runtime", "remote") is None:
         return
     if gpu.state is State.KNOWN and gpu.value == "none" and not gpu.chosen:
         origin = f"no GPU on this host, and {runtime} works on others"
@@ -155,7 +160,13 @@ def backends_of(wanted: str, manifests: Mapping[str, Plugin]) -> tuple[tuple[str
     if head in BACKENDS and rest:
         return (head,), rest
     everyone = [*manifests.values(), CORE]
-    return tuple(k for k in BACKENDS if any(wanted in m.capabilities.get(k, ()) for m in everyone)), wanted
+    return tuple(k for k in BACKENDS if any(m.capability(k, wanted) for m in everyone)), wanted
+
+
+def can(owner: Plugin, kind: str, capability: str, facts: Facts) -> Truth:
+    """Whether the backend of a kind that ``owner`` provides has a capability, its condition taken into account."""
+    declared = owner.capability(kind, capability)
+    return Truth.FALSE if declared is None else evaluate(declared.when, facts.lookup)
 
 
 def _selected(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:

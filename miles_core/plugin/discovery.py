@@ -1,6 +1,6 @@
 """Which plugins are installed, and their manifests.
 
-A distribution registers ``[project.entry-points."miles.plugins"] mxfp8 = "miles_mxfp8:plugin"``; a first experiment
+A distribution registers ``[project.entry-points."miles.plugins"] mine = "miles_mine:plugin"``; a first experiment
 is a single file, ``--plugins ./my.py``. Scanning reads metadata only. A manifest is imported when somebody asks for
 it; that is cheap because manifests import no torch. Being installed never makes a plugin active.
 """
@@ -36,7 +36,7 @@ class Catalogue(Mapping[str, Plugin]):
     leaves out those that fail; ``broken`` says why, for ``miles plugins`` and for the notes of a run.
 
     Attributes:
-        sources: plugin -> ``miles-plugin-r3 0.1.0`` or ``file:PATH sha256:...``; filled by scanning.
+        sources: plugin -> ``miles-plugin-mine 0.1.0`` or ``file:PATH sha256:...``; filled by scanning.
         broken: plugin -> why its manifest cannot be used.
     """
 

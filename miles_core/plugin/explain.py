@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from miles_core.errors import PluginError
-from miles_core.plugin.activate import BACKENDS, backends_of, provider
+from miles_core.plugin.activate import BACKENDS, backends_of, can, provider
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, default_facts, nearest, show
 from miles_core.plugin.manifest import Plugin, Rule, Set
@@ -42,7 +42,7 @@ def explain(plugin: Plugin, checked: Checked, source: str) -> str:
         lines += [f"  uses the capability {capability} of the {' and the '.join(kinds)}", f"    because {reason}"]
         for kind in kinds:
             owner = provider(kind, facts.value(kind), manifests)
-            has = owner is not None and capability in owner.capabilities.get(kind, ())
+            has = owner is not None and can(owner, kind, capability, facts) is Truth.TRUE
             lines.append(f"    here {facts.lookup(kind)} {'has' if has else 'lacks'} it")
     for pair in plugin.pairs:
         experimental = ", experimental" if pair.experimental else ""
@@ -125,6 +125,8 @@ def _conditions(plugin: Plugin) -> Iterator[str]:
         yield from (rule.when,) if rule.when else ()
     yield from (condition for condition in plugin.hooks if condition)
     yield from (given.when for given in plugin.sets.values() if isinstance(given, Set) and given.when)
+    yield from (hint.when for hint in plugin.hints if hint.when)
+    yield from (remedy.when for remedy in plugin.remedies if remedy.when)
 
 
 def _is_missing(name: str, known: Facts, derived: set[str]) -> bool:

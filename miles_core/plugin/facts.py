@@ -1,7 +1,7 @@
 """Facts: the named values every rule is about, each with the place it came from.
 
 ``gpu.sm = 90 (detected: NVIDIA H200)``, ``model.moe = true (config.json: num_experts=128)``,
-``rollout.precision = fp8 (--rollout-fp8)``. A fact is in one of four states; a name that no part of the program defines
+``rollout.precision = bf16 (default)``. A fact is in one of four states; a name that no part of the program defines
 is the fourth and always an error with the nearest spelling.
 """
 

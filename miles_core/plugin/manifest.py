@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_core.data.field import Field
+from miles_core.plugin.hint import Hint, Remedy
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Rule:
     """A condition the run must meet, in the grammar of ``miles_core.plugin.rule``.
 
     Attributes:
-        needs: the condition, e.g. ``"gpu.sm >= 100"`` or ``"plugin.tis"``.
+        needs: the condition, e.g. ``"gpu.sm >= 100"`` or ``"plugin.other"``.
         because: the reason, shown word for word.
         when: the rule is checked only where this holds; empty is always.
         hardware: the rule is about tensor cores a format needs; ``--emulate-precision`` waives it.
@@ -52,6 +53,15 @@ class Set:
 
 
 @dataclass(frozen=True)
+class Capability:
+    """Something a backend can do only where a condition holds, e.g. ``Capability("keyed_sampling",
+    when="server.deterministic")``; one without a condition is its name alone."""
+
+    name: str
+    when: str = ""
+
+
+@dataclass(frozen=True)
 class Plugin:
     """A plugin's manifest.
 
@@ -70,19 +80,25 @@ class Plugin:
         sets: option path -> value (or ``Set(value, when)``) applied before anything is built.
         uses: capabilities of the engine or trainer this plugin depends on, capability -> reason; ``"engine.x"`` or
             ``"trainer.x"`` where one word is both.
-        capabilities: what the backends this plugin provides can do, kind -> names, e.g. ``{"engine": ("score",)}``.
+        capabilities: what the backends this plugin provides can do, kind -> names (or ``Capability(name, when)``), e.g.
+            ``{"engine": ("score",)}``. A transport whose messages an engine must know (``Engine.receive``) is named under
+            the kind ``transport``, and engines that know them declare ``transport:NAME``.
         requires: rules that must hold. A rule ``plugin.x`` activates x.
         recommends: advice, printed and never enforced.
         claims: exclusive slots, slot -> reason; two active claimants of one slot conflict.
         pairs: supported precision cells.
         before, after: names of plugins this one comes before or after in every chain.
-        aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-fp8": {"rollout.precision":
-        "fp8"}}``. environment: environment variable -> option path it sets, as if the flag were given.
+        aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-mine": {"rollout.precision":
+        "mine"}}``. environment: environment variable -> option path it sets, as if the flag were given.
         defaults: values of options that nobody chose, option's fact -> value: a backend that ships with an installation says
             so here. Two installed manifests with different values for one option are refused.
         facts: facts this plugin defines beside its options, name -> one line of meaning.
-        passthrough: flag prefix -> configuration table, e.g. ``{"--sglang-": "sglang"}``: every flag (and every key of
+        passthrough: flag prefix -> configuration table, e.g. ``{"--server-": "server"}``: every flag (and every key of
             that table) which no option declares is taken as it is, for software with a command line of its own.
+        hints: what this plugin's metrics, and core's, say about it, and what helps then; see ``Hint``. They are followed
+            while the plugin is installed, active or not: ``when`` says in which runs.
+        remedies: what it does against a trouble that core's hints and errors warn of.
+        demo: ``miles demo`` trains with this plugin where it is installed.
     """
 
     name: str
@@ -96,7 +112,7 @@ class Plugin:
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
     uses: Mapping[str, str] = field(default_factory=dict)
-    capabilities: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    capabilities: Mapping[str, tuple[str | Capability, ...]] = field(default_factory=dict)
     requires: tuple[Rule, ...] = ()
     recommends: tuple[Rule, ...] = ()
     claims: Mapping[str, str] = field(default_factory=dict)
@@ -108,3 +124,14 @@ class Plugin:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     passthrough: Mapping[str, str] = field(default_factory=dict)
+    hints: tuple[Hint, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    demo: bool = False
+
+    def capability(self, kind: str, name: str) -> Capability | None:
+        """What it declares under that name for its backends of a kind; None where they cannot do it at all."""
+        return next((c for c in self.declared(kind) if c.name == name), None)
+
+    def declared(self, kind: str) -> tuple[Capability, ...]:
+        """All capabilities of its backends of a kind, whatever their conditions come to."""
+        return tuple(c if isinstance(c, Capability) else Capability(c) for c in self.capabilities.get(kind, ()))

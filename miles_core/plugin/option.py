@@ -61,7 +61,7 @@ def option(
         flag: the flag's spelling; by default ``--`` and the field's name with dashes.
         choices: the values allowed; ``"*"`` as last entry allows names that plugins add.
         aliases: further spellings of the flag.
-        enables: giving this flag enables the plugin that owns it (``--use-r3``).
+        enables: giving this flag enables the plugin that owns it (``--use-mine``).
         metavar: what ``--help`` shows for the value.
         part: which names ``"*"`` stands for: a kind of ``Plugin.provides`` (``"engine"``) or ``"format"`` for
             ``Plugin.formats``. A name that exactly one installed plugin provides enables that plugin.

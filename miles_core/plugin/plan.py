@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import CheckpointError, PlanError
 from miles_core.plugin.facts import Fact, Facts, State, show
-from miles_core.plugin.rule import Truth, evaluate, names, parse
+from miles_core.plugin.rule import Truth, UnknownFact, evaluate, names, parse
 
 if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
@@ -28,7 +28,7 @@ class Problem:
     """One reason why a run cannot start, read as ``who verb needs``.
 
     Attributes:
-        who: who demands it, e.g. ``mxfp8`` or ``mxfp8 rollout x mxfp8 train``.
+        who: who demands it, e.g. ``mine`` or ``mine rollout x bf16 train``.
         needs: what is demanded.
         because: the reason, word for word from the manifest.
         values: the facts at issue, each (name, value, origin).
@@ -131,6 +131,14 @@ class Plan:
     def fact(self, name: str, default: Any = None) -> Any:
         """The value of a known fact, else ``default``."""
         return self._facts.value(name, default)
+
+    def holds(self, condition: str) -> bool:
+        """Whether a condition of ``miles_core.plugin.rule`` is known to hold in this run; an empty one does, and one about
+        something that is not installed does not."""
+        try:
+            return evaluate(condition, self._facts.lookup) is Truth.TRUE
+        except UnknownFact:
+            return False
 
     @property
     def digest(self) -> str:

@@ -31,7 +31,7 @@ def refusal(problems: Sequence[Problem], fixes: Sequence[str] | None, title: str
 
 
 def chains(implemented: Mapping[str, Sequence[str]]) -> list[str]:
-    """Every wrap chain inside out, e.g. ``wrap_forward: core <- tis <- r3 (outermost)``.
+    """Every wrap chain inside out, e.g. ``wrap_forward: core <- second <- first (outermost)``.
 
     Args:
         implemented: hook -> plugins that implement it, in plan order (outermost first).

@@ -100,6 +100,7 @@ def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, 
     _warm_up(checked)
     _pause_mode(checked)
     _backends(checked)
+    _transport(checked)
     for policy in checked.facts.policies:
         scope, who = checked.facts.scope(policy), f" of {policy}" if len(checked.facts.policies) > 1 else ""
         cell, problems, advice = precision(active, manifests, scope, who)
@@ -181,7 +182,9 @@ def _uses(checked: Checked, plugin: Plugin) -> None:
     for wanted, reason in plugin.uses.items():
         kinds, capability = backends_of(wanted, checked.manifests)
         if not kinds:
-            everything = {c for m in [*checked.manifests.values(), CORE] for cs in m.capabilities.values() for c in cs}
+            everything = {
+                c.name for m in [*checked.manifests.values(), CORE] for kind in m.capabilities for c in m.declared(kind)
+            }
             because = nearest(capability, everything) or reason
             checked.problems.append(Problem(plugin.name, f"capability {wanted}, which no backend has", because))
         for kind in kinds:
@@ -192,11 +195,17 @@ def _capability(checked: Checked, who: str, kind: str, capability: str, reason: 
     """The selected backend of that kind must have it."""
     backend = checked.facts.lookup(kind)
     owner = provider(kind, backend.value, checked.manifests)
-    if owner is not None and capability not in owner.capabilities.get(kind, ()):
-        has = ", ".join(owner.capabilities.get(kind, ())) or "none"
+    if owner is None:
+        return
+    declared = owner.capability(kind, capability)
+    needs = f"the {kind} capability {capability}"
+    if declared is None:
+        has = ", ".join(c.name for c in owner.declared(kind)) or "none"
         values = (described(backend), (f"capabilities of {backend.value}", has, f"manifest of {owner.name}"))
-        needs = f"the {kind} capability {capability}"
         checked.problems.append(Problem(who, needs, reason, values, choices=(kind,)))
+    elif declared.when:
+        because = f"{backend.value} has {capability} only when {declared.when}; {reason}"
+        _rule(checked, who, Rule(declared.when, because), checked.facts)
 
 
 def _warm_up(checked: Checked) -> None:
@@ -218,6 +227,20 @@ def _pause_mode(checked: Checked) -> None:
     if mode is not None and mode.value in ("retract", "in_place"):
         reason = "one response then has tokens of several weight versions; --pause-generation-mode abort works with any engine"
         _capability(checked, f"--pause-generation-mode {mode.value}", "engine", "token_versions", reason)
+
+
+def _transport(checked: Checked) -> None:
+    """An engine must know the messages of a transport that sends some; tensors that are handed to it it always takes."""
+    fact = checked.facts.lookup("transport")
+    owner = provider("transport", fact.value, checked.manifests)
+    if owner is not None and owner.capability("transport", str(fact.value)) is not None:
+        _capability(
+            checked,
+            f"the transport {fact.value}",
+            "engine",
+            f"transport:{fact.value}",
+            "an engine that does not know its messages could not be given weights",
+        )
 
 
 def _hooks(checked: Checked, plugin: Plugin) -> None:

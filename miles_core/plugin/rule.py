@@ -5,7 +5,7 @@ names facts on the left and values on the right::
 
     gpu.sm >= 100
     train.precision == bf16 and model.moe
-    engine.attention in {fa3, triton} or not plugin.r3
+    engine.attention in {fa3, triton} or not plugin.mine
 
 Operators are ``== != >= <= > <``, ``in {a, b}``, ``not in {a, b}``, ``not``, ``and``, ``or`` and parentheses; a bare
 name asks whether the value is anything but false, 0, none or empty. Values are words, numbers, ``true``, ``false``

@@ -46,6 +46,8 @@ class Codec:
         self.family = Family()
         self._apart = True
         self._checked = False
+        #: every tensor of the model, where it is known: one rank's stream may hold a part of them
+        self._model: Mapping[str, Shape] = {}
 
     def settle(self, shapes: Mapping[str, Shape], family: Family) -> None:
         """Decide for a whole model whether its joined experts are taken apart: all are when any is quantised, none
@@ -58,7 +60,7 @@ class Codec:
         Raises:
             CheckpointError: see ``experts``.
         """
-        self.family = family
+        self.family, self._model = family, shapes
         if self.format is None:
             return
         experts = [x for name, shape in shapes.items() for x in self._experts(name, shape)]
@@ -86,9 +88,12 @@ class Codec:
 
         Raises:
             MilesError: a weight that holds NaN or Inf, or that the format cannot store; names the tensor.
-            ConfigError: at the end of the first stream, a selector that matched none of its tensors.
+            ConfigError: a selector that matches none of the model's tensors; before the first stream where the model's
+                checkpoint is known, else at its end, and then the stream must be the whole model's.
         """
         seen: dict[str, Shape] = {}
+        if self._model:
+            self.check(self._model)
         for unit in units:
             if not self._checked:
                 seen |= {name: tuple(tensor.shape) for name, tensor in unit.tensors.items()}

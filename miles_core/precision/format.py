@@ -2,12 +2,11 @@
 
 One object per format serves the trainer's forward, the weight export, the engine and the checkpoint converter, so
 that all of them hold the same bytes. A format says how one weight matrix is stored; what core derives from it: the
-embedded trainer's fake-quantised forward (``precision.train``), what travels at a weight sync and what the engine
-computes with (``sync.encode``), which weights are left alone (``precision.selector``), and the suite a new format must
-pass (``testing.FormatContract``).
+trainer's fake-quantised forward, what travels at a weight sync and what the engine computes with (``precision.codec``),
+which weights are left alone (``precision.selector``), and the suite a new format must pass (``testing.FormatContract``).
 
 A weight is a matrix [N, K] in the layout of the checkpoint: one row an output feature, blocks along K. What is
-encoded is the BF16 model copy of the weight (``sync.encode`` rounds any other), never an FP32 master kept beside it, and
+encoded is the BF16 model copy of the weight (``Codec`` rounds any other), never an FP32 master kept beside it, and
 arithmetic is FP32.
 """
 

@@ -41,7 +41,7 @@ _GPT_OSS = Layout(
     True,
     interleaved=True,
     caution="production engines read experts of gpt_oss only joined, as its own checkpoints have them: one with quantised "
-    "experts is for the embedded engine and trainer; leave the experts alone to serve it elsewhere",
+    "experts can be trained and served here; leave the experts alone to serve it elsewhere",
 )
 
 #: ``model_type`` -> how its published checkpoints join experts.

@@ -11,7 +11,7 @@ from miles_core.plugin.detect import model_facts
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.fused_experts import Family
-from miles_core.precision.selector import Keep, Selector
+from miles_core.precision.selector import Keep, Selector, Shape
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
@@ -34,9 +34,17 @@ def codec_for(format: type[Format], config: Config, checkpoint: str | None = Non
     codec = Codec(made, Selector(made.skip, made.skip_origin, made.only, made.only_origin, keep))
     if checkpoint and (Path(checkpoint) / CONFIG).is_file():
         family = Family.of(read_json(Path(checkpoint) / CONFIG))
-        entries = CheckpointFiles(checkpoint, "--hf-checkpoint").entries.values() if family.layout else ()
-        codec.settle({e.name: e.shape for e in entries if e.dtype.is_floating_point}, family)
+        codec.settle(_stored_shapes(checkpoint), family)
     return codec
+
+
+def _stored_shapes(checkpoint: str) -> dict[str, Shape]:
+    """Every tensor of a checkpoint in BF16 and its shape, read from the headers; none where they are not those of the
+    model: a quantised checkpoint, or one without weights."""
+    if "quantization_config" in read_json(Path(checkpoint) / CONFIG) or not any(Path(checkpoint).glob("*.safetensors")):
+        return {}
+    entries = CheckpointFiles(checkpoint, "--hf-checkpoint").entries.values()
+    return {e.name: e.shape for e in entries if e.dtype.is_floating_point}
 
 
 def kept(options: Precision, checkpoint: str | None) -> tuple[Keep, ...]:

@@ -1,6 +1,6 @@
 """Projecting weights onto a format's grid, for backends that quantise inside.
 
-A backend with a quantiser of its own (TransformerEngine in a trainer, an engine that quantises again while it loads)
+A backend with a quantiser of its own (a library inside a trainer, an engine that quantises again while it loads)
 never sees our codes. If what it is given already lies on the grid of the format, its quantiser finds the same codes up
 to its declared parity, and the weight it trains with, the one that is exported and the one that is served agree:
 ``bf16(dequantise(quantise(w)))``. Masters are not touched: the projection is of the model copy, and makes new tensors.

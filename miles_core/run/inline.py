@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.runtime import Learned, LearnerHandle, Metrics, PolicyParts, Runtime
-from miles_core.contracts.transport import SyncReport, Transport
+from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
+from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
 from miles_core.plugin.detect import gpu_facts, model_facts
-from miles_core.precision.schedule import Precisions, precisions
-from miles_core.precision.snapshot import Snapshot, snapshot
-from miles_core.sync.precision import make_codec
+from miles_core.precision.schedule import Precisions
+from miles_core.run.rank import Rank, combined, divided
 from miles_core.train.learner import Learner
-from miles_core.train.steps import optimiser_steps
-
-if TYPE_CHECKING:
-    from miles_core.contracts.policy import Policy
-    from miles_core.contracts.run import Run
 
 
 class InlineRuntime(Runtime):
@@ -33,79 +28,72 @@ class InlineRuntime(Runtime):
     def __init__(self, run: Run) -> None:
         self.run = run
         self.engines: list[Engine] = []
-        self.learners: list[Learner] = []
+        self.ranks: list[Rank] = []
 
     async def build(self, policy: Policy) -> PolicyParts:
         run, options = self.run, self.run.config.run
         # The driver is the only worker here: what it could not know while planning must hold now.
         run.plan.check_deferred([*gpu_facts(), *model_facts(policy.hf_checkpoint)])
         trainer = run.hooks.make("trainer", options.trainer, run=run, policy=policy)
-        learner = Learner(run, policy, trainer)
-        self.learners.append(learner)
+        rank = Rank(run, policy, trainer)
+        self.ranks.append(rank)
         engine: Engine = run.hooks.make("engine", options.engine, run=run, policy=policy)
         self.engines.append(engine)
         await engine.start()
         check_same_model(run, policy, trainer, engine)
         parity = check_sides(run, policy, trainer, engine)
-        transport = run.hooks.make("transport", options.transport, run=run, policy=policy, engine=engine)
-        start = precisions(run.config, 0)
-        return PolicyParts(policy, InlineLearner(run, learner, transport, start), engine, start, parity)
+        rank.connect(engine)
+        return PolicyParts(policy, InlineLearner(rank), engine, rank.precisions, parity)
 
     async def close(self) -> None:
         for engine in self.engines:
             await engine.stop()
-        for learner in self.learners:
-            learner.trainer.close()
+        for rank in self.ranks:
+            rank.trainer.close()
 
 
 class InlineLearner(LearnerHandle):
-    """A learner called directly."""
+    """A trainer of one rank, called directly."""
 
-    def __init__(self, run: Run, learner: Learner, transport: Transport, precisions: Precisions) -> None:
-        self.run, self.learner, self.transport, self.precisions = run, learner, transport, precisions
-        self.codec = make_codec(run, learner.policy)
-        self.snapshot: Snapshot | None = None
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
 
-    async def learn(self, samples: Sequence[Sample]) -> Learned:
-        step_of, count = optimiser_steps(samples, self.run.config.train)
-        return Learned(means(self.learner.learn(samples, step_of, count)), count)
+    @property
+    def learner(self) -> Learner:
+        """The learner itself."""
+        return self.rank.learner
 
-    async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
-        return means(self.learner.supervise(samples, lr))
+    async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
+        (share,) = divided(samples, self.rank.run.config.train, replicas=1)
+        return Learned(combined([self.rank.learn(share, step)]), share.count)
+
+    async def supervise(self, samples: Sequence[Sample], lr: float) -> dict[str, float]:
+        return combined([self.rank.supervise(samples, lr)])
 
     async def reset_optimizer(self) -> None:
-        self.learner.trainer.reset_optimizer()
+        self.rank.trainer.reset_optimizer()
 
     async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
-        with self.learner.trainer.emulating(emulation, self.codec, self.snapshot):
-            return self.learner.log_probs(samples)
+        return self.rank.log_probs(samples, emulation)
 
     async def take_snapshot(self, version: int) -> None:
-        self.snapshot = snapshot(self.learner.trainer.units(), self.codec, version)
+        self.rank.take_snapshot(version)
         self.snapshot_version = version
 
     async def rebuild(self, precisions: Precisions) -> None:
-        if precisions.train != self.precisions.train:
-            self.learner.trainer.rebuild({"precision": precisions.train})
-        self.precisions = precisions
-        self.codec = make_codec(self.run, self.learner.policy, precisions.rollout)
+        self.rank.rebuild(precisions)
 
     async def push(self, version: int) -> SyncReport:
-        return await self.transport.send(self.codec.encode(self.learner.units(self.transport.everywhere)), version)
+        return await self.rank.push(version)
 
     async def save(self, directory: Path) -> None:
-        self.learner.save(directory)
+        self.rank.save(directory)
 
     async def load(self, directory: Path) -> None:
-        self.learner.load(directory)
+        self.rank.load(directory)
 
     async def export(self, directory: Path) -> None:
-        self.learner.trainer.export(directory, self.run.tokenizer)
-
-
-def means(pairs: dict[str, tuple[float, float]]) -> Metrics:
-    """name -> sum / weight; quantities of weight 0 were not measured."""
-    return {name: total / weight for name, (total, weight) in pairs.items() if weight}
+        self.rank.export(directory)
 
 
 def make_runtime(run: Run) -> InlineRuntime:

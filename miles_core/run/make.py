@@ -12,7 +12,7 @@ from miles_core.contracts.run import Run
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.template import PromptTemplate
 from miles_core.data.tokenizer import load_tokenizer
-from miles_core.observe.hints import Hints
+from miles_core.observe.hints import Hints, hints_of
 from miles_core.observe.metrics import MetricLog, Sink
 from miles_core.observe.progress import Progress
 from miles_core.observe.timer import Profiler
@@ -40,14 +40,14 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
     )
 
 
-def make_log(run: Run, progress: Progress, start: int | None) -> RunLog:
-    """The log of a run that starts at step ``start`` (None: anew)."""
+def make_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, start: int | None) -> RunLog:
+    """The log of a run that starts at step ``start`` (None: anew), with the hints of every plugin in ``manifests``."""
     options = run.config.run
     return RunLog(
         run.directory,
         MetricLog(run.directory / "metrics.jsonl", resume_step=start, sinks=sinks(run.config, run.directory)),
         progress,
-        Hints(facts={fact.name: fact.value for fact in run.config.facts()}),
+        Hints(hints_of(manifests.values(), run.plan.holds)),
         Profiler(options.profile_dir or run.directory / "profile", count=int(options.profile)),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from miles_core.contracts.engine import Sampling
@@ -16,6 +16,7 @@ from miles_core.observe.hints import for_error
 from miles_core.observe.metrics import Means
 from miles_core.observe.progress import Progress
 from miles_core.plugin.chain import compose
+from miles_core.plugin.hint import Hint
 from miles_core.reward.reward import RewardFunction, make_reward, score
 from miles_core.rollout.collect import Collector, Interrupted, Score
 from miles_core.rollout.evaluate import Evaluator
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def told(run: Run) -> Iterator[None]:
-    """``on_start`` before and ``on_stop`` after the body, with the error that ended it; what it means is logged."""
+def told(run: Run, hints: Iterable[Hint]) -> Iterator[None]:
+    """``on_start`` before and ``on_stop`` after the body, with the error that ended it; what helps against it is logged."""
     error: BaseException | None = None
     try:
         run.hooks.on("on_start", run=run)
@@ -41,7 +42,7 @@ def told(run: Run) -> Iterator[None]:
         log.info("stopped before the first step: nothing was trained that could be kept")
     except BaseException as caught:
         error = caught
-        if hint := for_error(caught):
+        if hint := for_error(caught, hints):
             log.error("%s", hint)
         raise
     finally:

@@ -5,15 +5,17 @@ Also what a worker does with the plan it receives: the same catalogue, its own f
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from miles_core.plugin import worker
-from miles_core.plugin.activate import BACKENDS, SIDES, provider
+from miles_core.plugin.activate import BACKENDS, ENVIRONMENT, SIDES, provider
 from miles_core.plugin.detect import gpu_facts, model_facts, override
 from miles_core.plugin.discovery import Catalogue, discover
-from miles_core.plugin.facts import Facts
+from miles_core.plugin.facts import Fact, Facts
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.resolve import resolve
 from miles_core.version import __version__
@@ -21,6 +23,9 @@ from miles_core.version import __version__
 if TYPE_CHECKING:
     from miles_core.config.config import Config
     from miles_core.plugin.manifest import Plugin
+
+
+log = logging.getLogger(__name__)
 
 
 def catalogue_for(config: Config) -> Catalogue:
@@ -42,8 +47,18 @@ def facts_for(config: Config, given: Sequence[str] = ()) -> Facts:
         CheckpointError: the checkpoint has no readable ``config.json``.
         ConfigError: an override that is none.
     """
-    facts = [*gpu_facts(), *model_facts(config.model.hf_checkpoint), *config.facts()]
+    facts = [*gpu_facts(), *model_facts(config.model.hf_checkpoint), *config.facts(), *_environment_facts(config)]
     return override(Facts(facts), given)
+
+
+def _environment_facts(config: Config) -> Iterator[Fact]:
+    """The variables that some manifest would set and that the user has set already."""
+    for path in {
+        p for manifest in config.schema.manifests.values() for p in manifest.sets if p.startswith(ENVIRONMENT)
+    }:
+        name = path.removeprefix(ENVIRONMENT)
+        if name in os.environ:
+            yield Fact(path, os.environ[name], f"environment variable {name}", chosen=True)
 
 
 def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | None = None) -> tuple[Plan, Catalogue]:
@@ -71,8 +86,17 @@ def applied(config: Config, plan: Plan) -> Config:
     """``config`` with the plan's plugins and the values they set."""
     result = config.activated(plan.order)
     for setting in plan.sets:
-        result = result.replace({setting.path: setting.value}, origin=f"set by {setting.plugin}")
+        if not setting.path.startswith(ENVIRONMENT):
+            result = result.replace({setting.path: setting.value}, origin=f"set by {setting.plugin}")
     return result
+
+
+def set_environment(plan: Plan) -> None:
+    """Set the environment variables of the plan in this process, before anything is built in it."""
+    for setting in plan.sets:
+        if setting.path.startswith(ENVIRONMENT):
+            os.environ[setting.path.removeprefix(ENVIRONMENT)] = str(setting.value)
+            log.info("%s=%s (set by %s)", setting.path.removeprefix(ENVIRONMENT), setting.value, setting.plugin)
 
 
 def accept(plan: Plan) -> Catalogue:
@@ -89,6 +113,7 @@ def accept(plan: Plan) -> Catalogue:
     catalogue = discover()
     for path in plan.files:
         catalogue.add_file(path)
+    set_environment(plan)
     worker.accept(plan, __version__, catalogue, [*gpu_facts(), *model_facts(plan.fact("model.hf_checkpoint"))])
     return catalogue
 

@@ -1,24 +1,47 @@
 """The test kit for plugin authors.
 
-``toy_run`` and ``plan`` are pytest fixtures once miles-core is installed, and functions here. ``EngineContract``,
-``TrainerContract`` and ``FormatContract`` are suites an implementation is run through. Importing this imports no torch.
+``toy_run`` and ``plan`` are pytest fixtures once miles-core is installed, and functions here. The contracts are suites that an
+implementation is run through: subclass one and write what makes the thing under test. Importing this imports no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from miles_core.lookup import looked_up
 from miles_core.testing.toy import ToyRun, plan, toy_files, toy_run
 
 if TYPE_CHECKING:
-    from miles_core.testing.engine_contract import EngineContract
-    from miles_core.testing.format_contract import FormatContract
-    from miles_core.testing.trainer_contract import TrainerContract
+    from miles_core.testing.engine_contract import EngineContract, Limits
+    from miles_core.testing.format_contract import FormatContract, hard_cases
+    from miles_core.testing.format_plugin_contract import FormatPluginContract
+    from miles_core.testing.quantized_engine_contract import QuantizedEngineContract
+    from miles_core.testing.tiny import tiny_checkpoint, tiny_tokenizer
+    from miles_core.testing.trainer_contract import Setup, TrainerContract
 
-__all__ = ["EngineContract", "FormatContract", "ToyRun", "TrainerContract", "plan", "toy_files", "toy_run"]
+__all__ = [
+    "EngineContract",
+    "FormatContract",
+    "FormatPluginContract",
+    "Limits",
+    "QuantizedEngineContract",
+    "Setup",
+    "ToyRun",
+    "TrainerContract",
+    "hard_cases",
+    "plan",
+    "tiny_checkpoint",
+    "tiny_tokenizer",
+    "toy_files",
+    "toy_run",
+]
 
-
-def __getattr__(name: str) -> Any:
-    """The suites, which import torch, when they are first asked for."""
-    if name not in ("EngineContract", "FormatContract", "TrainerContract"):
-        raise AttributeError(f"miles_core.testing has no {name!r}")
-    return getattr(import_module(f"miles_core.testing.{name.removesuffix('Contract').lower()}_contract"), name)
+__getattr__, __dir__ = looked_up(
+    __name__,
+    {
+        "miles_core.testing.engine_contract": "EngineContract Limits",
+        "miles_core.testing.format_contract": "FormatContract hard_cases",
+        "miles_core.testing.format_plugin_contract": "FormatPluginContract",
+        "miles_core.testing.quantized_engine_contract": "QuantizedEngineContract",
+        "miles_core.testing.tiny": "tiny_checkpoint tiny_tokenizer",
+        "miles_core.testing.trainer_contract": "Setup TrainerContract",
+    },
+)

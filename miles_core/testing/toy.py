@@ -92,7 +92,7 @@ def toy_arguments(
     sizes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[str]:
-    """The command line of a toy run; ``options`` are flags with underscores (``rollout_top_k=3``, ``use_tis=True``)."""
+    """The command line of a toy run; ``options`` are flags with underscores (``rollout_top_k=3``, ``use_wandb=True``)."""
     files = toy_files(family, **(sizes or {}))
     given: dict[str, Any] = {
         "hf_checkpoint": files / "model",

@@ -65,14 +65,16 @@ class Learner:
         )
         self.exports = hooks.chain("wrap_weights", run=run, policy=policy)
 
-    def learn(self, samples: Sequence[Sample], step_of: Sequence[int], count: int) -> Metrics:
+    def learn(self, samples: Sequence[Sample], step_of: Sequence[int], count: int, step: int) -> Metrics:
         """Train on this replica's samples of one rollout (whole groups); metrics are (sum, weight) pairs.
 
         Args:
             samples: perhaps none, when there are fewer groups than data-parallel ranks.
             step_of: the optimiser step each sample belongs to (``optimiser_steps`` of all replicas' samples).
             count: optimiser steps, the same on every rank.
+            step: completed rollout steps; a rank in another process learns it here.
         """
+        self.run.step = step
         if self.corrections or self.run.config.algorithm.use_rollout_logprobs:
             check_rollout_log_probs(samples)
         batch = collate(samples, self.run.fields)
@@ -110,12 +112,16 @@ class Learner:
     def save(self, directory: Path) -> None:
         """Write this rank's share of a checkpoint."""
         self.trainer.save(directory / "trainer")
-        self.run.hooks.on("on_save", run=self.run, policy=self.policy, store=Store(directory / "plugins"))
+        self.run.hooks.on(
+            "on_save", run=self.run, policy=self.policy, store=Store(directory / "plugins", self.trainer.world)
+        )
 
     def load(self, directory: Path) -> None:
         """Inverse of ``save``."""
         self.trainer.load(directory / "trainer")
-        self.run.hooks.on("on_load", run=self.run, policy=self.policy, store=Store(directory / "plugins"))
+        self.run.hooks.on(
+            "on_load", run=self.run, policy=self.policy, store=Store(directory / "plugins", self.trainer.world)
+        )
 
     def _rewards(self, samples: Sequence[Sample]) -> Tensor:
         """[samples] float64: the reward trained on, over-length penalty included; ``Sample.reward`` stays as given."""

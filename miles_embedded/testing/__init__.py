@@ -1,1 +1,25 @@
-"""Doubles made of the embedded backend, and contract suites that need a model: for tests of formats and backends."""
+"""What the embedded backend adds to the test kit: a number format inside of a model, and doubles made of this backend.
+
+``FormatInModelContract`` is ``FormatContract`` and what holds in engine and trainer. ``ProcessEngine`` is the engine in another
+process, ``StagedTrainer`` the trainer with a pipeline of two stages. Importing this imports no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from miles_core.lookup import looked_up
+
+if TYPE_CHECKING:
+    from miles_embedded.testing.format_in_model import FormatInModelContract
+    from miles_embedded.testing.process_engine import ProcessEngine
+    from miles_embedded.testing.staged_trainer import StagedTrainer
+
+__all__ = ["FormatInModelContract", "ProcessEngine", "StagedTrainer"]
+
+__getattr__, __dir__ = looked_up(
+    __name__,
+    {
+        "miles_embedded.testing.format_in_model": "FormatInModelContract",
+        "miles_embedded.testing.process_engine": "ProcessEngine",
+        "miles_embedded.testing.staged_trainer": "StagedTrainer",
+    },
+)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.checkpoint.store import Store
+from miles_core.data.world import World
 from miles_core.errors import CheckpointError
 
 JSON = st.recursive(
@@ -89,11 +90,11 @@ def test_missing_and_damaged_entries(tmp_path):
 
 def test_ranks(tmp_path):
     for rank in range(2):
-        store = Store(tmp_path, rank, 2)
+        store = Store(tmp_path, World(rank, 2))
         store.put("whole", {"t": torch.tensor(rank)}, rank)
         store.put("part", {"t": torch.tensor(rank)}, rank, sharded=True)
-    assert Store(tmp_path, 1, 2).get("whole")[1] == 0
-    assert Store(tmp_path, 1, 2).get("part")[1] == 1
+    assert Store(tmp_path, World(1, 2)).get("whole")[1] == 0
+    assert Store(tmp_path, World(1, 2)).get("part")[1] == 1
     assert Store(tmp_path).names() == ["part", "whole"]
     assert "part" in Store(tmp_path)
     with pytest.raises(CheckpointError, match="saved by 2 ranks and this run has 1"):

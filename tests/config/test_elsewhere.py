@@ -16,59 +16,49 @@ from miles_core.plugin.manifest import Plugin
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ("--use-tis", "belongs to the plugin tis, which is not installed: pip install miles-plugin-tis"),
-        ("--rollout-fp8", "pip install miles-plugin-fp8"),
-        ("--sglang-mem-fraction-static", "pip install miles-plugin-sglang"),
-        ("--sglang-speculative-algorithm", "pip install miles-plugin-speculative"),
-        ("--use-zero-copy-sync", "pip install miles-plugin-zero-copy"),
         ("--partial-rollout", "does not exist here: "),
         ("--colocate", "drop the flag"),
         ("--rollout_batch_size", "it is spelt --rollout-batch-size"),
         ("--use-kl-loss", "--kl-loss-coef"),
         ("--batch-size", "did you mean"),
-        ("--zzz", "miles train --help"),
+        ("--zzz", "miles train --help lists all flags (the flags of a plugin exist once it is installed)"),
     ],
 )
 def test_an_unknown_flag_is_explained(flag, says):
     assert says in elsewhere.explain_flag(flag, collect([]))
 
 
-def test_an_installed_plugin_is_not_offered_for_installation():
-    manifest = Plugin(name="tis", summary="", version="1", core=">=0")
-    message = elsewhere.explain_flag("--tis-nonsense", collect([manifest]))
-    assert "pip" not in message and "unknown flag --tis-nonsense" in message
+def test_an_absent_part_names_the_plugin_that_is_called_like_it(manifests):
+    schema = collect(manifests)
+    message = elsewhere.explain_value(schema.find("engine"), "vllm", schema)
+    assert message == (
+        "engine cannot be 'vllm'; it is one of embedded or server, others come with plugins: pip install miles-plugin-vllm"
+    )
+    assert "nothing provides one" in elsewhere.explain_value(collect([]).find("engine"), "vllm", collect([]))
+    assert elsewhere.explain_value(schema.find("engine"), "servr", schema) is None  # the check says: did you mean
+    assert elsewhere.explain_value(schema.find("reward.rm_type"), "nothing", schema) is None
 
 
-def test_an_absent_part_names_its_plugin():
-    schema = collect([])
-    message = elsewhere.explain_value(schema.find("engine"), "sglang", schema)
-    assert message and "pip install miles-plugin-sglang" in message
-    assert elsewhere.explain_value(schema.find("engine"), "nothing", schema) is None
-
-
-def test_an_absent_plugin_is_explained():
-    assert "pip install miles-plugin-r3" in elsewhere.explain_plugin("r3", collect([]))
-    assert "did you mean mxfp8" in elsewhere.explain_plugin("mxpf8", collect([]))
+def test_an_absent_plugin_is_explained(manifests):
+    schema = collect(manifests)
+    assert "pip install miles-plugin-two-words" in elsewhere.explain_plugin("two_words", schema)
+    assert "did you mean replay" in elsewhere.explain_plugin("relpay", schema)
+    assert "pip" not in elsewhere.explain_plugin("no name", schema)
 
 
 def test_the_table_holds_no_flag_that_core_has():
     """An entry for a flag that exists would never be shown."""
     table = tomllib.loads(Path(elsewhere.__file__).with_suffix(".toml").read_text())
-    patterns = [*table["flags"], *(pattern for patterns in table["plugins"].values() for pattern in patterns)]
     for spelling in collect([]).spellings():
-        for pattern in patterns:
-            assert not fnmatchcase(spelling, pattern) or pattern == "--moe-*", (spelling, pattern)
+        for pattern in table["flags"]:
+            assert not fnmatchcase(spelling, pattern), (spelling, pattern)
 
 
 def test_every_flag_that_a_sentence_recommends_exists():
     import re
 
     table = tomllib.loads(Path(elsewhere.__file__).with_suffix(".toml").read_text())
-    known = {
-        *collect([]).spellings(),
-        *table["flags"],
-        *(p for patterns in table["plugins"].values() for p in patterns),
-    }
+    known = {*collect([]).spellings(), *table["flags"]}
     sentences = [*table["flags"].values(), *(text for values in table["values"].values() for text in values.values())]
     for sentence in sentences:
         assert sentence.strip() and not sentence.endswith(".")
@@ -76,13 +66,14 @@ def test_every_flag_that_a_sentence_recommends_exists():
             assert flag in known, (flag, sentence)
 
 
-def test_a_variable_of_an_absent_plugin_is_explained():
-    absent, installed = collect([]), collect([Plugin(name="int4", summary="", version="1", core=">=0")])
-    given = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "OPEN_TRAINING_INT4_GROUP_SIZE": "32", "OTHER": "1"}
-    said = elsewhere.explain_environment(given, absent)
-    assert len(said) == 2 and "environment variable OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1" in said[0]
-    assert "pip install miles-plugin-int4, or unset it" in said[1]
-    assert elsewhere.explain_environment(given, installed) == []  # its manifest declares what they set
-    assert elsewhere.explain_environment({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "0"}, absent) == []
-    with pytest.raises(ConfigError, match="OPEN_TRAINING_INT4_GROUP_SIZE=32: it belongs to the plugin int4"):
-        load([], manifests=[], environment={"OPEN_TRAINING_INT4_GROUP_SIZE": "32"})
+def test_a_variable_that_no_installed_plugin_reads_is_refused():
+    names = "OPEN_TRAINING_THING_SIZE", "OPEN_TRAINING_THING_FLAG"
+    given = {names[0]: "32", names[1]: "1", "OTHER": "1"}
+    said = elsewhere.explain_environment(given, collect([]))
+    assert [line.partition(":")[0] for line in said] == [f"environment variable {n}={given[n]}" for n in names]
+    assert said[0].endswith("no installed plugin reads it; install the one it belongs to, or unset it")
+    reading = Plugin("thing", "", "1", ">=0", environment=dict.fromkeys(names, "run.profile"))
+    assert elsewhere.explain_environment(given, collect([reading])) == []
+    assert elsewhere.explain_environment({names[1]: "0"}, collect([])) == []
+    with pytest.raises(ConfigError, match="OPEN_TRAINING_THING_SIZE=32: no installed plugin reads it"):
+        load([], manifests=[], environment={names[0]: "32"})

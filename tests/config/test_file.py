@@ -54,7 +54,7 @@ def test_an_empty_file_changes_nothing(loaded, written):
         ("rollout:\n  lr: 7", "the table rollout has no key 'lr'; there is train.lr"),
         ("a: 1\nrolout:\n  batch_size: 7", "line 2: unknown table 'rolout'; did you mean rollout"),
         ("\nrollout_batch_siz: 7", "line 2: unknown key rollout_batch_siz; did you mean --rollout-batch-size"),
-        ("tis:\n  threshold: 2", "line 1: the plugin tis is not installed: pip install miles-plugin-tis"),
+        ("tis:\n  threshold: 2", "line 1: unknown table 'tis'; tables are run, model, "),
         ("rollout: {batch_size: many}", "line 1: rollout.batch_size cannot be 'many'; it must be a whole number >= 1"),
         ("rollout: {batch_size: true}", "cannot be True"),
         ("rollout_shuffle: 3", "it must be true or false"),

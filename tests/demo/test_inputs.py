@@ -1,12 +1,14 @@
 import pytest
 
 from miles_core.config.load import load
-from miles_core.demo.inputs import make_inputs, missing, train_arguments
+from miles_core.demo.inputs import make_inputs, plugins_shown, train_arguments
 from miles_core.errors import ConfigError
+from miles_core.plugin.discovery import discover
+from miles_core.plugin.manifest import Plugin
 
 
 def test_the_demos_settings_are_a_valid_configuration(tmp_path):
-    config = load(train_arguments(tmp_path, 7, installed=()), manifests=())
+    config = load(train_arguments(tmp_path, 7, ()), manifests=())
     assert config.train.seed == 7
     assert config.run.plugins == ()
     assert config.evaluation.temperature == 1
@@ -18,11 +20,16 @@ def test_further_flags_win(tmp_path):
     assert (config.rollout.num_rollout, config.train.lr) == (3, 1e-4)
 
 
-def test_installed_plugins_are_used_unless_the_user_chose(tmp_path):
-    assert train_arguments(tmp_path, 0, {"tis", "r3", "fp8"})[-2:] == ["--plugins", "r3,tis"]
-    assert "r3,tis" not in train_arguments(tmp_path, 0, {"tis", "r3"}, ["--plugins", "tis"])
-    assert "r3,tis" not in train_arguments(tmp_path, 0, {"tis", "r3"}, ["--plugins=tis"])
-    assert missing({"tis"}) == ["r3"]
+def test_plugins_that_show_themselves_are_used_unless_the_user_chose(tmp_path):
+    made = {name: Plugin(name, "", "1", ">=0", demo=name != "b") for name in "abc"}
+    assert plugins_shown(made) == ["a", "c"]
+    assert train_arguments(tmp_path, 0, ["a", "c"])[-2:] == ["--plugins", "a,c"]
+    assert "a,c" not in train_arguments(tmp_path, 0, ["a", "c"], ["--plugins", "b"])
+    assert "a,c" not in train_arguments(tmp_path, 0, ["a", "c"], ["--plugins=b"])
+
+
+def test_the_demo_trains_with_what_this_repository_recommends():
+    assert plugins_shown(discover()) == ["r3", "tis"]
 
 
 def test_a_directory_with_a_run_is_left_alone(tmp_path):

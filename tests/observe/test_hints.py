@@ -1,55 +1,22 @@
-import math
 import re
-from importlib.metadata import entry_points
 
 import pytest
 
 from miles_core.config.schema import collect
 from miles_core.errors import MismatchError, NonFiniteError
-from miles_core.observe.hints import (
-    RULES,
-    Hints,
-    Rule,
-    above,
-    below,
-    fell,
-    for_error,
-    jumped,
-    not_finite,
-    oscillates,
-    review,
-)
+from miles_core.observe.hints import Hints, for_error, hints_of, review
 from miles_core.observe.report import report
+from miles_core.plugin.discovery import discover
+from miles_core.plugin.hint import Hint, Remedy, above, fell
+from miles_core.plugin.manifest import Plugin
 
-#: Flags of the documented command line whose packages are still to come.
-PLANNED = {
-    *("--spec-lookahead", "--online-sft-interval", "--draft-lr", "--reinit-draft-interval", "--profile-speculative"),
-    *("--co-evolution-interval", "--offload-experts", "--expert-model-parallel-size"),
-}
-
-
-@pytest.mark.parametrize(
-    ("condition", "no", "yes"),
-    [
-        (not_finite(), [1.0, 2.0], [1.0, math.nan]),
-        (above(1.0, 2), [3.0], [0.0, 1.5, 1.5]),
-        (below(1.0, 2), [0.0, 3.0], [5.0, 0.5, 0.5]),
-        (jumped(10, 3), [1.0, 1.0, 1.0, 9.0], [1.0, 1.0, 1.0, 11.0]),
-        (jumped(10, 3), [11.0], [-1.0, -1.0, -1.0, 11.0]),
-        (oscillates(0.1, 4), [0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.5, 0.0, 0.5, 0.0]),
-        (oscillates(0.5, 4), [0.0, 0.3, 0.0, 0.3, 0.0], [0.0, 0.7, 0.0, 0.7, 0.0]),
-        (fell(0.5, 2), [1.0, 1.0, 0.6, 0.6], [1.0, 1.0, 0.4, 0.4]),
-    ],
-)
-def test_conditions(condition, no, yes):
-    assert not condition(no)
-    assert condition(yes)
+INSTALLED = hints_of(discover().values(), lambda condition: True)
 
 
-def test_each_rule_speaks_once_per_metric_with_step_and_value():
-    rule = Rule("r", "a/*", above(1.0, 1), "{metric} is {value}", "do this")
+def test_each_hint_speaks_once_per_metric_with_step_and_value():
+    hint = Hint("r", "a/*", above(1.0, 1), "{metric} is {value}", "do this")
     records = [{"step": s, "time": 0.0, "a/x": s, "b/x": 9.0} for s in range(4)]
-    assert [str(h) for h in review(records, [rule])] == ["step 2: a/x is 2; do this"]
+    assert [str(h) for h in review(records, [hint])] == ["step 2: a/x is 2; do this"]
 
 
 def test_missing_metrics_give_no_hint():
@@ -57,11 +24,12 @@ def test_missing_metrics_give_no_hint():
 
 
 @pytest.mark.parametrize(
-    ("rule", "records"),
+    ("hint", "records"),
     [
         ("not-finite", [{"train/loss": None}]),
         ("gradient-jump", [{"train/grad_norm": 1.0}] * 21 + [{"train/grad_norm": 100.0}]),
         ("mismatch", [{"mismatch/kl_k3": 0.01}] * 3),
+        ("int4-mismatch", [{"mismatch/kl_k3": 0.01}] * 3),
         ("entropy-collapse", [{"train/entropy": 1.0}] * 5 + [{"train/entropy": 0.01}] * 5),
         ("no-signal", [{"reward/all_equal": 1.0}] * 5),
         ("truncated", [{"rollout/truncated": 0.5}] * 5),
@@ -72,27 +40,50 @@ def test_missing_metrics_give_no_hint():
         ("effective-samples", [{"tis/ess": 0.2}] * 3),
         ("weights-at-bound", [{"tis/fraction_truncated_high": 0.2}] * 3),
         ("vetoed", [{"tis/fraction_vetoed": 0.1}] * 3),
-        ("low-acceptance", [{"draft/accept_rate": 0.3}] * 5),
-        ("slow-speculation", [{"draft/speedup": 0.8}] * 5),
         ("sync-fallback", [{"sync/fallbacks": 1.0}]),
         ("policies-oscillate", [{"a/reward/mean": float(i % 2)} for i in range(14)]),
         ("expert-imbalance", [{"moe/expert_imbalance": 6.0}] * 5),
     ],
 )
-def test_core_rules(rule, records):
+def test_installed_hints(hint, records):
     steps = [{"step": i, **r} for i, r in enumerate(records)]
-    assert [h.rule.name for h in review(steps)] == [rule]
+    assert hint in [advice.hint.name for advice in review(steps, INSTALLED)]
 
 
-def test_every_rule_is_tested_here():
-    tested = {"int4-mismatch", *(case[0] for mark in test_core_rules.pytestmark for case in mark.args[1])}
-    assert {r.name for r in RULES} == tested
+def test_every_hint_is_tested_here():
+    tested = {case[0] for mark in test_installed_hints.pytestmark for case in mark.args[1]}
+    assert {hint.name for hint in INSTALLED} == tested
 
 
-def test_a_rule_for_one_number_format_is_silent_in_others():
-    steps = [{"step": i, "mismatch/kl_k3": 0.01} for i in range(3)]
-    assert "int4-mismatch" in [h.rule.name for h in review(steps, facts={"rollout.precision": "int4"})]
-    assert "int4-mismatch" not in [h.rule.name for h in review(steps, facts={"rollout.precision": "fp8"})]
+def mine(*hints, remedies=()):
+    return Plugin("mine", "", "1", ">=0", hints=hints, remedies=remedies)
+
+
+def test_a_plugins_hint_speaks_where_its_condition_holds():
+    plugin = mine(Hint("small", "x", above(1, 1), "x is {value}", "do this", when="rollout.precision == small"))
+    steps = [{"step": 1, "x": 2.0}]
+    assert [str(a) for a in review(steps, hints_of([plugin], lambda condition: True))] == ["step 1: x is 2; do this"]
+    assert review(steps, hints_of([plugin], lambda condition: not condition)) == []
+
+
+def test_remedies_follow_the_advice_against_their_trouble():
+    plugin = mine(remedies=(Remedy("mismatch", "use mine (--plugins mine)", when="not plugin.mine"),))
+    known = {hint.name: hint.advice for hint in hints_of([plugin], lambda condition: True)}
+    assert known["mismatch"].endswith("(--verify-logprobs); use mine (--plugins mine)")
+    assert "mine" not in known["gradient-jump"]
+    active = hints_of([plugin], lambda condition: condition != "not plugin.mine")
+    assert "mine" not in {hint.name: hint.advice for hint in active}["mismatch"]
+    assert "use mine" in for_error(MismatchError(""), hints_of([plugin], lambda condition: True))
+
+
+def test_conditions_are_about_the_facts_of_the_plan(plan):
+    moe, dense, replayed = plan(["tis"]), plan(["tis"], family="llama"), plan(["r3"])
+    names = {id(p): {h.name: h.advice for h in hints_of(discover().values(), p.holds)} for p in (moe, dense, replayed)}
+    assert "--plugins r3" in names[id(moe)]["mismatch"] and "--plugins tis" not in names[id(moe)]["mismatch"]
+    assert "--plugins" not in names[id(dense)]["mismatch"]
+    assert "--plugins tis" in names[id(replayed)]["mismatch"] and "r3" not in names[id(replayed)]["mismatch"]
+    assert "int4-mismatch" not in names[id(moe)]
+    assert not moe.holds("absent.option == 1")
 
 
 def test_a_run_knows_its_number_format(toy_run):
@@ -107,7 +98,7 @@ def test_a_solved_task_needs_no_advice():
 
 
 def test_history_is_bounded_but_remembers_the_start():
-    hints = Hints([Rule("r", "x", fell(0.5, 5), "{value}", "a")], keep=10)
+    hints = Hints([Hint("r", "x", fell(0.5, 5), "{value}", "a")], keep=10)
     for _ in range(500):
         assert hints.of({"x": 1.0}) == []
     assert len(hints._history["x"]) <= 30
@@ -115,10 +106,9 @@ def test_history_is_bounded_but_remembers_the_start():
 
 
 def test_flags_that_hints_name_exist():
-    installed = [e.load() for e in entry_points(group="miles.plugins")]
-    known = set(collect(installed).spellings()) | PLANNED | {"--budget"}
+    known = {*collect(discover()).spellings(), "--budget"}
     errors = (MemoryError(), NonFiniteError(""), MismatchError(""))
-    for text in [*(r.advice for r in RULES), *map(for_error, errors)]:
+    for text in [*(hint.advice for hint in INSTALLED), *map(for_error, errors)]:
         for flag in re.findall(r"--[a-z][a-z0-9-]+", text):
             assert flag in known, f"{flag} in {text!r}"
 

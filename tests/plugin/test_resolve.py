@@ -9,7 +9,7 @@ from miles_core.data.field import Field
 from miles_core.errors import PlanError
 from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.fixes import fixes
-from miles_core.plugin.manifest import Pair, Plugin, Rule, Set
+from miles_core.plugin.manifest import Capability, Pair, Plugin, Rule, Set
 from miles_core.plugin.option import option
 from miles_core.plugin.resolve import check, resolve
 
@@ -350,3 +350,41 @@ def test_claims_and_cells_are_per_policy():
 def test_a_third_partys_cell_needs_no_edit_anywhere():
     manifests = {**ALL, "mxfp6": plugin("mxfp6", formats={"mxfp6": "m:F"}, pairs=(Pair("mxfp6", "bf16"),))}
     assert resolve([], manifests, facts(rollout="mxfp6")).order == ("mxfp6",)
+
+
+def server(**parts):
+    return plugin("server", provides={"engine": {"server": "m:f"}}, **parts)
+
+
+def test_a_capability_with_a_condition_holds_where_the_condition_does():
+    manifests = {
+        "server": server(capabilities={"engine": (Capability("exact", when="switch.x"),)}),
+        "user": plugin("user", uses={"exact": "it compares tokens"}),
+    }
+    facts = [chosen("engine", "server"), Fact("switch.x", False, "default", flag="--x", choices=(False, True))]
+    with pytest.raises(PlanError) as refused:
+        resolve(["user"], manifests, Facts(facts))
+    text = str(refused.value)
+    assert "user needs switch.x" in text and "server has exact only when switch.x; it compares tokens" in text
+    assert "    --x" in text
+    assert resolve(["user"], manifests, Facts([facts[0], chosen("switch.x", True)]))
+
+
+def test_an_environment_variable_is_set_by_one_plugin_and_not_against_the_user():
+    manifests = {n: plugin(n, sets={"env.DEVICE_ORDER": v}) for n, v in (("a", "1"), ("b", "2"))}
+    (setting,) = resolve(["a"], manifests, Facts()).sets
+    assert (setting.path, setting.value, setting.plugin) == ("env.DEVICE_ORDER", "1", "a")
+    with pytest.raises(PlanError, match=r"env\.DEVICE_ORDER = 1\s+set by a"):
+        resolve(["a", "b"], manifests, Facts())
+    user = Fact("env.DEVICE_ORDER", "0", "environment variable DEVICE_ORDER", chosen=True)
+    with pytest.raises(PlanError, match="environment variable DEVICE_ORDER"):
+        resolve(["a"], manifests, Facts([user]))
+
+
+def test_a_transport_that_the_engine_does_not_take_is_refused():
+    facts = Facts([chosen("engine", "server"), chosen("transport", "pigeon")])
+    pigeon = plugin("pigeon", provides={"transport": {"pigeon": "m:f"}}, capabilities={"transport": ("pigeon",)})
+    with pytest.raises(PlanError, match="the transport pigeon needs the engine capability transport:pigeon"):
+        resolve(["pigeon"], {"server": server(), "pigeon": pigeon}, facts)
+    knows = server(capabilities={"engine": ("transport:pigeon",)})
+    assert resolve(["pigeon"], {"server": knows, "pigeon": pigeon}, facts).order == ("pigeon", "server")

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,25 @@ from miles_core.errors import PluginError
 from miles_core.plugin.scaffold import write_plugin
 
 
-def test_a_new_plugin_passes_its_own_tests(tmp_path):
+def outcome_of(directory, installed):
+    """What pytest says of a generated distribution, before ``pip install -e`` and after it."""
+    made = [directory, Path(miles_core.__file__).parents[1]]
+    if installed:
+        metadata = directory / "made-0.1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: made\nVersion: 0.1.0\n")
+        (metadata / "entry_points.txt").write_text("[miles.plugins]\nmy_format = miles_my_format:plugin\n")
+    path = os.pathsep.join([*map(str, made), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(directory)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=directory, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("installed", "says"), [(False, "2 passed, 1 skipped"), (True, "3 passed")])
+def test_a_new_plugin_passes_its_own_tests(tmp_path, installed, says):
     directory = tmp_path / "made"
     files = write_plugin("my_format", directory)
     assert {str(f.relative_to(directory)) for f in files} == {
@@ -20,22 +39,16 @@ def test_a_new_plugin_passes_its_own_tests(tmp_path):
         "miles_my_format/hooks.py",
         "tests/test_my_format.py",
     }
-    root = str(Path(miles_core.__file__).parents[1])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:miles_core", "-p", "no:cacheprovider", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=directory, env={"PYTHONPATH": root, "PATH": ""})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed" in done.stdout
+    assert says in outcome_of(directory, installed)
 
 
-def test_a_new_number_format_passes_its_own_tests(tmp_path):
+@pytest.mark.parametrize(("installed", "least"), [(False, 15), (True, 22)])
+def test_a_new_number_format_passes_its_own_tests(tmp_path, installed, least):
     directory = tmp_path / "made"
     files = write_plugin("my_format", directory, format=True)
     assert directory / "miles_my_format" / "format.py" in files
-    root = str(Path(miles_core.__file__).parents[1])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:miles_core", "-p", "no:cacheprovider", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=directory, env={"PYTHONPATH": root, "PATH": ""})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split(" passed")[0].split()[-1]) > 15 and "failed" not in done.stdout
+    said = outcome_of(directory, installed)
+    assert int(said.split(" passed")[0].split()[-1]) > least and "failed" not in said
 
 
 def test_its_metadata_registers_the_entry_point(tmp_path):

@@ -7,6 +7,7 @@ from miles_core.contracts.trainer import Parts
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.trainer_contract import Setup, TrainerContract
 from miles_core.testing.yardstick import make_batch, weighted, weights
+from miles_embedded import active_context
 from miles_embedded.model.load import load_model
 from miles_embedded.testing.staged_trainer import StagedTrainer
 from miles_embedded.trainer.optimizer import OptimizerConfig
@@ -29,6 +30,9 @@ def build(kind, checkpoint, setup, **changes):
 
 
 class TestStaged(TrainerContract):
+    def active_context(self):
+        return active_context
+
     def make(self, checkpoint, setup):
         return build(StagedTrainer, checkpoint, setup)
 

@@ -1,38 +1,33 @@
 """FP8 weights in blocks of 128 x 128 (DeepSeek-V3 style) for miles-core."""
 
-from miles_core.plugin.manifest import Pair, Plugin, Rule, Set
+from miles_core import Rule, format_plugin
 from miles_fp8.config import Fp8Config
 
 __version__ = "0.1.0"
 
-_TENSOR_CORES = Rule(
-    needs="gpu.sm >= 90",
-    because="block-wise FP8 products need the FP8 tensor cores of Hopper or later",
-    hardware=True,
-)
-_DRIFT = (
-    Rule(
-        needs="plugin.r3",
-        when="model.moe",
-        because="with FP8 rollout and BF16 training the two sides route tokens to different experts",
-    ),
-    Rule(
-        needs="plugin.tis",
-        when="model.moe",
-        because="with FP8 rollout and BF16 training sampled and trained probabilities differ",
-    ),
-)
-_RECIPE = Set("fp8", when="fp8.recipe == blockwise", because="--fp8-recipe blockwise is block-wise FP8 on both sides")
-
-plugin = Plugin(
-    name="fp8",
-    summary="FP8 (E4M3) weights in 128x128 blocks, for the engine alone or for engine and trainer",
+plugin = format_plugin(
+    "fp8",
+    "FP8 (E4M3) weights in 128x128 blocks, for the engine alone or for engine and trainer",
     version=__version__,
     core="~=0.1",
+    format="miles_fp8.format:Fp8",
     config=Fp8Config,
-    formats={"fp8": "miles_fp8.format:Fp8"},
+    hardware=Rule("gpu.sm >= 90", "block-wise FP8 products need the FP8 tensor cores of Hopper or later"),
+    rollout_alone_recommends=(
+        Rule(
+            needs="plugin.r3",
+            when="model.moe",
+            because="with FP8 rollout and BF16 training the two sides route tokens to different experts",
+        ),
+        Rule(
+            needs="plugin.tis",
+            when="model.moe",
+            because="with FP8 rollout and BF16 training sampled and trained probabilities differ",
+        ),
+    ),
+    both_when="fp8.recipe == blockwise",
+    both_because="--fp8-recipe blockwise is block-wise FP8 on both sides",
     provides={"fp8_recipe": {"blockwise": "miles_fp8.format:Fp8"}},
-    sets={"rollout.precision": _RECIPE, "train.precision": _RECIPE},
     requires=(
         Rule(
             needs="fp8.activation_form == divide",
@@ -51,13 +46,4 @@ plugin = Plugin(
             "(--transformer-impl local)",
         ),
     ),
-    claims={"precision": "a run has one low-precision format"},
-    pairs=(
-        Pair("fp8", "bf16", rules=(_TENSOR_CORES,), recommends=_DRIFT),
-        Pair("fp8", "fp8", rules=(_TENSOR_CORES,)),
-    ),
-    aliases={
-        "--rollout-fp8": {"rollout.precision": "fp8"},
-        "--train-fp8": {"train.precision": "fp8"},
-    },
 )

@@ -1,9 +1,10 @@
-"""The options of fp8. Those that mxfp8 has too are declared alike in both plugins."""
+"""The options of fp8. Those that mxfp8 has too are declared alike in both: each is a distribution that works without the other, and
+where both are installed, declarations of one flag that differ are refused."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_core.config import option
+from miles_core import option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,10 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from miles_core.config.config import Config
-from miles_core.precision.format import Format, Parts, Stored, store
-from miles_core.precision.gpu_kernel import readable, room, usable
-from miles_core.precision.product import NoProduct
+from miles_core.format import Config, Format, NoProduct, Parts, Stored, readable, room, store, usable
 
 if TYPE_CHECKING:
     from miles_fp8.product import Fp8Product

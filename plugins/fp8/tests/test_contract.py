@@ -1,17 +1,20 @@
 import pytest
 
-from miles_core.testing.format_contract import FormatContract
+from miles_embedded.testing import FormatInModelContract
 from miles_fp8.format import Fp8
 
 
-class TestFp8(FormatContract):
+class TestFp8(FormatInModelContract):
+    kernels = "miles_fp8.kernels"
     magnitudes = (1e-6, 1e6)
 
     def make(self):
         return Fp8()
 
 
-class TestPowerOfTwoScales(FormatContract):
+class TestPowerOfTwoScales(FormatInModelContract):
+    kernels = "miles_fp8.kernels"
+
     def make(self):
         return Fp8(power_of_two_scales=True)
 
@@ -23,5 +26,5 @@ def test_the_contract_would_notice_other_codes(power_of_two):
             return super().quantize(weight * 1.25, stats, out)
 
     with pytest.raises(AssertionError):
-        suite = type("Suite", (FormatContract,), {"make": lambda self: Other(power_of_two)})()
+        suite = type("Suite", (FormatInModelContract,), {"make": lambda self: Other(power_of_two)})()
         suite.test_the_round_trip_stays_within_the_declared_error()

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.data.unit import Unit
-from miles_core.errors import MilesError
-from miles_core.precision.codec import Codec
+from miles_core import MilesError, Unit
+from miles_core.format import Codec
 from miles_fp8.format import CODES, SCALES, Fp8, round_up_to_power_of_two
 
 E4M3 = sorted(

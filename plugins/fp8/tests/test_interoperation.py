@@ -8,9 +8,9 @@ import transformers
 from safetensors.torch import save_file
 
 from miles_core.cli.main import main
-from miles_core.precision.codec import Codec
-from miles_core.testing.tiny import tiny_checkpoint
-from miles_embedded.model.load import load_model
+from miles_core.format import Codec
+from miles_core.testing import tiny_checkpoint
+from miles_embedded import load_model
 from miles_embedded.model.views import Loader, export
 from miles_fp8.format import Fp8
 

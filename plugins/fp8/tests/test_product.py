@@ -5,14 +5,11 @@ import math
 import pytest
 import torch
 
+from miles_core.format import Codec, Products, emulated, reference_only
 from miles_core.mismatch.product_probe import check_product
-from miles_core.precision.codec import Codec
-from miles_core.precision.gpu_kernel import reference_only
-from miles_core.precision.product import Products, emulated
-from miles_core.testing.format_contract import hard_cases
-from miles_core.testing.tiny import tiny_checkpoint
+from miles_core.testing import hard_cases, tiny_checkpoint
+from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine, Settings
-from miles_embedded.model.load import load_model
 from miles_embedded.model.views import export
 from miles_embedded.quantized.weights import install
 from miles_fp8.format import TILE, Fp8

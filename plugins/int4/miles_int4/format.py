@@ -30,9 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.config.config import Config
-from miles_core.precision.format import Format, Parts, Stored, store
-from miles_core.precision.gpu_kernel import readable, room, usable
+from miles_core.format import Config, Format, Parts, Stored, readable, room, store, usable
 
 LARGEST = 7.0
 OFFSET = 8

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.data.unit import Unit
-from miles_core.errors import ConfigError, MilesError
-from miles_core.precision.codec import Codec
+from miles_core import ConfigError, MilesError, Unit
+from miles_core.format import Codec
 from miles_int4.format import CODES, SCALES, SHAPE, Int4, pack, unpack
 
 NAME = "model.layers.3.mlp.experts.0.up_proj.weight"

@@ -1,43 +1,16 @@
-import subprocess
-import sys
-
 import pytest
 
-import miles_int4
-from miles_core.errors import ConfigError, PlanError
-from miles_core.plugin.load import import_target
-from miles_core.precision.format import Format
+from miles_core import ConfigError, PlanError
+from miles_core.testing import FormatPluginContract
 from miles_int4 import plugin
 
 BOTH = {"rollout_int4": True, "train_int4": True}
 
 
-def test_the_manifest_imports_no_torch():
-    program = "import sys, miles_int4; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-def test_the_format_is_where_the_manifest_says():
-    (name, target), *rest = plugin.formats.items()
-    found = import_target("int4", target)
-    assert issubclass(found, Format) and found.name == name == "int4" and not rest
-    assert plugin.version == miles_int4.__version__
-
-
-def test_no_special_hardware_is_needed(plan):
-    accepted = plan(facts=["gpu.sm=80"], **BOTH)
-    assert accepted.order == ("int4", "embedded") and accepted.waived == () and accepted.advice == ()
-
-
-def test_int4_training_needs_int4_rollout(plan):
-    with pytest.raises(PlanError, match="bf16 rollout x int4 train"):
-        plan(train_int4=True)
-
-
-def test_rollout_alone_is_warned_about(plan):
-    advice = plan(facts=["model.moe=true"], rollout_int4=True).advice
-    assert any("raises the log-prob gap: add --train-int4" in line for line in advice)
-    assert any("r3" in line for line in advice) and any("tis" in line for line in advice)
+class TestPlugin(FormatPluginContract):
+    plugin = plugin
+    options = {"int4_group_size": 16}  # noqa: RUF012
+    gap = 1e-2
 
 
 def test_the_environment_is_honoured_as_if_flags_were_given(plan, monkeypatch):

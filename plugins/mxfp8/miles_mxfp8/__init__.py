@@ -1,38 +1,33 @@
 """MXFP8 weights (OCP microscaling, blocks of 1 x 32) for miles-core."""
 
-from miles_core.plugin.manifest import Pair, Plugin, Rule, Set
+from miles_core import Rule, format_plugin
 from miles_mxfp8.config import Mxfp8Config
 
 __version__ = "0.1.0"
 
-_TENSOR_CORES = Rule(
-    needs="gpu.sm >= 100",
-    because="1x32 UE8M0 block scales are a Blackwell tensor-core format",
-    hardware=True,
-)
-_DRIFT = (
-    Rule(
-        needs="plugin.r3",
-        when="model.moe",
-        because="with MXFP8 rollout and BF16 training the two sides route tokens to different experts",
-    ),
-    Rule(
-        needs="plugin.tis",
-        when="model.moe",
-        because="with MXFP8 rollout and BF16 training sampled and trained probabilities differ",
-    ),
-)
-_RECIPE = Set("mxfp8", when="mxfp8.recipe == mxfp8", because="--fp8-recipe mxfp8 is MXFP8 on both sides")
-
-plugin = Plugin(
-    name="mxfp8",
-    summary="MXFP8 (E4M3) weights in 1x32 blocks with power-of-two scales, for the engine alone or for both sides",
+plugin = format_plugin(
+    "mxfp8",
+    "MXFP8 (E4M3) weights in 1x32 blocks with power-of-two scales, for the engine alone or for both sides",
     version=__version__,
     core="~=0.1",
+    format="miles_mxfp8.format:Mxfp8",
     config=Mxfp8Config,
-    formats={"mxfp8": "miles_mxfp8.format:Mxfp8"},
+    hardware=Rule("gpu.sm >= 100", "1x32 UE8M0 block scales are a Blackwell tensor-core format"),
+    rollout_alone_recommends=(
+        Rule(
+            needs="plugin.r3",
+            when="model.moe",
+            because="with MXFP8 rollout and BF16 training the two sides route tokens to different experts",
+        ),
+        Rule(
+            needs="plugin.tis",
+            when="model.moe",
+            because="with MXFP8 rollout and BF16 training sampled and trained probabilities differ",
+        ),
+    ),
+    both_when="mxfp8.recipe == mxfp8",
+    both_because="--fp8-recipe mxfp8 is MXFP8 on both sides",
     provides={"fp8_recipe": {"mxfp8": "miles_mxfp8.format:Mxfp8"}},
-    sets={"rollout.precision": _RECIPE, "train.precision": _RECIPE},
     requires=(
         Rule(
             needs="mxfp8.dynamic_scaling",
@@ -56,13 +51,4 @@ plugin = Plugin(
             because="SGLang has no MXFP8 DeepEP kernel yet",
         ),
     ),
-    claims={"precision": "a run has one low-precision format"},
-    pairs=(
-        Pair("mxfp8", "bf16", rules=(_TENSOR_CORES,), recommends=_DRIFT),
-        Pair("mxfp8", "mxfp8", rules=(_TENSOR_CORES,)),
-    ),
-    aliases={
-        "--rollout-mxfp8": {"rollout.precision": "mxfp8"},
-        "--train-mxfp8": {"train.precision": "mxfp8"},
-    },
 )

@@ -32,9 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from miles_core.config.config import Config
-from miles_core.precision.format import Format, Parts, Stored, store
-from miles_core.precision.gpu_kernel import readable, room, usable
+from miles_core.format import Config, Format, Parts, Stored, readable, room, store, usable
 
 if TYPE_CHECKING:
     from miles_mxfp8.product import Mxfp8Product

@@ -15,10 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from miles_core.precision.format import Parts
-from miles_core.precision.gpu_kernel import readable
-from miles_core.precision.product import Product
-from miles_core.precision.scaled_mm import need_scaled_mm
+from miles_core.format import Parts, Product, need_scaled_mm, readable
 from miles_mxfp8.format import BLOCK, CODES, E4M3, SCALES
 
 BLACKWELL = range(10, 100)

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.data.unit import Unit
-from miles_core.errors import ConfigError, MilesError
-from miles_core.precision.codec import Codec
+from miles_core import ConfigError, MilesError, Unit
+from miles_core.format import Codec
 from miles_mxfp8.format import CODES, SCALES, Mxfp8, power, scale_byte
 
 #: Magnitudes of E4M3 by code, written from the definition: eight denormals, then 1.m * 2^e.

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from miles_core.format import NoProduct
 from miles_core.precision import scaled_mm
-from miles_core.precision.product import NoProduct
 from miles_mxfp8.format import CODES, SCALES, Mxfp8
 from miles_mxfp8.product import Mxfp8Product, swizzled
 

@@ -1,10 +1,11 @@
 import pytest
 
-from miles_core.testing.format_contract import FormatContract
+from miles_embedded.testing import FormatInModelContract
 from miles_nvfp4.format import Nvfp4
 
 
-class TestNvfp4(FormatContract):
+class TestNvfp4(FormatInModelContract):
+    kernels = "miles_nvfp4.kernels"
     magnitudes = (1e-15, 1e-3, 1e15)
     drift = 2.0**-21  # of the outer scale, and the rounding of the product with it
 
@@ -12,7 +13,7 @@ class TestNvfp4(FormatContract):
         return Nvfp4()
 
 
-class TestFourOverSix(FormatContract):
+class TestFourOverSix(FormatInModelContract):
     magnitudes = (1e-15, 1e-3, 1e15)
     drift = 2.0**-21
 
@@ -25,6 +26,6 @@ def test_the_contract_would_notice_scales_of_ones_own():
         def quantize(self, weight, stats=None, out=None):
             return super().quantize(weight, None, out)
 
-    suite = type("Suite", (FormatContract,), {"make": lambda self: Other()})()
+    suite = type("Suite", (FormatInModelContract,), {"make": lambda self: Other()})()
     with pytest.raises(AssertionError):
         suite.test_coupled_weights_share_their_statistics()

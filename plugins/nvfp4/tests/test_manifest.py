@@ -1,45 +1,14 @@
-import subprocess
-import sys
-
 import pytest
 
-import miles_nvfp4
-from miles_core.errors import ConfigError, PlanError
-from miles_core.plugin.load import import_target
-from miles_core.precision.format import Format
+from miles_core import ConfigError, PlanError
+from miles_core.testing import FormatPluginContract
 from miles_nvfp4 import plugin
 
 BOTH = {"rollout_nvfp4": True, "train_nvfp4": True}
 
 
-def test_the_manifest_imports_no_torch():
-    program = "import sys, miles_nvfp4; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-def test_the_format_is_where_the_manifest_says():
-    (name, target), *rest = plugin.formats.items()
-    found = import_target("nvfp4", target)
-    assert issubclass(found, Format) and found.name == name == "nvfp4" and not rest
-    assert plugin.version == miles_nvfp4.__version__
-
-
-def test_hardware_is_checked_and_emulation_waives_it(plan):
-    with pytest.raises(PlanError, match=r"gpu\.sm >= 100") as refusal:
-        plan(facts=["gpu.sm=90"], **BOTH)
-    assert "--emulate-precision" in str(refusal.value)
-    assert plan(facts=["gpu.sm=100"], **BOTH).order == ("nvfp4", "embedded")
-    assert plan(facts=["gpu.sm=90"], emulate_precision=True, **BOTH).waived
-
-
-def test_it_says_that_it_is_experimental(plan):
-    assert plan(facts=["gpu.sm=100"], **BOTH).advice == ("nvfp4 rollout x nvfp4 train is experimental (nvfp4)",)
-
-
-@pytest.mark.parametrize("side", ["rollout_nvfp4", "train_nvfp4"])
-def test_one_side_alone_is_refused(plan, side):
-    with pytest.raises(PlanError, match="is supported by no active plugin"):
-        plan(**{side: True}, emulate_precision=True)
+class TestPlugin(FormatPluginContract):
+    plugin = plugin
 
 
 def test_the_recipe_selects_nvfp4_on_both_sides(plan):

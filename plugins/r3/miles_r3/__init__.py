@@ -1,13 +1,14 @@
 """Rollout routing replay (R3, arXiv 2510.11370) for miles-core."""
 
-from miles_core.data.field import Field
-from miles_core.plugin.manifest import Plugin, Rule
+from miles_core import Field, Plugin, Remedy, Rule
 from miles_r3.config import R3Config
 
 __version__ = "0.1.0"
 
 #: Row t of a sample: the experts used when token t was the input, [moe layers, top_k].
-ROUTES = Field("rollout_routed_experts", "int32", "token-1", pad=-1, shape=(None, None), required=True)
+ROUTES = Field("rollout_routed_experts", "int32", "token-1", pad=-1, shape=(None, None), required=True, label="routing")
+
+_REPLAY = "replay the rollout's routing (--plugins r3)"
 
 plugin = Plugin(
     name="r3",
@@ -30,4 +31,9 @@ plugin = Plugin(
         ),
     ),
     before=("tis",),
+    remedies=(
+        Remedy("mismatch", _REPLAY, when="model.moe and not plugin.r3"),
+        Remedy("instability", _REPLAY, when="model.moe and not plugin.r3"),
+    ),
+    demo=True,
 )

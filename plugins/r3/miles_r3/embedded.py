@@ -12,11 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core.contracts.trainer import Context
-from miles_core.errors import PluginError
-from miles_core.plugin.marker import hookimpl
-from miles_embedded.model.call import active_context
-from miles_embedded.model.load import decoder_layers
+from miles_core import Context, PluginError, hookimpl
+from miles_embedded import active_context, decoder_layers
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice

@@ -8,11 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.contracts.trainer import Context, Output
-from miles_core.data.batch import Batch
-from miles_core.data.sample import Sample
-from miles_core.errors import DataError, PluginError
-from miles_core.plugin.marker import hookimpl
+from miles_core import Batch, Context, DataError, Output, PluginError, Sample, hookimpl
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from miles_core.contracts.trainer import Context
+from miles_core import Context
 from miles_core.testing.tiny import FAMILIES, ROUTER_FAMILIES
 from miles_embedded.model import call as calls
 from miles_embedded.model.load import NAME

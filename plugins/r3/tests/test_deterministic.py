@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from miles_core.errors import PlanError
+from miles_core import PlanError
 from miles_core.testing import plan
 from miles_r3 import ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits

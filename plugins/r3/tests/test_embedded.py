@@ -5,9 +5,9 @@ import torch
 import transformers
 from torch.nn.functional import scaled_dot_product_attention
 
-from miles_core.contracts.trainer import Context
-from miles_core.errors import PluginError
-from miles_embedded.model.load import NAME, decoder_layers, prepare
+from miles_core import Context, PluginError
+from miles_embedded import decoder_layers
+from miles_embedded.model.load import NAME, prepare
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY, EmbeddedR3, moe_blocks, tap

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_core.errors import DataError, PlanError
+from miles_core import DataError, PlanError
 from miles_core.testing import plan
 from miles_r3 import ROUTES
 from miles_r3.embedded import OWN, router_of

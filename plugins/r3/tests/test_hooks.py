@@ -3,10 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from miles_core.contracts.trainer import Context, Output
-from miles_core.data.batch import collate
-from miles_core.data.sample import Sample
-from miles_core.errors import PluginError
+from miles_core import Context, Output, PluginError, Sample, collate
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY

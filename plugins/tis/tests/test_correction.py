@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from miles_core.algorithm.correction import CorrectionInputs
-from miles_core.errors import ConfigError
+from miles_core import ConfigError, CorrectionInputs
 from miles_tis.bounds import bounds, rejection_bounds
 from miles_tis.config import TisConfig
 from miles_tis.correction import correct, derived, importance_correction, needs, opsm

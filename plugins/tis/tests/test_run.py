@@ -3,11 +3,8 @@
 import pytest
 import torch
 
+from miles_core import ConfigError, DataError, Output, PlanError, PluginError, Sample, collate
 from miles_core.config.groups import Algorithm
-from miles_core.contracts.trainer import Output
-from miles_core.data.batch import collate
-from miles_core.data.sample import Sample
-from miles_core.errors import ConfigError, DataError, PlanError, PluginError
 from miles_core.train.loss import policy_loss
 from miles_embedded.trainer.trainer import EmbeddedTrainer
 from miles_tis.config import TisConfig

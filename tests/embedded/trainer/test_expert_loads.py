@@ -6,7 +6,7 @@ import torch
 from miles_core.contracts.trainer import Loss, Parts
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_core.observe.hints import RULES
+from miles_core.observe.hints import HINTS
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_embedded.model.load import load_model
 from miles_embedded.trainer.balance import routers
@@ -84,5 +84,5 @@ def test_a_dense_model_has_none(tmp_path):
 
 def test_the_hint_waits_for_this_metric(toy_run):
     assert toy_run(steps=1).metrics[0][NAME] >= 1
-    (rule,) = [r for r in RULES if r.name == "expert-imbalance"]
-    assert rule.metric == "*/expert_imbalance"
+    (hint,) = [h for h in HINTS if h.name == "expert-imbalance"]
+    assert hint.metric == "*/expert_imbalance"

@@ -9,6 +9,7 @@ from miles_core.errors import CheckpointError, ConfigError
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.trainer_contract import Setup, TrainerContract
 from miles_core.testing.yardstick import copied, make_batch, weighted, weights
+from miles_embedded import active_context
 from miles_embedded.model.load import load_model
 from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
@@ -43,6 +44,9 @@ def embedded(checkpoint, setup=None, dtype="float32", device="cpu", **changes):
 
 
 class _Embedded(TrainerContract):
+    def active_context(self):
+        return active_context
+
     def make(self, checkpoint, setup):
         return embedded(checkpoint, setup)
 

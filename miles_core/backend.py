@@ -1,0 +1,108 @@
+"""What engines, trainers, transports and runtimes import; their manifests are made with ``miles_core.Plugin``.
+
+The contracts, the data that crosses them, what a backend says about a number format, and what a runtime runs on every
+trainer rank. ``miles_core.testing`` has the contracts as tests.
+"""
+
+from miles_core.contracts.emulation import AS_TRAINED, Emulation
+from miles_core.contracts.engine import Engine, PauseMode, Request, Response, Sampling
+from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
+from miles_core.contracts.trainer import (
+    Context,
+    Forward,
+    Loss,
+    LossFunction,
+    OptimizerStep,
+    Output,
+    Parts,
+    Pass,
+    Trainer,
+)
+from miles_core.contracts.transport import SyncReport, Transport
+from miles_core.data.batch import Batch, Ragged, collate
+from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.sample import Sample
+from miles_core.data.unit import Encoded, Unit
+from miles_core.mismatch.parity import check_sides
+from miles_core.mismatch.same_model import check_same_model
+from miles_core.plugin.plan import Plan
+from miles_core.plugin.worker import same_plan
+from miles_core.precision.codec import Codec
+from miles_core.precision.product import Products
+from miles_core.precision.projection import project
+from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, Parity, Quantizer, SideParity, bounded
+from miles_core.precision.schedule import PLAIN, Precisions, precisions
+from miles_core.precision.snapshot import Snapshot, snapshot
+from miles_core.run.inline import InlineLearner, InlineRuntime, means
+from miles_core.run.prepare import accept
+from miles_core.sync.copy import CopyTransport
+from miles_core.sync.precision import make_codec
+from miles_core.train.auxiliary import trained_tokens, with_auxiliary
+from miles_core.train.learner import Learner
+from miles_core.train.steps import optimiser_steps, step_count
+
+__all__ = [
+    "AS_TRAINED",
+    "BYTES",
+    "PLAIN",
+    "SAMPLING_SUPPORT",
+    "VALUES",
+    "Batch",
+    "Codec",
+    "Context",
+    "CopyTransport",
+    "Emulation",
+    "Encoded",
+    "Engine",
+    "FormatItself",
+    "Forward",
+    "InlineLearner",
+    "InlineRuntime",
+    "Learned",
+    "Learner",
+    "LearnerHandle",
+    "Loss",
+    "LossFunction",
+    "OptimizerStep",
+    "Output",
+    "Parity",
+    "Parts",
+    "Pass",
+    "PauseMode",
+    "Plan",
+    "Policy",
+    "PolicyParts",
+    "Precisions",
+    "Products",
+    "Quantizer",
+    "Ragged",
+    "Request",
+    "Response",
+    "Run",
+    "Runtime",
+    "Sample",
+    "Sampling",
+    "SideParity",
+    "Snapshot",
+    "SyncReport",
+    "Trainer",
+    "Transport",
+    "Unit",
+    "accept",
+    "bounded",
+    "check_same_model",
+    "check_sides",
+    "collate",
+    "make_codec",
+    "means",
+    "optimiser_steps",
+    "precisions",
+    "project",
+    "same_plan",
+    "snapshot",
+    "step_count",
+    "trained_tokens",
+    "with_auxiliary",
+]

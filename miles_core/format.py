@@ -1,0 +1,34 @@
+"""What the module of a number format imports; its manifest is made with ``miles_core.format_plugin``.
+
+``Format`` is the contract, ``Stored`` and ``store`` are for its storage. A GPU kernel is used where it is ``usable``, reads
+``readable`` tensors and writes into ``room``. A ``Product`` multiplies codes on tensor cores. ``Codec`` encodes ``Unit`` s
+with a format, as a weight sync does.
+"""
+
+from miles_core.config.config import Config
+from miles_core.data.unit import Encoded, Unit
+from miles_core.precision.codec import Codec
+from miles_core.precision.format import Format, Parts, Stored, store
+from miles_core.precision.gpu_kernel import readable, reference_only, room, usable
+from miles_core.precision.product import NoProduct, Product, Products, emulated
+from miles_core.precision.scaled_mm import need_scaled_mm
+
+__all__ = [
+    "Codec",
+    "Config",
+    "Encoded",
+    "Format",
+    "NoProduct",
+    "Parts",
+    "Product",
+    "Products",
+    "Stored",
+    "Unit",
+    "emulated",
+    "need_scaled_mm",
+    "readable",
+    "reference_only",
+    "room",
+    "store",
+    "usable",
+]

@@ -1,0 +1,81 @@
+"""A number format inside of a model, executable: what ``FormatContract`` asks, and that the embedded engine and trainer hold
+the same numbers.
+
+    class TestMyFormat(FormatInModelContract):
+        def make(self):
+            return MyFormat()
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from miles_core.precision.codec import Codec
+from miles_core.testing.format_contract import FormatContract, assert_same, normal, suffixes
+from miles_core.testing.tiny import tiny_checkpoint
+from miles_embedded.model.load import load_model
+from miles_embedded.model.views import Loader, export, views
+from miles_embedded.quantized.weights import FakeQuantizer, install
+
+
+class FormatInModelContract(FormatContract):
+    """Subclass it and write ``make``; the numbers to override are those of ``FormatContract``."""
+
+    def test_engine_and_trainer_compute_with_the_same_numbers(self) -> None:
+        format = self.make()
+        trainer, engine = tiny_model(), tiny_model()
+        codec = Codec(format)
+        quantizer = install(trainer, codec)
+        loader, stored = Loader(engine), 0
+        for encoded in codec.encode(export(trainer)):
+            plain = original(trainer, encoded.name)
+            if encoded.format:
+                stored += 1
+                if not format.couple:
+                    assert_same(suffixes(encoded.parts), format.quantize(plain.bfloat16()))
+            else:
+                assert torch.equal(encoded.parts[encoded.name], plain)
+            loader.put(encoded.name, codec.decode(encoded))
+        assert stored > 0
+        engine_side = dict(engine.named_parameters())
+        for source in quantizer.sources:
+            assert torch.equal(quantizer.value(source), engine_side[source]), source
+
+    def test_the_gradient_is_the_weights_own(self) -> None:
+        format, trainer = self.make(), tiny_model()
+        quantizer = install(trainer, Codec(format))
+        source, module = a_linear(trainer, quantizer)
+        hidden = normal(4, module.in_features).requires_grad_()
+        module(hidden).square().sum().backward()
+        copy = quantizer.value(source).clone().requires_grad_()
+        read = format.fake_quantize_activation(hidden.detach()).requires_grad_()
+        nn.functional.linear(read, copy, module.bias).square().sum().backward()
+        assert torch.equal(module.weight.grad, copy.grad) and torch.equal(hidden.grad, read.grad)
+        assert not torch.equal(module.weight, quantizer.value(source)), "the parameter itself stays as it was"
+
+
+def tiny_model() -> nn.Module:
+    """A mixture of experts with one dense layer, whose matrices every usual tile divides."""
+    with tempfile.TemporaryDirectory() as directory:
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
+        tiny_checkpoint("qwen3_moe", directory, **sizes, mlp_only_layers=[1])
+        return load_model(directory, "float32")
+
+
+def original(model: nn.Module, name: str) -> Tensor:
+    """A checkpoint tensor of the model."""
+    view = next(v for v in views(model) if v.name == name)
+    return view.of(dict(model.state_dict(keep_vars=True))[view.source].detach())
+
+
+def a_linear(model: nn.Module, quantizer: FakeQuantizer) -> tuple[str, nn.Linear]:
+    """A quantised linear layer; the format may leave everything but experts alone."""
+    for source in quantizer.sources:
+        module = model.get_submodule(source.rpartition(".")[0])
+        if isinstance(module, nn.Linear):
+            return source, module
+    pytest.skip("the format quantises no linear layer")

@@ -1,0 +1,34 @@
+"""Environment variables that a plugin sets."""
+
+import os
+
+import pytest
+
+from miles_core.errors import PlanError
+from miles_core.testing import plan, toy_run
+
+PLUGIN = """
+from miles_core import Plugin
+
+plugin = Plugin("ordered", "sets a variable", "0", "~=0.1", sets={"env.MILES_TEST_ORDER": "1"})
+"""
+
+
+@pytest.fixture
+def ordered(tmp_path, monkeypatch):
+    monkeypatch.delenv("MILES_TEST_ORDER", raising=False)
+    path = tmp_path / "ordered.py"
+    path.write_text(PLUGIN)
+    yield str(path)
+    os.environ.pop("MILES_TEST_ORDER", None)
+
+
+def test_it_is_set_before_the_run_is_built(ordered):
+    assert toy_run([ordered], steps=1).run.plan.sets[0].path == "env.MILES_TEST_ORDER"
+    assert os.environ["MILES_TEST_ORDER"] == "1"
+
+
+def test_a_value_of_the_user_contradicts_it(ordered, monkeypatch):
+    monkeypatch.setenv("MILES_TEST_ORDER", "0")
+    with pytest.raises(PlanError, match="environment variable MILES_TEST_ORDER"):
+        plan([ordered])
