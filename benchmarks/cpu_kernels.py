@@ -1,9 +1,9 @@
-"""The compiled kernels of ``miles_core/embedded/cpu`` against what torch does without them, in one process, taking turns.
+"""The kernels of ``plugins/cpu_kernels`` against what torch does without them, in one process, taking turns.
 
 Each kernel at the sizes of the step in ``grpo_step.py``, forward and, where training uses it, forward with backward; then sweeps over
-the sizes that the code's thresholds are about: ``_COMPILED`` in ``attention.py`` and in ``attend.py``, ``ROWS`` and ``LARGEST`` in
-``cpu/linear.py``. The thresholds are lifted here, so every size is computed by the kernel. Before a case is timed, results and
-gradients of both sides are compared. What a layout costs that all layers of a call share (buckets, masks) is not counted.
+the sizes that the plugin's thresholds are about: ``PACKED_KEYS`` and ``DECODED_KEYS`` of attention, ``LARGEST`` of experts. The
+thresholds are lifted here, so every size is computed by the kernel. Before a case is timed, results and gradients of both sides are
+compared. What all layers of a call share (buckets, masks) is not counted.
 
 The last line is one JSON object: milliseconds of each side, and the median over the turns of how many times faster the kernel is.
 """
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from measure import finish, installed, options
-from miles_core.embedded import attend, attention, experts, logprobs, product
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
@@ -30,10 +29,16 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_embedded.cpu import experts as fused
-from miles_embedded.cpu import library, linear, operations
-from miles_embedded.cpu.install import COMPILED
+from miles_core.embedded import attention, experts
+from miles_cpu_kernels import attention, experts, kernels, library
+from miles_cpu_kernels.table import compiled
+from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.cache import Cache
+from miles_embedded.engine.cached_rows import CachedRows
+from miles_embedded.model import grouped_experts as grouped
+from miles_embedded.model.call import Call
+from miles_embedded.model.operations import TORCH
+from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.packing import Packing, pack
 
 #: The model and the step of grpo_step.py; rows of a packed pass in training, and of a decode step.
@@ -71,7 +76,7 @@ def norm(rows: int, heads: int, dim: int, train: bool) -> Case:
     """Of hidden states (one head) or of the heads of queries."""
     module = qwen.Qwen3MoeRMSNorm(dim)
     x = torch.randn(1, rows, heads, dim).requires_grad_(train)
-    step = partial(operations.rms_norm, x, module.weight, module.variance_epsilon)
+    step = partial(kernels.rms_norm, x, module.weight, module.variance_epsilon)
     return Case(f"norm {rows}x{heads}x{dim}", partial(module, x), step, (x, module.weight) if train else ())
 
 
@@ -82,7 +87,7 @@ def rotation(rows: int, train: bool) -> Case:
     cosine, sine = angle.cos(), angle.sin()
 
     def compiled() -> tuple[Tensor, Tensor]:
-        return operations.rotate(q, cosine, sine), operations.rotate(k, cosine, sine)
+        return kernels.rotate(q, cosine, sine), kernels.rotate(k, cosine, sine)
 
     step = partial(qwen.apply_rotary_pos_emb, q, k, cosine, sine)
     return Case(f"rotation {rows} rows", step, compiled, (q, k) if train else ())
@@ -91,33 +96,23 @@ def rotation(rows: int, train: bool) -> Case:
 def log_probs(rows: int) -> Case:
     """Of the trained tokens; decoding takes its own from the sampler."""
     logits, tokens = torch.randn(rows, VOCABULARY, requires_grad=True), torch.randint(0, VOCABULARY, (rows,))
-    sides = [partial(logprobs._full, logits, tokens, False, steps) for steps in (False, True)]
-    return Case(f"log_probs {rows}x{VOCABULARY}", lambda: sides[0]()[0], lambda: sides[1]()[0], (logits,))
+    sides = (partial(step, logits, tokens) for step in (TORCH.log_probs, kernels.log_probs))
+    return Case(f"log_probs {rows}x{VOCABULARY}", *sides, (logits,))
 
 
 def routing(rows: int) -> Case:
     """Sorting choices by expert; training does the same."""
     _, index = choices(rows)
-    places = [lambda: experts.route(index, EXPERTS).place, lambda: operations.route(index, EXPERTS).place]
+    places = [lambda: grouped.sort_choices(index, EXPERTS).place, lambda: kernels.sort_choices(index, EXPERTS).place]
     return Case(f"routing {rows} rows", *places)
 
 
 def gather_sum(rows: int) -> Case:
     """The weighted sum of each row's choices, as decoding takes it; the experts' backward pass is in ``expert_layer``."""
     weights, index = choices(rows)
-    found, x = experts.route(index, EXPERTS), torch.randn(rows * CHOICES, HIDDEN)
-    step = partial(operations.gather_sum, x, found.place, weights)
-    return Case(f"gather_sum {rows} rows", partial(experts.combine, x, weights, found), step)
-
-
-def linear_layer(rows: int, inner: int, columns: int, train: bool) -> Case:
-    """``nn.Linear`` as a model without the kernels has it: by the faster of torch's libraries."""
-    plain, changed = (nn.Linear(inner, columns, bias=False) for _ in range(2))
-    product.use_fast_linear(plain)
-    changed.__class__, changed.weight = linear.Linear, plain.weight
-    x = torch.randn(rows, inner, requires_grad=train)
-    name = f"linear {rows} rows {inner}x{columns}"
-    return Case(name, partial(plain, x), partial(changed, x), (x, plain.weight) if train else ())
+    found, x = grouped.sort_choices(index, EXPERTS), torch.randn(rows * CHOICES, HIDDEN)
+    step = partial(kernels.gather_sum, x, found.place, weights)
+    return Case(f"gather_sum {rows} rows", partial(grouped.combine, x, weights, found), step)
 
 
 def expert_layer(rows: int, hidden: int, inner: int, train: bool) -> Case:
@@ -131,19 +126,15 @@ def expert_layer(rows: int, hidden: int, inner: int, train: bool) -> Case:
         nn.init.normal_(weight, std=hidden**-0.5)
     x, (weights, index) = torch.randn(rows, hidden).requires_grad_(train), choices(rows)
     weights.requires_grad_(train)
-    sides = (
-        partial(experts.grouped_experts, module, x, index, weights),
-        partial(fused.experts, x, index, weights, *matrices),
-    )
+    sides = (partial(step, x, index, weights, *matrices) for step in (TORCH.experts, experts.experts))
     return Case(f"experts {rows} rows {hidden}x{inner}", *sides, (x, weights, *matrices) if train else ())
 
 
 def packed_attention(name: str, packing: Packing) -> Case:
     """Of one packed micro-batch in training."""
-    rows, call = len(packing.rows), attention.PackedCall(Context("train", (0,), packing.rows), packing)
+    rows, call = len(packing.rows), PackedCall(Context("train", (0,), packing.rows), packing)
     inputs = [by_head(rows, heads, True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    sides = (partial(call.attend, module, *inputs, DIM**-0.5) for module in layers())
-    return Case(f"attention {name}, {rows} rows, {call.longest} keys", *sides, inputs)
+    return Case(f"attention {name}, {rows} rows, {call.longest} keys", *both(call, inputs), inputs)
 
 
 def cached_attention(name: str, prompts: int, prompt: int, own: int) -> Case:
@@ -152,14 +143,13 @@ def cached_attention(name: str, prompts: int, prompt: int, own: int) -> Case:
     slots = cache.add_prefixes([prompt] * prompts)
     rows = len(cache.add_rows(np.repeat(slots, SAMPLES)))
     cache.own.lengths[:rows] = own
-    layout = attend.Layout(cache, np.arange(rows), np.ones(rows, np.int64), torch.device("cpu"))
+    held = CachedRows(cache, np.arange(rows), np.ones(rows, np.int64), torch.device("cpu"))
     q, k, v = (by_head(rows, heads, False) for heads in (HEADS, KV_HEADS, KV_HEADS))
     for store in (cache.prefixes, cache.own):
         for kind in ("k", "v"):
             store.slab((kind, 0), KV_HEADS, (DIM,), k).normal_()
-    call = attend.DecodeCall(Context("rollout", (0,), torch.arange(rows)), layout)
-    sides = (partial(call.attend, module, q, k, v, DIM**-0.5) for module in layers())
-    return Case(f"decoding {name}, {rows} rows, {layout.longest} tokens", *sides)
+    call = DecodeCall(Context("rollout", (0,), torch.arange(rows)), held)
+    return Case(f"decoding {name}, {rows} rows, {held.longest} tokens", *both(call, (q, k, v)))
 
 
 def by_head(rows: int, heads: int, train: bool) -> Tensor:
@@ -173,12 +163,12 @@ def choices(rows: int) -> tuple[Tensor, Tensor]:
     return weights, index
 
 
-def layers() -> tuple[nn.Module, nn.Module]:
-    """Two attention modules, the second one with the kernels."""
-    plain, changed = nn.Identity(), nn.Identity()
-    plain.layer_idx = changed.layer_idx = 0
-    changed.__dict__[COMPILED] = True
-    return plain, changed
+def both(call: Call, inputs: Sequence[Tensor]) -> tuple[Step, Step]:
+    """One layer's attention by torch, and with the kernels."""
+    layer = nn.Identity()
+    layer.layer_idx = 0
+    one, two = (partial(table.attention, call, layer, *inputs, DIM**-0.5, None) for table in (TORCH, compiled(TORCH)))
+    return one, two
 
 
 def micro_batch(prompts: int, samples: int, prompt: int, responses: Sequence[int]) -> Packing:
@@ -206,8 +196,6 @@ def of_the_step() -> Iterator[Callable[[], Case]]:
         yield partial(rotation, rows, train)
         yield partial(routing, rows)
         yield partial(gather_sum, rows)
-        for inner, columns in ((HIDDEN, HEADS * DIM), (HIDDEN, KV_HEADS * DIM), (HIDDEN, VOCABULARY)):
-            yield partial(linear_layer, rows, inner, columns, train)
         yield partial(expert_layer, rows, HIDDEN, INNER, train)
     yield partial(log_probs, TRAIN)
     yield lambda: packed_attention("of the step", step_batch())
@@ -225,9 +213,6 @@ def sweeps() -> Iterator[Callable[[], Case]]:
     for tokens in (64, 128, 256, 512, 1024, 2048, 4096):
         yield partial(cached_attention, "mostly prompt", DECODE_PROMPTS, tokens - 17, 16)
         yield partial(cached_attention, "mostly own", DECODE_PROMPTS, PROMPT, tokens - PROMPT - 1)
-    for size in (128, 512, 1024):
-        for rows in (16, 64, 256, 2048):
-            yield partial(linear_layer, rows, size, size, True)
     for size in (128, 256, 512):
         yield partial(expert_layer, EXPERT_ROWS, size, size, True)
         if size != HIDDEN:  # that one is a case of the step
@@ -236,8 +221,7 @@ def sweeps() -> Iterator[Callable[[], Case]]:
 
 def lift_thresholds() -> None:
     """Let the kernels compute every size; the sides without them do not look at these."""
-    attention._COMPILED = attend._COMPILED = linear.LARGEST = sys.maxsize
-    linear.ROWS = 0
+    attention.PACKED_KEYS = attention.DECODED_KEYS = sys.maxsize
 
 
 def both_ways(step: Step, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -298,7 +282,7 @@ def versions() -> dict[str, str]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--turns", type=int, default=25, help="measured turns of each side of a case")
-    parser.add_argument("--only", default="", help="only cases with this in their name, such as 'linear 64 rows'")
+    parser.add_argument("--only", default="", help="only cases with this in their name, such as 'experts 500 rows'")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     torch.manual_seed(0)

@@ -25,18 +25,20 @@ PAGE = 32  # tokens in a page of the continuous batching cache; a sequence here 
 Generate = Callable[[list[list[int]], int], int]
 
 
-def embedded(checkpoint: str, limit: int) -> Generate:
-    """The embedded engine: all requests at once, its own batching."""
+def embedded(checkpoint: str, limit: int, kernels: bool) -> Generate:
+    """The embedded engine: all requests at once, its own batching; ``kernels``: as with ``--plugins cpu_kernels``."""
     from transformers import AutoTokenizer
 
     from miles_core.contracts.engine import Request, Sampling
-    from miles_embedded.cpu.install import use_kernels
     from miles_embedded.engine.build import detokenizer, end_tokens
     from miles_embedded.engine.engine import EmbeddedEngine, Settings
     from miles_embedded.model.load import load_model
 
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), load_model(checkpoint, "float32")
-    use_kernels(model)  # as a run does
+    if kernels:
+        from miles_cpu_kernels.hooks import use_kernels
+
+        use_kernels(model)
     settings = Settings(detokenizer(tokenizer), end_tokens(model, tokenizer), max_running_requests=PROMPTS * SAMPLES)
     engine = EmbeddedEngine(model, settings)
     sampling = Sampling(max_new_tokens=limit)
@@ -97,7 +99,8 @@ def work(side: str, checkpoint: str, prompt_file: str, limit: int, reporter: Rep
     import json
 
     made = {
-        "miles": lambda: embedded(checkpoint, limit),
+        "miles": lambda: embedded(checkpoint, limit, kernels=False),
+        "miles_cpu_kernels": lambda: embedded(checkpoint, limit, kernels=True),
         "generate": lambda: transformers(checkpoint, limit, continuous=False),
         "continuous": lambda: transformers(checkpoint, limit, continuous=True),
     }
@@ -126,7 +129,8 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2, help="unmeasured batches of each side")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens at most")
     parser.add_argument("--shots", type=int, default=0, help="worked examples before each prompt (about 9 tokens each)")
-    parser.add_argument("--sides", nargs="+", default=["miles", "generate", "continuous"], help="what to measure")
+    sides = ["miles", "miles_cpu_kernels", "generate", "continuous"]
+    parser.add_argument("--sides", nargs="+", default=sides, help="what to measure")
     for name in ("--worker", "--checkpoint", "--prompts"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     given = parser.parse_args()

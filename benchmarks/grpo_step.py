@@ -201,7 +201,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15, help="measured turns of each side")
     parser.add_argument("--warm-up", type=int, default=2, help="unmeasured turns of each side")
     parser.add_argument("--steps-a-turn", type=int, default=2, help="counted steps of a turn, after one that is not")
-    parser.add_argument("--plugins", nargs="*", default=["r3,tis"], help="plugin sets to measure beside the bare loop")
+    plugins = ["r3,tis", "cpu_kernels", "cpu_kernels,r3,tis"]
+    parser.add_argument("--plugins", nargs="*", default=plugins, help="plugin sets to measure beside the bare loop")
     parser.add_argument("--also", nargs="*", default=[], help="sets of further flags of miles train to measure")
     parser.add_argument("--shots", type=int, default=0, help="worked examples before each prompt (about 9 tokens each)")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")

@@ -1,6 +1,6 @@
 """float32 products of the shapes a training step has: torch.mm (MKL) against oneDNN, taking turns.
 
-Backs ``miles_core/embedded/product.py``. The last line is one JSON object with GFLOP/s (medians) and their ratio a shape.
+Backs ``miles_embedded/model/onednn.py``. The last line is one JSON object with GFLOP/s (medians) and their ratio a shape.
 """
 
 from __future__ import annotations

@@ -39,9 +39,10 @@ if TYPE_CHECKING:
         PlanError,
         PluginError,
     )
+    from miles_core.observe.environment import cpu_info
     from miles_core.plugin.format_plugin import format_plugin
     from miles_core.plugin.hint import Hint, Remedy, above, below, fell, jumped, not_finite, oscillates
-    from miles_core.plugin.manifest import Pair, Plugin, Rule, Set
+    from miles_core.plugin.manifest import Capability, Pair, Plugin, Rule, Set
     from miles_core.plugin.marker import hookimpl
     from miles_core.plugin.option import option
     from miles_core.stash import StashKey
@@ -66,9 +67,10 @@ __getattr__, __dir__ = looked_up(
         "miles_core.data.unit": "Unit",
         "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError "
         "NonFiniteError PlanError PluginError",
+        "miles_core.observe.environment": "cpu_info",
         "miles_core.plugin.format_plugin": "format_plugin",
         "miles_core.plugin.hint": "Hint Remedy above below fell jumped not_finite oscillates",
-        "miles_core.plugin.manifest": "Pair Plugin Rule Set",
+        "miles_core.plugin.manifest": "Capability Pair Plugin Rule Set",
         "miles_core.plugin.marker": "hookimpl",
         "miles_core.plugin.option": "option",
         "miles_core.stash": "StashKey",
@@ -79,6 +81,7 @@ __all__ = [
     "ADVANTAGES",
     "AdvantageInputs",
     "Batch",
+    "Capability",
     "CheckpointError",
     "Clip",
     "Config",
@@ -117,6 +120,7 @@ __all__ = [
     "below",
     "collate",
     "compose_corrections",
+    "cpu_info",
     "expand",
     "fell",
     "format_plugin",

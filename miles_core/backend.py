@@ -1,4 +1,4 @@
-"""What engines, trainers, transports and runtimes import; their manifests are made with ``miles_core.Plugin``.
+"""What engines, trainers, transports, runtimes and schedules import; their manifests are made with ``miles_core.Plugin``.
 
 The contracts, the data that crosses them, what a backend says about a number format, and what a runtime runs on every
 trainer rank. ``miles_core.testing`` has the contracts as tests.
@@ -9,6 +9,7 @@ from miles_core.contracts.engine import Engine, PauseMode, Request, Response, Sa
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
+from miles_core.contracts.schedule import Position, Schedule
 from miles_core.contracts.trainer import (
     Context,
     Forward,
@@ -25,6 +26,7 @@ from miles_core.data.batch import Batch, Ragged, collate
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Encoded, Unit
+from miles_core.data.world import ALONE, World, shares
 from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
 from miles_core.plugin.plan import Plan
@@ -35,8 +37,13 @@ from miles_core.precision.projection import project
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, Parity, Quantizer, SideParity, bounded
 from miles_core.precision.schedule import PLAIN, Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
-from miles_core.run.inline import InlineLearner, InlineRuntime, means
+from miles_core.rollout.collect import Collector, Interrupted
+from miles_core.rollout.versions import age, staleness
+from miles_core.run.inline import InlineLearner, InlineRuntime
 from miles_core.run.prepare import accept
+from miles_core.run.rank import Rank, Share, combined, divided
+from miles_core.schedule.paused import paused
+from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.copy import CopyTransport
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
@@ -44,6 +51,7 @@ from miles_core.train.learner import Learner
 from miles_core.train.steps import optimiser_steps, step_count
 
 __all__ = [
+    "ALONE",
     "AS_TRAINED",
     "BYTES",
     "PLAIN",
@@ -51,6 +59,7 @@ __all__ = [
     "VALUES",
     "Batch",
     "Codec",
+    "Collector",
     "Context",
     "CopyTransport",
     "Emulation",
@@ -60,6 +69,7 @@ __all__ = [
     "Forward",
     "InlineLearner",
     "InlineRuntime",
+    "Interrupted",
     "Learned",
     "Learner",
     "LearnerHandle",
@@ -74,34 +84,45 @@ __all__ = [
     "Plan",
     "Policy",
     "PolicyParts",
+    "Position",
     "Precisions",
     "Products",
     "Quantizer",
     "Ragged",
+    "Rank",
     "Request",
     "Response",
     "Run",
     "Runtime",
     "Sample",
     "Sampling",
+    "Schedule",
+    "Share",
     "SideParity",
     "Snapshot",
     "SyncReport",
+    "SyncSchedule",
     "Trainer",
     "Transport",
     "Unit",
+    "World",
     "accept",
+    "age",
     "bounded",
     "check_same_model",
     "check_sides",
     "collate",
+    "combined",
+    "divided",
     "make_codec",
-    "means",
     "optimiser_steps",
+    "paused",
     "precisions",
     "project",
     "same_plan",
+    "shares",
     "snapshot",
+    "staleness",
     "step_count",
     "trained_tokens",
     "with_auxiliary",

@@ -331,7 +331,7 @@ from miles_core.algorithm.advantage import ADVANTAGES
 from miles_embedded.engine.build import make_engine
 from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.model.load import make_model
-from miles_embedded.trainer.trainer import make_trainer
+from miles_embedded.trainer.build import make_trainer
 from miles_core.plugin.manifest import Plugin
 from miles_core.run.inline import InlineRuntime
 from miles_core.sync.copy import make_transport

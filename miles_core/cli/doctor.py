@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.observe.environment import Environment, bytes_text, environment, installed
-from miles_embedded.cpu.library import compiler_says  # TODO cpu
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,7 +64,6 @@ def run(argv: Sequence[str]) -> int:
             "ok": not problems,
             "problems": problems,
             "environment": found.to_dict(),
-            "cpu_kernels": compiler_says() or "compiled",
             "disk_free": shutil.disk_usage(Path.cwd()).free,
             "requirements": [asdict(r) for r in needs],
             "plugins": plugins,
@@ -207,7 +205,6 @@ def _hardware(found: Environment) -> Table:
     rows = [
         ("system", f"{found.platform}, Python {found.python}"),
         ("processor", f"{found.processor}, {found.cpus} threads"),
-        ("CPU kernels", f"torch's alone: {why}" if (why := compiler_says()) else "compiled (see --cpu-kernels)"),
         ("memory", bytes_text(found.memory) if found.memory else "unknown"),
         *(gpus or [("GPU", f"none: {found.no_gpu}")]),
         ("disk", f"{bytes_text(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}"),

@@ -69,11 +69,6 @@ class Model:
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", help="where the engine and the trainer of this process live; auto takes a GPU that is there"
     )
-    cpu_kernels: Literal["auto", "compiled", "torch"] = option(
-        "auto",
-        help="how a float32 model computes on a CPU: with kernels compiled for this processor, or by torch alone; auto is compiled "
-        "where there is a C compiler",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +127,13 @@ class Rollout:
         "cache anew; keep the cache of the old weights",
     )
     max_weight_staleness: int | None = option(
-        None, help="with --schedule async: versions by which samples may be older than the weights they train (default: 1)", ge=0
+        None,
+        help="with --schedule async: versions by which samples may be older than the weights they train (default: 1)",
+        ge=0,
     )
     stale_samples: Literal["drop", "train"] = option(
-        "drop", help="what becomes of groups that are older all the same: their prompts are sent again, or they are trained on"
+        "drop",
+        help="what becomes of groups that are older all the same: their prompts are sent again, or they are trained on",
     )
     custom_generate_function_path: str | None = option(
         None, help="async generate(args, sample, sampling_params) -> Sample or list of siblings", metavar="FILE.py:FN"

@@ -73,11 +73,6 @@ RULES: tuple[Rule, ...] = (
         when="precision.quantized_product == native",
     ),
     Rule(
-        "model.device != cuda and model.dtype != bfloat16",
-        "compiled kernels are those of a float32 model on a CPU",
-        when="model.cpu_kernels != auto",
-    ),
-    Rule(
         "schedule == async",
         "with sync no sample is older than its weights, and with ahead every sample is one version older",
         when="rollout.max_weight_staleness != none",

@@ -31,9 +31,7 @@ class RunCheckpoints:
         resume_from: a verified checkpoint to continue from.
     """
 
-    def __init__(
-        self, run: Run, parts: list[PolicyParts], schedule: Schedule, resume_from: Path | None = None
-    ) -> None:
+    def __init__(self, run: Run, parts: list[PolicyParts], schedule: Schedule, resume_from: Path | None = None) -> None:
         self.run, self.parts, self.schedule, self.resume_from = run, parts, schedule, resume_from
         self.directories = Checkpoints(run.directory / "checkpoints")
         self.saved_step: int | None = None

@@ -149,7 +149,7 @@ def _extend(values: np.ndarray, length: int) -> np.ndarray:
     return np.concatenate([values, np.zeros(max(length - len(values), 0), values.dtype)])
 
 
-def follow(items: list, where: np.ndarray, whence: np.ndarray, size: int) -> None:
+def move_items(items: list, where: np.ndarray, whence: np.ndarray, size: int) -> None:
     """Move ``items``, one a slot and each knowing its ``slot``, as their slots moved."""
     for to, source in zip(where.tolist(), whence.tolist(), strict=True):
         items[to] = items[source]

@@ -26,14 +26,15 @@ from miles_core.precision.product import Products
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded import plugin as EMBEDDED
 from miles_embedded.engine import sampling as draw
-from miles_embedded.engine.cache import follow
+from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.decoder import Decoder, PlainDecoder, one_each
 from miles_embedded.engine.prefixes import Key, Prompt, Prompts, chunks
 from miles_embedded.engine.runner import Fed, Runner
 from miles_embedded.engine.scheduler import Row, Scheduler
-from miles_embedded.model.blame import first_in
+from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import facts_of
 from miles_embedded.model.load_units import load_units
+from miles_embedded.model.nonfinite import first_nonfinite
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.linear import linear_shapes
 
@@ -48,7 +49,7 @@ class Settings:
         max_context: longest sequence; 0 takes the model's own limit.
         eos: ids that end a response.
         detokenize: token ids to text.
-        kv_cache_dtype: keys and values hold what this type can (``call.KV_DTYPES``); "" is the model's own.
+        kv_cache_dtype: keys and values hold what this type can (``kv_dtype.KV_DTYPES``); "" is the model's own.
         codec: reads encoded weights, and rounds the inputs of layers where their format says so.
         codec_of: precision -> codec, for ``rebuild``.
         products: how quantised layers multiply.
@@ -68,14 +69,14 @@ class Settings:
 
 
 class EmbeddedEngine(Engine):
-    """See the module's paragraph. ``model`` comes from ``embedded.model.load_model`` and stays on its device."""
+    """An engine that generates with ``model``, prepared by ``miles_embedded.model.load``; it stays on its device."""
 
     capabilities = frozenset(EMBEDDED.capabilities["engine"])
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
         self.decoder = settings.decoder
-        config = model.config.get_text_config()
+        config = text_configuration(model)
         self.max_context = settings.max_context or config.max_position_embeddings
         self.codec = settings.codec
         self._inputs = self._rounded_inputs()
@@ -86,12 +87,10 @@ class EmbeddedEngine(Engine):
         self._joining: list[Row] = []
         self._prompts = Prompts(self.runner)
         self._version = -1
-        self._usable = True
-        self._paused = False
+        self._usable, self._paused, self._stopped = True, False, False
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
-        self._stopped = False
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -185,7 +184,7 @@ class EmbeddedEngine(Engine):
         return FormatItself(format, self.settings.products.of(format, self.model), linear_shapes(self.model))
 
     @property
-    def native_products(self) -> bool:
+    def native_products(self) -> bool:  # type: ignore[override]
         return bool(self._inputs.layers)
 
     def emulated_products(self) -> AbstractContextManager[None]:
@@ -260,12 +259,12 @@ class EmbeddedEngine(Engine):
                 emitted = self.decoder.step(self, self.rows)
                 self._finish(self.scheduler.accept(self.rows, emitted, self._version))
         except NonFiniteError as error:
-            raise NonFiniteError(self._blame(error)) from error
+            raise NonFiniteError(self._find_nonfinite(error)) from error
 
-    def _blame(self, error: NonFiniteError) -> str:
+    def _find_nonfinite(self, error: NonFiniteError) -> str:
         """Run the rows through the model once more, to name the first module that computed what is not finite."""
         tokens = [row.tokens for row in (*self.rows, *self._joining)]
-        found = first_in(self.model, lambda: self.runner.score(tokens, 1.0))
+        found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0))
         return f"engine, weight version {self._version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
 
     def _admit(self) -> None:
@@ -339,7 +338,7 @@ class EmbeddedEngine(Engine):
         where, whence, prompts = self.runner.cache.remove_rows(np.sort(self._slots(rows)))
         for row in rows:
             row.slot = -1
-        follow(self.rows, where, whence, self.runner.cache.rows)
+        move_items(self.rows, where, whence, self.runner.cache.rows)
         self._prompts.moved(*prompts)
         self._changed()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from miles_embedded.engine.cache import follow
+from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.runner import Runner
 
 Key = tuple[int, ...]
@@ -41,24 +41,25 @@ class Prompts:
             wanted: tokens -> names of fields that must be recorded for them. A name that no module records is missing
                 from the result's ``fields``.
         """
-        found = {k: p for k, names in wanted.items() if (p := self._known.get(k)) is not None and names <= p.fields}
+        known = self._known
+        found = {k: known[k] for k, names in wanted.items() if k in known and names <= known[k].fields}
         fresh = [k for k in wanted if k not in found]
         names = set().union(*wanted.values())
         for chunk in chunks([len(k) for k in fresh]):
             keys = [fresh[i] for i in chunk]
             slots, hidden, recorded = self.runner.prompts(keys, names)
             for i, key in enumerate(keys):
-                found[key] = self._known[key] = Prompt(key, int(slots[i]), hidden[i], recorded)
-                self._slots.append(found[key])
+                prompt = found[key] = known[key] = Prompt(key, int(slots[i]), hidden[i], recorded)
+                self._slots.append(prompt)
         return found
 
     def moved(self, gone: np.ndarray, where: np.ndarray, whence: np.ndarray) -> None:
         """Slots were freed and others moved, see ``Cache.remove_rows``."""
         for slot in gone.tolist():
             prompt = self._slots[slot]
-            if self._known.get(prompt.key) is prompt:
+            if prompt.key in self._known and self._known[prompt.key] is prompt:
                 del self._known[prompt.key]
-        follow(self._slots, where, whence, self.runner.cache.prefixes.size)
+        move_items(self._slots, where, whence, self.runner.cache.prefixes.size)
 
     def retire(self) -> None:
         """The weights changed: rows keep their prompts, but no new row may share one."""

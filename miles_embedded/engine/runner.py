@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
-from miles_embedded.engine.attention import DecodeCall, Layout, PromptCall
+from miles_embedded.engine.attention import CachedRows, DecodeCall, PromptCall
 from miles_embedded.engine.cache import Cache, Store, to_device
-from miles_embedded.model.call import KV_DTYPE, Call, check_kv_dtype
+from miles_embedded.model.attention import window_mask
+from miles_embedded.model.call import Call
+from miles_embedded.model.configuration import head
+from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load import backbone, decoder_layers, has_windows
 from miles_embedded.model.logprobs import logits_of
-from miles_embedded.model.sight import window_mask
 
 #: Logits computed at once when scoring, rows x vocabulary.
 _LOGITS = 1 << 26
@@ -49,7 +51,7 @@ class Runner:
         #: [..., hidden] -> [..., vocab]
         self.head = partial(logits_of, model)
         self.layers = tuple(range(len(decoder_layers(model))))
-        self.vocabulary, self.device = len(model.get_output_embeddings().weight), next(model.parameters()).device
+        self.vocabulary, self.device = len(head(model).weight), next(model.parameters()).device
         self.cache = Cache()
         # Making masks looks for packed sequences first: a few small operations a call, which a decode step on a CPU feels. Layers
         # that all see everything need none.
@@ -86,12 +88,12 @@ class Runner:
     def forward(self, slots: np.ndarray, tokens: Sequence[Sequence[int]], names: set[str]) -> Fed:
         """Feed ``tokens[i]`` (at least one) after what row ``slots[i]`` holds and append them to its cache."""
         counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        layout = Layout(self.cache, slots, counts, self.device)
-        call = DecodeCall(self._context(int(counts.sum())), layout)
-        hidden = self._run([t for row in tokens for t in row], layout.positions, call)
+        held = CachedRows(self.cache, slots, counts, self.device)
+        call = DecodeCall(self._context(int(counts.sum())), held)
+        hidden = self._run([t for row in tokens for t in row], held.positions, call)
         for name in names & call.ctx.extras.keys():
             rows = call.ctx.extras[name]
-            layout.write(_field_slab(self.cache.own, name, rows), rows.unsqueeze(1))
+            held.write(_field_slab(self.cache.own, name, rows), rows.unsqueeze(1))
         self.cache.own.lengths[slots] += counts
         return Fed(hidden, self.head)
 
@@ -118,6 +120,7 @@ class Runner:
         prefix_slots, which = np.unique(cache.prefix_of[slots], return_inverse=True)
         prompts = _read(cache.prefixes, name, prefix_slots)
         own = _read(cache.own, name, slots)
+        assert prompts is not None, f"nothing was recorded under {name}"
         if own is None:
             return [prompts[w].copy() for w in which]
         return [np.concatenate([prompts[w], o]) for w, o in zip(which, own, strict=True)]

@@ -28,7 +28,7 @@ class Row:
         limit: length at which it ends for lack of budget or context.
         stops: token ids that end it.
         log_probs, versions, supports, capped: the response's, see ``Response`` and ``Emitted``.
-        kept: recorded fields of tokens whose cache was dropped; they stay in force (contracts.md section 5).
+        kept: recorded fields of tokens whose cache was dropped; they stay in force when it is computed again.
         slot: where the cache holds it, -1 outside.
         fields: recorded fields it asked for, without the sampling support.
         records_support: it wants its sampling support, and has one.

@@ -11,18 +11,11 @@ from __future__ import annotations
 import threading
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
-from miles_core.errors import ConfigError
+from miles_embedded.model.attention import AttentionOptions, ChosenKeys, window_mask
 from miles_embedded.model.indexer import Indexed, watch_indexer
-from miles_embedded.model.sight import Choice, Sight, sight_of, window_mask
-
-#: Key in ``Context.state``: keys and values are rounded to this type wherever they are attended to.
-KV_DTYPE = "kv_dtype"
-#: What a cache can keep them in, and the largest value it can hold (beyond it, they saturate).
-KV_DTYPES = {"bfloat16": None, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 class Call(Protocol):
@@ -30,13 +23,34 @@ class Call(Protocol):
 
     ctx: Context
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sight: Sight | None = None
-    ) -> Tensor:
-        """query [1, heads, rows, dim], key and value [1, kv_heads, rows, dim] of the rows computed in this call ->
-        [1, rows, heads, value_dim]. ``module.layer_idx`` says which layer asks, ``sight`` what it has beyond plain attention."""
+    @property
+    def longest(self) -> int:
+        """The most keys that a row of this call has, itself included."""
 
-    def choose(self, indexed: Indexed) -> Choice:
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        options: AttentionOptions | None = None,
+    ) -> Tensor:
+        """The attention of one layer, by torch.
+
+        Args:
+            module: the layer's attention; ``module.layer_idx`` says which layer it is.
+            query: [1, heads, rows, dim] of the rows computed in this call.
+            key: [1, kv heads, rows, dim], likewise.
+            value: [1, kv heads, rows, value dim], likewise.
+            scaling: of the scores.
+            options: what the layer has beyond plain causal attention; a window is shorter than ``longest``.
+
+        Returns:
+            [1, rows, heads, value dim].
+        """
+
+    def choose(self, indexed: Indexed) -> ChosenKeys:
         """The keys that an indexer picks for the rows of this call, as a later ``attend`` of it wants them."""
 
 
@@ -77,45 +91,3 @@ def _with_mask(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
 
 def _leave(backbone: nn.Module, args: tuple, output: Any) -> None:
     _active.call = _active.ctx = None
-
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    call: Call | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function registered with Transformers under the name ``miles``."""
-    if call is None:
-        raise RuntimeError("this model attends through a Call; pass call=... (see miles_embedded.model.call)")
-    if kwargs.get("softcap") is not None:
-        raise NotImplementedError(f"{type(module).__name__} uses attention with softcap, which is not supported yet")
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    if KV_DTYPE in call.ctx.state:
-        key, value = (as_cached(x, call.ctx.state[KV_DTYPE]) for x in (key, value))
-    return call.attend(module, query, key, value, scaling, sight_of(attention_mask, kwargs)), None
-
-
-def as_cached(x: Tensor, dtype: str) -> Tensor:
-    """``x`` rounded to what a cache of this type would hold (no scale), in its own dtype."""
-    limit = KV_DTYPES[dtype]
-    if limit is not None:
-        x = x.clamp(-limit, limit)
-    return x.to(getattr(torch, dtype)).to(x.dtype)
-
-
-def check_kv_dtype(dtype: str) -> str:
-    """``dtype``, or ConfigError when no cache keeps keys and values so; "" is the model's own."""
-    if dtype and dtype not in KV_DTYPES:
-        raise ConfigError(f"key/value cache dtype {dtype!r} is none of {', '.join(KV_DTYPES)}")
-    return dtype
-
-
-def no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """The mask function registered under the same name: a Call knows who sees whom, but not how wide a layer's window is."""
-    return None if local_size is None else window_mask(local_size)

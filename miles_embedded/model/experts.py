@@ -1,59 +1,37 @@
-"""The experts of a mixture-of-experts layer: rows sorted by expert, one matrix product an expert, no padding.
+"""The experts of a mixture-of-experts layer, as Transformers' modules have them.
 
-Transformers calls ``grouped_experts`` through its experts interface. Autograd would see hundreds of small slices here, each
-with a full-size zero gradient to add up, so the steps (gather, product, weighted sum) are functions with backward passes of
-their own, in which everything is a gather or a product as well: a row has exactly k places, so nothing is scattered.
-
-The usual expert, ``down(silu(gate) * up)``, goes through all steps before the next expert starts where the product is a loop anyway: its
-few hundred rows then stay in the cache. Anything else (biases, transposed weights, another gate, rows that a number format
-rounds in front of a product) takes the steps one by one.
+Transformers calls ``grouped_experts`` through its experts interface. The usual experts are one operation of the model's table
+(``operations``); anything else (biases, transposed weights, another gate, rows that a number format rounds in front of a
+product) takes the steps of ``grouped_experts.py`` one by one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, silu
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
-from miles_embedded.cpu import experts as fused
-from miles_embedded.cpu.install import compiled
-from miles_embedded.model.onednn import available, padded, times
+from miles_embedded.model.grouped_experts import (
+    SortedChoices,
+    combine,
+    dispatch,
+    grouped_linear,
+    in_one_product,
+    sort_choices,
+)
+from miles_embedded.model.operations import operations_of
 
 _SILU = type(ACT2FN["silu"])
 
-#: Up to this many (row, expert) pairs a CPU takes all experts at once when no gradient is asked for.
-_FEW = 4096
-
-#: Attribute of a module whose products read rounded rows (``precision.activation``); absent or None is the usual case.
+#: Attribute of a module whose products read rounded rows (``quantized.activation``); absent or None is the usual case.
 INPUT_ROUNDING = "input_rounding"
 
 
-@dataclass
-class Routing:
-    """Which row goes to which expert, sorted.
-
-    Attributes:
-        order: [rows * k] flat (row, choice) of each sorted place.
-        place: [rows, k] sorted place of each choice.
-        row: [rows * k] row of each sorted place.
-        ends: [experts] int32, where each expert's places end.
-        counts: places of each expert; empty where ``ends`` is all that the product needs (no synchronisation).
-    """
-
-    order: Tensor
-    place: Tensor
-    row: Tensor
-    ends: Tensor
-    counts: list[int]
-
-
-def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward of a Transformers experts module.
 
     Args:
@@ -69,108 +47,55 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     rounding = getattr(module, INPUT_ROUNDING, None)
     if rounding is not None and not rounding.enabled:
         rounding = None
-    plain = rounding is None and _is_plain(module, hidden_states)
-    if (
-        plain
-        and compiled(module, hidden_states, top_k_weights, module.down_proj)
-        and fused.fits(module.down_proj, module.gate_up_proj)
-    ):
-        return fused.experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
-    native = _native(hidden_states, module.down_proj) or _at_once(hidden_states, top_k_index, module.down_proj)
-    routing = route(top_k_index, module.num_experts, synchronise=not native)
-    if plain and not native:
-        return _SwiGLUExperts.apply(hidden_states, top_k_weights, module.gate_up_proj, module.down_proj, routing)
-    gated = getattr(module, "has_gate", True)
-    up = "gate_up_proj" if gated else "up_proj"
-    expert = partial(_expert_of, top_k_index, routing)
-    if rounding is None:
-        x = dispatch(hidden_states, routing)
-    elif rounding.all_of(up):
-        x = dispatch(rounding(up, hidden_states, expert), routing)  # once a row, not once a choice
-    else:
-        x = rounding(up, dispatch(hidden_states, routing), expert)
-    x = _project(module, up, x, routing)
-    if not gated:
-        x = module.act_fn(x)
-    else:
-        x = module._apply_gate(x)
+    if rounding is None and _usual(module, hidden_states):
+        experts = operations_of(module).experts
+        return experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
+    one = in_one_product(hidden_states, top_k_index, module.down_proj)
+    choices = sort_choices(top_k_index, module.num_experts, counted=not one)
+    expert = partial(_expert_of, top_k_index, choices)
+    x = _project_up(module, hidden_states, choices, rounding, expert)
     if rounding is not None:
         x = rounding("down_proj", x, expert)
-    x = _project(module, "down_proj", x, routing)
+    x = _project(module, "down_proj", x, choices)
     if getattr(module, "has_post_expert_norm", False):
         x = module.post_expert_norm(x)
-    return combine(x, top_k_weights, routing).to(hidden_states.dtype)
+    return combine(x, top_k_weights, choices).to(hidden_states.dtype)
 
 
-def round_inputs(module: nn.Module, rounding: Any) -> None:
-    """Let the products of an experts module read rows that ``rounding`` has seen (``precision.activation``)."""
+def round_inputs(module: Any, rounding: Any) -> None:
+    """Let the products of an experts module read rows that ``rounding`` has seen (``quantized.activation``)."""
     if type(module).__name__ == "Llama4TextExperts":
-        from miles_embedded.model.stacked_experts import StackedExperts  # brings a model definition that few runs need
+        from miles_embedded.model.stacked_experts import stacked_experts  # brings a model definition that few runs need
 
-        module.__class__ = StackedExperts
+        module.forward = MethodType(stacked_experts, module)
     module.__dict__[INPUT_ROUNDING] = rounding
 
 
-def route(index: Tensor, experts: int, synchronise: bool = True) -> Routing:
-    """Sort the choices ``index`` [rows, k] by expert; the order of rows is kept within an expert."""
-    flat = index.reshape(-1)
-    order = flat.argsort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    counts = torch.bincount(flat, minlength=experts) if flat.device.type == "cpu" else _count(flat, experts)
-    return Routing(
-        order,
-        place.view_as(index),
-        torch.div(order, index.shape[1], rounding_mode="floor"),
-        counts.cumsum(0, dtype=torch.int32),
-        counts.tolist() if synchronise else [],
-    )
-
-
-def dispatch(hidden: Tensor, routing: Routing) -> Tensor:
-    """[rows, hidden] -> [rows * k, hidden], sorted by expert."""
-    return _Dispatch.apply(hidden, routing.row, routing.place)
-
-
-def grouped_linear(
-    x: Tensor, weight: Tensor, routing: Routing, bias: Tensor | None = None, transposed: bool = False
-) -> Tensor:
-    """Each expert's product with its own sorted rows.
-
-    Args:
-        x: [rows * k, in] sorted.
-        weight: [experts, out, in], or [experts, in, out] when ``transposed``.
-        routing: whose ``counts`` are known unless ``x`` is where torch has a grouped product.
-        bias: [experts, out].
-        transposed: see ``weight``.
-    """
-    matrix = weight if transposed else weight.transpose(1, 2)
-    if routing.counts:
-        out = _GroupedProduct.apply(x, matrix, routing.counts)
+def _project_up(module: Any, hidden: Tensor, choices: SortedChoices, rounding: Any, expert: Any) -> Tensor:
+    """[rows, hidden] -> [rows * k, inner] sorted: what the second product reads."""
+    gated = getattr(module, "has_gate", True)
+    up = "gate_up_proj" if gated else "up_proj"
+    if rounding is None:
+        x = dispatch(hidden, choices)
+    elif rounding.all_of(up):
+        x = dispatch(rounding(up, hidden, expert), choices)  # once a row, not once a choice
     else:
-        out = torch.nn.functional.grouped_mm(x, matrix, offs=routing.ends)
-    if bias is None:
-        return out
-    expert = torch.searchsorted(routing.ends, torch.arange(len(x), device=x.device, dtype=torch.int32), right=True)
-    return out + bias.index_select(0, expert)
+        x = rounding(up, dispatch(hidden, choices), expert)
+    x = _project(module, up, x, choices)
+    return module._apply_gate(x) if gated else module.act_fn(x)
 
 
-def combine(x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-    """[rows * k, hidden] sorted, weights [rows, k] -> [rows, hidden], each row the weighted sum of its k results."""
-    return _Combine.apply(x, weights, routing.row, routing.place, routing.order)
-
-
-def _expert_of(index: Tensor, routing: Routing) -> Tensor:
+def _expert_of(index: Tensor, choices: SortedChoices) -> Tensor:
     """[rows * k] expert of each sorted place."""
-    return index.reshape(-1).index_select(0, routing.order)
+    return index.reshape(-1).index_select(0, choices.order)
 
 
-def _project(module: nn.Module, name: str, x: Tensor, routing: Routing) -> Tensor:
+def _project(module: Any, name: str, x: Tensor, choices: SortedChoices) -> Tensor:
     bias = getattr(module, f"{name}_bias") if getattr(module, "has_bias", False) else None
-    return grouped_linear(x, getattr(module, name), routing, bias, getattr(module, "is_transposed", False))
+    return grouped_linear(x, getattr(module, name), choices, bias, getattr(module, "is_transposed", False))
 
 
-def _is_plain(module: nn.Module, hidden: Tensor) -> bool:
+def _usual(module: Any, hidden: Tensor) -> bool:
     """Whether these are experts ``down(silu(gate) * up)`` in one dtype, stored [out, in], gate above up, without biases."""
     return (
         getattr(module, "has_gate", True)
@@ -182,188 +107,3 @@ def _is_plain(module: nn.Module, hidden: Tensor) -> bool:
         and isinstance(module.act_fn, (nn.SiLU, _SILU))
         and hidden.dtype == module.gate_up_proj.dtype == module.down_proj.dtype
     )
-
-
-def _native(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these: bfloat16 on a GPU, rows of a multiple of 16 bytes."""
-    return (
-        x.is_cuda
-        and x.dtype == weight.dtype == torch.bfloat16
-        and hasattr(torch.nn.functional, "grouped_mm")
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
-        and weight.shape[1] % 8 == 0
-        and weight.shape[2] % 8 == 0
-    )
-
-
-def _at_once(x: Tensor, index: Tensor, weight: Tensor) -> bool:
-    """Whether all experts go through torch's grouped product on a CPU: the few rows of a decode step, for which a product an
-    expert is hundreds of small operations. It has no advantage where oneDNN is the faster library."""
-    return (
-        x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-        and index.numel() <= _FEW
-        and not torch.is_grad_enabled()
-        and not available()
-        and _grouped_on_cpu()
-    )
-
-
-@cache
-def _grouped_on_cpu() -> bool:
-    """Whether this torch has the grouped product in float32 on a CPU."""
-    product = getattr(torch.nn.functional, "grouped_mm", None)
-    if product is None:
-        return False
-    try:
-        product(torch.ones(2, 8), torch.ones(1, 8, 8), offs=torch.tensor([2], dtype=torch.int32))
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
-def _count(flat: Tensor, experts: int) -> Tensor:
-    # bincount synchronises on a GPU to learn the largest value.
-    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, row: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        return hidden.index_select(0, row)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (place,) = ctx.saved_tensors
-        return _gather_sum(grads[0], place), None, None
-
-
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(x, matrix)
-        ctx.counts = counts
-        out = x.new_empty(len(x), matrix.shape[2])
-        for m, a, b in zip(matrix.unbind(0), x.split(counts), out.split(counts), strict=True):
-            torch.mm(a, m, out=b)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, matrix = ctx.saved_tensors
-        grad_x = grad_matrix = None
-        grad = grads[0].contiguous()
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.empty_like(x)
-            for m, a, b in zip(matrix.unbind(0), grad.split(ctx.counts), grad_x.split(ctx.counts), strict=True):
-                torch.mm(a, m.t(), out=b)
-        if ctx.needs_input_grad[1]:
-            # In the parameter's own layout, so that accumulating it needs no copy.
-            grad_matrix = torch.empty_like(matrix)
-            rows = zip(grad_matrix.unbind(0), x.split(ctx.counts), grad.split(ctx.counts), strict=True)
-            for out, a, b in rows:
-                if out.is_contiguous():
-                    torch.mm(a.t(), b, out=out)
-                else:
-                    torch.mm(b.t(), a, out=out.t())
-        return grad_x, grad_matrix, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, row: Tensor, place: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weights, row, place, order)
-        weighted = (x * weights.reshape(-1).index_select(0, order).unsqueeze(1)).to(x.dtype)
-        return _gather_sum(weighted, place)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, row, place, order = ctx.saved_tensors
-        grad = grads[0].index_select(0, row)
-        grad_weights = None
-        if ctx.needs_input_grad[1]:
-            grad_weights = (grad * x).sum(-1, dtype=weights.dtype).index_select(0, place.view(-1)).view_as(weights)
-        weight = weights.reshape(-1).index_select(0, order).unsqueeze(1)
-        return (grad * weight).to(x.dtype), grad_weights, None, None, None
-
-
-class _SwiGLUExperts(torch.autograd.Function):
-    """All steps of the usual expert, expert by expert. Only the gate and up products are kept for the backward pass; with h =
-    silu(gate) * up and y = down h, the gradient of a row's weight, grad . y, is (down^T grad) . h, so y is not needed."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
-        ctx.routing = routing
-        weight = weights.reshape(-1).index_select(0, routing.order).unsqueeze(1)
-        products, outputs = [], []
-        for expert, piece in _pieces(routing):
-            product = times(hidden.index_select(0, _padded_rows(routing, piece)), gate_up[expert].t())
-            gate, up = product.chunk(2, 1)
-            products.append(product)
-            output = times(silu(gate).mul_(up), down[expert].t())[: piece.stop - piece.start]
-            outputs.append(output.mul_(weight[piece]))
-        ctx.save_for_backward(hidden, weight, gate_up, down, *products)
-        return _gather_sum(torch.cat(outputs), routing.place)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, gate_up, down, *products = ctx.saved_tensors
-        routing, needs = ctx.routing, ctx.needs_input_grad
-        grad_x = []
-        grad_weight = torch.empty_like(weight)
-        grad_gate_up = torch.zeros_like(gate_up) if needs[2] else None
-        grad_down = torch.zeros_like(down) if needs[3] else None
-        for (expert, piece), product in zip(_pieces(routing), products, strict=True):
-            count, rows = piece.stop - piece.start, _padded_rows(routing, piece)
-            # Rows added to round a piece's size have weight 0, and with it gradients 0.
-            scale = pad(weight[piece], (0, 0, 0, len(rows) - count))
-            grad = grads[0].index_select(0, rows)
-            gate, up = product.chunk(2, 1)
-            active = silu(gate)
-            h = active * up
-            grad_h = times(grad, down[expert])
-            torch.sum((grad_h * h)[:count], 1, keepdim=True, dtype=weight.dtype, out=grad_weight[piece])
-            if grad_down is not None:
-                grad_down[expert] = times(grad.t(), h.mul_(scale))
-            grad_h.mul_(scale)
-            grad_product = torch.empty_like(product)
-            grad_gate, grad_up = grad_product.chunk(2, 1)
-            torch.mul(grad_h, active, out=grad_up)
-            torch.ops.aten.silu_backward.grad_input(grad_h.mul_(up), gate, grad_input=grad_gate)
-            if grad_gate_up is not None:
-                grad_gate_up[expert] = times(grad_product.t(), hidden.index_select(0, rows))
-            if needs[0]:
-                grad_x.append(times(grad_product, gate_up[expert])[:count])
-        return (
-            _gather_sum(torch.cat(grad_x), routing.place) if needs[0] else None,
-            grad_weight[routing.place].squeeze(-1) if needs[1] else None,
-            grad_gate_up,
-            grad_down,
-            None,
-        )
-
-
-def _padded_rows(routing: Routing, piece: slice) -> Tensor:
-    """The rows of a piece, and row 0 as often as rounding its size takes."""
-    count = piece.stop - piece.start
-    return pad(routing.row[piece], (0, padded(count) - count))
-
-
-def _pieces(routing: Routing) -> list[tuple[int, slice]]:
-    """(expert, its places) of every expert that has any."""
-    found, start = [], 0
-    for expert, count in enumerate(routing.counts):
-        if count:
-            found.append((expert, slice(start, start + count)))
-        start += count
-    return found
-
-
-def _gather_sum(x: Tensor, place: Tensor) -> Tensor:
-    """[rows * k, hidden] sorted -> [rows, hidden], the sum of each row's k places."""
-    first, *others = place.unbind(1)
-    total = x.index_select(0, first)
-    for choice in others:
-        total += x.index_select(0, choice)
-    return total

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from miles_core.errors import CheckpointError
+from miles_embedded.model.configuration import configuration
 from miles_embedded.model.views import export
 
 #: Bytes of one weight file.
@@ -44,9 +45,10 @@ def export_checkpoint(model: nn.Module, tokenizer: Any, directory: Path | str, s
 
 
 def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int) -> None:
-    model.config.save_pretrained(directory)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(directory)
+    configuration(model).save_pretrained(directory)
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     shards = _plan(model, shard_bytes)

@@ -2,7 +2,7 @@
 
 The indexer of Transformers stays as it is. It expects sequences side by side, and a cache; so a hook runs its forward once a
 layout of ours (buckets, cached rows) with exactly that, and the module itself then only sees a single row whose result is thrown
-away. What attention gets as ``indices`` is the ``Choice`` that its call made. Scores are formed for every query and key, which costs
+away. What attention gets as ``indices`` is the ``ChosenKeys`` that its call made. Scores are formed for every query and key, which costs
 memory and time that a kernel for sparse attention would not need.
 
 An indexer has no gradient, here as in Transformers. Where a key's score equals another's, ``torch.topk`` decides.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_embedded.model.sight import Choice
+from miles_embedded.model.attention import ChosenKeys
 
 #: Classes whose forward this file knows; GLM's layers pass a choice on to the layers that follow.
 KNOWN = ("DeepseekV32Indexer", "GlmMoeDsaIndexer")
@@ -37,7 +37,7 @@ class Indexed:
         sin: like ``cos``.
     """
 
-    module: nn.Module
+    module: Any
     hidden: Tensor
     query: Tensor
     cos: Tensor
@@ -130,7 +130,7 @@ class _Keys:
 class _Chosen:
     """Rides through the indexer's forward as its cache, to be found by the hook behind it."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: ChosenKeys) -> None:
         self.choice = choice
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
@@ -148,7 +148,7 @@ def watch_indexer(indexer: nn.Module, call: Callable[[], Any]) -> None:
         first = (hidden[:, :1], query[:, :1], (cos[:, :1], sin[:, :1]), hidden.new_zeros(1, 1, 1), None)
         return first, {"past_key_values": _Chosen(choice)}
 
-    def behind(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Choice:
+    def behind(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> ChosenKeys:
         return kwargs["past_key_values"].choice
 
     indexer.register_forward_pre_hook(before, with_kwargs=True)

@@ -20,9 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.errors import CheckpointError
 from miles_core.plugin.detect import config_facts
-from miles_embedded.cpu.allocator import keep_freed_memory
-from miles_embedded.cpu.install import use_kernels
-from miles_embedded.model.call import attention, no_mask, watch_layers
+from miles_embedded.model.attention_function import attention, no_mask
+from miles_embedded.model.call import watch_layers
+from miles_embedded.model.configuration import configuration, text_configuration
 from miles_embedded.model.dequantize import dequantized
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.indexer import KNOWN
@@ -64,6 +64,12 @@ def build_model(run: Any, policy: Any, role: str) -> nn.Module:
     return model
 
 
+def is_embedded(run: Any, role: str) -> bool:
+    """Whether a model of this role (see the hook ``on_model``) is run by the embedded engine, trainer, or both if they share it."""
+    sides = {"rollout": ("engine",), "draft": ("engine",), "shared": ("engine", "trainer")}.get(role, ("trainer",))
+    return all(getattr(run.config.run, side) == "embedded" for side in sides)
+
+
 def make_model(run: Any, policy: Any) -> nn.Module:
     """The provider of the model named ``transformers``: the policy's checkpoint, in the run's dtype, on its device."""
     options = run.config.model
@@ -71,11 +77,7 @@ def make_model(run: Any, policy: Any) -> nn.Module:
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     start = options.ref_load or policy.hf_checkpoint or options.hf_checkpoint
-    model = load_model(start, dtype, device, options.trust_remote_code)
-    if device == "cpu":
-        keep_freed_memory()
-        use_kernels(model, options.cpu_kernels)
-    return model
+    return load_model(start, dtype, device, options.trust_remote_code)
 
 
 def resolve_device(name: str) -> str:
@@ -101,10 +103,11 @@ def load_model(
     """
     config = checkpoint_config(path, trust_remote_code)
     state = dequantized(path, config, _DTYPES.get(dtype))
+    load: Any = AutoModelForCausalLM.from_pretrained
     ours: dict[str, Any] = {"attn_implementation": NAME, "experts_implementation": NAME, "output_loading_info": True}
     try:
         if state is None:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = load(
                 path,
                 config=config,
                 dtype=_DTYPES.get(dtype, "auto"),
@@ -138,7 +141,7 @@ def prepare(model: nn.Module) -> nn.Module:
     """Make a freshly built model usable by engine and trainer (once an instance)."""
     _refuse_unknown_attention(model)
     model.eval()
-    model.config.use_cache = False
+    configuration(model).use_cache = False
     watch_layers(backbone(model), decoder_layers(model))
     use_fast_linear(model)
     return model
@@ -155,7 +158,7 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
             f"{type(model).__name__} chooses the keys of its sparse attention ({indexer}) in a way that the embedded backend "
             "does not know; use another engine and trainer"
         )
-    config = model.config.get_text_config()
+    config = text_configuration(model)
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None:
         raise CheckpointError(
@@ -172,13 +175,14 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
 
 def backbone(model: nn.Module) -> nn.Module:
     """The decoder stack below ``lm_head``."""
-    named: nn.Module | None = getattr(model, model.base_model_prefix, None)
-    return model.model if named is None else named  # Llama 4 is named after the model with vision
+    named: Any = model
+    found: nn.Module | None = getattr(named, named.base_model_prefix, None)
+    return named.model if found is None else found  # Llama 4 is named after the model with vision
 
 
 def has_windows(model: nn.Module) -> bool:
     """Whether a layer may see less than all tokens before it."""
-    config = model.config.get_text_config()
+    config = text_configuration(model)
     kinds = set(getattr(config, "layer_types", None) or ())
     return bool(getattr(config, "sliding_window", None)) or bool(kinds - {"full_attention"})
 
@@ -195,7 +199,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
     """``model.*`` facts of the configuration that the module was built from, by name."""
-    return {fact.name: fact.value for fact in config_facts(model.config.to_dict())}
+    return {fact.name: fact.value for fact in config_facts(configuration(model).to_dict())}
 
 
 def transformers_version() -> str:

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from miles_core.data.batch import Ragged
 from miles_core.errors import CheckpointError
-from miles_embedded.cpu import operations
-from miles_embedded.cpu.install import compiled
+from miles_embedded.model.configuration import head, text_configuration
+from miles_embedded.model.operations import LogProbs, operations_of
 
 #: Logits held at once: beyond this many elements, rows are worked off in chunks.
 CHUNK_ELEMENTS = 1 << 26
@@ -65,8 +65,8 @@ def token_log_probs(
 
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
     """``hidden`` [..., hidden] -> [..., vocabulary], with whatever the family does after ``lm_head``."""
-    logits = model.get_output_embeddings()(hidden)
-    config = model.config.get_text_config()
+    logits = head(model)(hidden)
+    config = text_configuration(model)
     for name in ("logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise CheckpointError(
@@ -78,7 +78,7 @@ def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _vocabulary(model: nn.Module) -> int:
-    return int(model.config.get_text_config().vocab_size)
+    return int(text_configuration(model).vocab_size)
 
 
 def _chunk(
@@ -89,13 +89,13 @@ def _chunk(
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    kernels = compiled(model.get_output_embeddings(), logits)
+    operation = operations_of(model).log_probs
     if support is None:
-        return _full(logits, tokens, entropy, kernels)
+        return _full(logits, tokens, entropy, operation)
     sampled = support.offsets.diff() > 0
     if bool(sampled.all()):
         return _supported(logits, tokens, support, entropy)
-    log_probs, entropies = _full(logits, tokens, entropy, kernels)
+    log_probs, entropies = _full(logits, tokens, entropy, operation)
     where = sampled.nonzero().flatten()
     narrow, narrow_entropies = _supported(logits[where], tokens[where], support.select(where), entropy)
     log_probs = log_probs.index_copy(0, where, narrow)
@@ -104,12 +104,11 @@ def _chunk(
     return log_probs, entropies
 
 
-def _full(logits: Tensor, tokens: Tensor, entropy: bool, kernels: bool) -> tuple[Tensor, Tensor | None]:
-    if kernels and not entropy:
-        return operations.log_probs(logits, tokens), None
+def _full(logits: Tensor, tokens: Tensor, entropy: bool, operation: LogProbs) -> tuple[Tensor, Tensor | None]:
+    if not entropy:
+        return operation(logits, tokens), None
     every = logits.log_softmax(-1)
-    log_probs = every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return log_probs, -(every.exp() * every).sum(-1) if entropy else None
+    return every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1)
 
 
 def _supported(logits: Tensor, tokens: Tensor, support: Ragged, entropy: bool) -> tuple[Tensor, Tensor | None]:

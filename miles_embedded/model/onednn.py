@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -61,22 +62,20 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b)
 
 
-class Linear(nn.Linear):
-    """``nn.Linear`` whose products, forward and backward, go through ``times``."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        if not takes(input, input.numel() // max(input.shape[-1], 1)) or self.weight.dtype != input.dtype:
-            return super().forward(input)
-        return _Linear.apply(input, self.weight, self.bias)
-
-
 def use_fast_linear(model: nn.Module) -> None:
-    """Make the plain linear layers of ``model`` compute with ``Linear``; parameters, names and hooks stay."""
+    """Let the plain linear layers of ``model`` multiply by ``times``, forward and backward; parameters, names, classes and hooks stay."""
     if available():
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.__class__ = Linear
+                module.__dict__["forward"] = MethodType(_linear, module)
+
+
+def _linear(module: nn.Linear, input: Tensor) -> Tensor:
+    """[..., in] -> [..., out]."""
+    if not takes(input, input.numel() // max(input.shape[-1], 1)) or module.weight.dtype != input.dtype:
+        return nn.Linear.forward(module, input)
+    out: Tensor = _Linear.apply(input, module.weight, module.bias)
+    return out
 
 
 class _Linear(torch.autograd.Function):

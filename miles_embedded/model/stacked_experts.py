@@ -15,22 +15,27 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from miles_embedded.model.experts import INPUT_ROUNDING
 
 
-class StackedExperts(Llama4TextExperts):
-    """``gate_up_proj`` [experts, hidden, 2 x inner] and ``down_proj`` [experts, inner, hidden], gate in front of up."""
+def stacked_experts(module: Llama4TextExperts, hidden_states: Tensor) -> Tensor:
+    """The forward of Llama 4's experts, with rounded rows while rounding is on.
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[experts * rows, hidden] -> the same shape."""
-        rounding = self.__dict__.get(INPUT_ROUNDING)
-        if rounding is None or not rounding.enabled:
-            plain: Tensor = super().forward(hidden_states)
-            return plain
-        hidden = hidden_states.reshape(-1, self.hidden_size)
-        rows = len(hidden) // self.num_experts
-        expert = partial(torch.arange(self.num_experts, device=hidden.device).repeat_interleave, rows)
+    Args:
+        module: ``gate_up_proj`` [experts, hidden, 2 x inner] and ``down_proj`` [experts, inner, hidden], gate in front of up.
+        hidden_states: [experts * rows, hidden].
 
-        def product(x: Tensor, name: str) -> Tensor:
-            x = rounding(name, x, expert)
-            return torch.bmm(x.view(self.num_experts, rows, -1), getattr(self, name)).flatten(0, 1)
+    Returns:
+        [experts * rows, hidden].
+    """
+    rounding = module.__dict__.get(INPUT_ROUNDING)
+    if rounding is None or not rounding.enabled:
+        plain: Tensor = type(module).forward(module, hidden_states)
+        return plain
+    hidden = hidden_states.reshape(-1, module.hidden_size)
+    rows = len(hidden) // module.num_experts
+    expert = partial(torch.arange(module.num_experts, device=hidden.device).repeat_interleave, rows)
 
-        gate, up = product(hidden, "gate_up_proj").chunk(2, dim=-1)
-        return product(up * self.act_fn(gate), "down_proj")
+    def product(x: Tensor, name: str) -> Tensor:
+        x = rounding(name, x, expert)
+        return torch.bmm(x.view(module.num_experts, rows, -1), getattr(module, name)).flatten(0, 1)
+
+    gate, up = product(hidden, "gate_up_proj").chunk(2, dim=-1)
+    return product(up * module.act_fn(gate), "down_proj")

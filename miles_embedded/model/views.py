@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
+from miles_embedded.model.configuration import configuration
 
 #: Final names of the two halves that a number format encodes with one scale: gate and up.
 _COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
@@ -98,7 +99,7 @@ class Loader:
         self._views = {v.name: v for v in views(model)}
         self._tied = tied_names(model)
         self._missing = dict.fromkeys(self._views)
-        self._family = Family.of(model.config.to_dict())
+        self._family = Family.of(configuration(model).to_dict())
         self._parts: dict[str, View] | None = None
         self._inside: dict[str, tuple[str, list[View]]] = {}
 
@@ -149,7 +150,7 @@ def _derive(model: nn.Module) -> list[View]:
     }
     home = {t.untyped_storage()._cdata: n for n, t in twins.items()}
     with _Aliasing():
-        converted = revert_weight_conversion(model, dict(twins))
+        converted = revert_weight_conversion(model, dict(twins))  # type: ignore[arg-type]
     found = []
     for name, tensor in converted.items():
         source = home.get(tensor.untyped_storage()._cdata)

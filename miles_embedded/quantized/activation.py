@@ -29,6 +29,7 @@ from miles_core.errors import ConfigError
 from miles_core.precision.codec import Codec
 from miles_core.precision.fused_experts import Family
 from miles_core.precision.product import Product
+from miles_embedded.model.configuration import configuration
 from miles_embedded.model.experts import INPUT_ROUNDING, round_inputs
 from miles_embedded.model.views import View, matrices, views
 from miles_embedded.quantized.linear import NativeLinear
@@ -110,8 +111,9 @@ class RoundedInputs:
         parameter = module._parameters[attribute]
         if isinstance(module, nn.Linear):
             _all_or_none(members, chosen)
-            view, whole = members[0], (tuple(module.weight.shape), module.weight.stride())
-            if self.product is not None and (view.size, view.stride) == whole and self.product.takes(whole[0]):
+            view, (rows, columns) = members[0], module.weight.shape
+            whole = (view.size, view.stride) == ((rows, columns), module.weight.stride())
+            if self.product is not None and whole and self.product.takes((rows, columns)):
                 self.layers[view.name] = NativeLinear(self, module, self.format, self.product)
             else:
                 self._handles.append(module.register_forward_pre_hook(self._enter))
@@ -131,7 +133,7 @@ class RoundedInputs:
 
 
 class _ExpertInputs:
-    """What an experts module asks about the rows its products read (``embedded.experts``)."""
+    """What an experts module asks about the rows its products read (``model.experts``)."""
 
     def __init__(self, inputs: RoundedInputs) -> None:
         self.inputs = inputs
@@ -167,7 +169,7 @@ class _StraightThrough(torch.autograd.Function):
 
 def encoded_views(model: nn.Module, codec: Codec) -> list[View]:
     """What ``codec`` encodes of a model: its checkpoint tensors, with experts apart where they are taken apart."""
-    codec.settle({view.name: view.size for view in views(model)}, Family.of(model.config.to_dict()))
+    codec.settle({view.name: view.size for view in views(model)}, Family.of(configuration(model).to_dict()))
     return matrices(model, codec.experts)
 
 

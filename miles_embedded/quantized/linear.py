@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from miles_core.data.unit import Encoded
 from miles_core.precision.format import Format, Parts
 from miles_core.precision.product import Product
+from miles_embedded.model.configuration import head
 
 if TYPE_CHECKING:
     from miles_embedded.quantized.activation import RoundedInputs
@@ -25,6 +26,8 @@ class NativeLinear:
     def __init__(self, inputs: RoundedInputs, module: nn.Linear, format: Format, product: Product) -> None:
         self.inputs, self.module, self.format, self.product = inputs, module, format, product
         self.codes: Parts | None = None
+        self._own = module.forward
+        self._before = module.__dict__.get("forward")
         module.__dict__["forward"] = self
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -32,7 +35,7 @@ class NativeLinear:
         module = self.module
         on = self.inputs.enabled and self.inputs.native
         if not on or self.codes is None or x.dtype != self.product.dtype or x.numel() == 0:
-            return type(module).forward(module, self.inputs(x))
+            return self._own(self.inputs(x))
         if not torch.is_grad_enabled():
             return _forward(x, module.bias, self.codes, self.product)
         y: Tensor = _NativeProduct.apply(x, module.weight, module.bias, self.codes, self.format, self.product)
@@ -55,7 +58,10 @@ class NativeLinear:
 
     def remove(self) -> None:
         """Give the layer its own forward back."""
-        self.module.__dict__.pop("forward", None)
+        if self._before is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.__dict__["forward"] = self._before
 
 
 def _forward(x: Tensor, bias: Tensor | None, codes: Parts, product: Product) -> Tensor:
@@ -91,6 +97,6 @@ class _NativeProduct(torch.autograd.Function):
 
 def linear_shapes(model: nn.Module) -> list[tuple[int, int]]:
     """[N, K] of the weights of a Transformers model's linear layers below its head, each shape once."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    top = head(model)
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not top]
     return list(dict.fromkeys((m.out_features, m.in_features) for m in layers))

@@ -35,7 +35,7 @@ class _Group:
 
 
 class FakeQuantizer:
-    """Holds the quantised values of one model and puts them where its layers look; see the module's paragraph.
+    """Holds the quantised values of one model and puts them where its layers look.
 
     Values are made when a layer first needs them, and again after any torch optimiser stepped or the parameter was
     replaced or written in place. Writing through ``.data``, or an optimiser that is not a ``torch.optim.Optimizer``,
@@ -114,7 +114,7 @@ class _StraightThrough(torch.autograd.Function):
         return quantized.view_as(quantized)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -142,7 +142,7 @@ class _Shadow:
 
 
 def install(model: nn.Module, codec: Codec, product: Product | None = None) -> FakeQuantizer:
-    """Make ``model`` compute with weights in the codec's format; see the module's paragraph.
+    """Make ``model`` compute with weights in the codec's format, gradients straight through.
 
     Args:
         model: prepared by ``miles_embedded.model.load``, not yet wrapped for checkpointing, compilation or sharding.

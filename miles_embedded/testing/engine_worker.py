@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from miles_core.data.unit import Encoded
 from miles_embedded.engine.build import detokenizer, end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.model.configuration import configuration
 from miles_embedded.model.load import load_model
 from miles_embedded.testing import frames
 from miles_embedded.testing.routes import record_routes
@@ -65,7 +66,7 @@ async def main(config: dict[str, Any], out: int) -> None:
     """Serve until standard input ends."""
     model = load_model(config.pop("checkpoint"))
     record_routes(model)
-    tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(configuration(model).name_or_path)
     settings = Settings(detokenizer(tokenizer), end_tokens(model, tokenizer), **config)
     worker = Worker(EmbeddedEngine(model, settings), out)
     stream, loop, calls = asyncio.StreamReader(), asyncio.get_running_loop(), set()

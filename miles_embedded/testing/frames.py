@@ -49,7 +49,7 @@ def pack_request(request: Request) -> dict[str, Any]:
 
 def unpack_request(data: dict[str, Any]) -> Request:
     """Inverse of ``pack_request``."""
-    sampling = {k: tuple(v) if isinstance(v, list) else v for k, v in data["sampling"].items()}
+    sampling: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["sampling"].items()}
     return Request(**{**data, "sampling": Sampling(**sampling), "extras": set(data["extras"])})
 
 
@@ -67,7 +67,8 @@ def pack_response(response: Response) -> tuple[dict[str, Any], bytes]:
 
 def unpack_response(data: dict[str, Any], payload: bytes) -> Response:
     """Inverse of ``pack_response``."""
-    arrays, extras = load_arrays(payload), {}
+    arrays = load_arrays(payload)
+    extras: dict[str, Any] = {}
     for name, array in arrays.items():
         field, _, part = name.partition("/")
         if part == "lengths":

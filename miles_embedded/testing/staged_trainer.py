@@ -23,7 +23,7 @@ from miles_embedded.model.call import watch_layers
 from miles_embedded.model.load import backbone, decoder_layers
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
-from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig, add_pairs
 
 #: Micro-batches whose first stage may be ahead of the second.
 AHEAD = 2
@@ -39,7 +39,8 @@ class Stage(nn.Module):
 
     def __init__(self, model: nn.Module, layers: range) -> None:
         super().__init__()
-        stack, every = backbone(model), decoder_layers(model)
+        stack: Any = backbone(model)
+        every = decoder_layers(model)
         self.numbers = tuple(layers)
         self.first, self.last = layers.start == 0, layers.stop == len(every)
         self.layers = nn.ModuleList(every[i] for i in layers)
@@ -78,7 +79,7 @@ class _Flight:
 
 
 class StagedTrainer(EmbeddedTrainer):
-    """See the module's paragraph; optimiser, export and state are the embedded trainer's.
+    """A trainer of two pipeline stages; optimiser, export and state are the embedded trainer's.
 
     Args:
         model: prepared by ``miles_embedded.model.load``.
@@ -121,8 +122,8 @@ class StagedTrainer(EmbeddedTrainer):
         """See ``Trainer.log_probs``: all micro-batches through the first stage, then all through the second."""
         first, last = self._stages_of(kind)
         under_way = []
-        for samples in self._split(batch):
-            micro_batch, ctx = self._prepare(batch, samples, kind, entropy)
+        for samples in self.split(batch):
+            micro_batch, ctx = self.prepare(batch, samples, kind, entropy)
             hidden = self.parts.forward(first, micro_batch, self._context(ctx, first)).hidden
             under_way.append((samples, micro_batch, self._context(ctx, last, hidden)))
         results = [(samples, self.parts.forward(last, micro_batch, ctx)) for samples, micro_batch, ctx in under_way]
@@ -138,13 +139,13 @@ class StagedTrainer(EmbeddedTrainer):
         self.optimizer.zero_grad()
         self.optimizer.fixed_lr = lr
         flights: deque[_Flight] = deque()
-        for samples in self._split(batch):
-            flights.append(self._send(*self._prepare(batch, samples, "train", self.config.entropy), tokens, totals))
+        for samples in self.split(batch):
+            flights.append(self._send(*self.prepare(batch, samples, "train", self.config.entropy), tokens, totals))
             if len(flights) > AHEAD:
                 self._finish(flights.popleft(), loss, tokens, totals)
         while flights:
             self._finish(flights.popleft(), loss, tokens, totals)
-        return self._metrics(totals)
+        return self.step_metrics(totals, self.parts.optimizer_step())
 
     def _send(self, micro_batch: Batch, base: Context, tokens: Tensor, totals: dict[str, list[Tensor]]) -> _Flight:
         first, last = self.stages
@@ -152,7 +153,7 @@ class StagedTrainer(EmbeddedTrainer):
         output = self.parts.forward(first, micro_batch, ctx)
         assert output.hidden is not None and output.log_probs is None
         extra = with_auxiliary(Loss(output.hidden.new_zeros(())), output, tokens)
-        self._note(totals, extra.metrics | ctx.metrics)
+        add_pairs(totals, extra.metrics | ctx.metrics)
         received = output.hidden.detach().clone().requires_grad_()
         sent = output.hidden
         return _Flight(
@@ -162,7 +163,7 @@ class StagedTrainer(EmbeddedTrainer):
     def _finish(self, flight: _Flight, loss: LossFunction, tokens: Tensor, totals: dict[str, list[Tensor]]) -> None:
         output = self.parts.forward(self.stages[1], flight.micro_batch, flight.ctx)
         share = with_auxiliary(loss(output, flight.micro_batch, flight.ctx), output, tokens)
-        self._note(totals, share.metrics | flight.ctx.metrics)
+        add_pairs(totals, share.metrics | flight.ctx.metrics)
         share.value.backward()
         roots, grads = [flight.sent], [flight.received.grad]
         if flight.extra is not None:

@@ -67,7 +67,7 @@ class Balance:
         return {"load_balance": (self.coefficient * total, trained.sum())}
 
 
-def routers(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+def routers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """(router, experts) of every mixture-of-experts layer, in order. The router is the sibling of ``experts`` whose weight has one
     row an expert; it returns its logits, alone or first."""
     found = []

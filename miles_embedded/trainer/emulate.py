@@ -18,7 +18,7 @@ from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.snapshot import Snapshot
-from miles_embedded.model.call import KV_DTYPE, check_kv_dtype
+from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.views import export, sources
 from miles_embedded.quantized.activation import RoundedInputs
@@ -57,11 +57,11 @@ def emulating(
         if emulation.activations:
             stack.enter_context(_rounded_inputs(trainer.model, codec))
         if emulation.kv_dtype:
-            stack.enter_context(_swapped(trainer.state, KV_DTYPE, check_kv_dtype(emulation.kv_dtype)))
+            stack.enter_context(trainer.scoring_with(state={KV_DTYPE: check_kv_dtype(emulation.kv_dtype)}))
         if emulation.through is not None:
             if emulation.emulated_products:
                 stack.enter_context(emulation.through.emulated_products())
-            stack.enter_context(_swapped(trainer.__dict__, "model", _model_of(emulation.through)))
+            stack.enter_context(trainer.scoring_with(_model_of(emulation.through)))
         yield
 
 
@@ -96,17 +96,3 @@ def _rounded_inputs(model: nn.Module, codec: Codec) -> Iterator[None]:
         yield
     finally:
         inputs.remove()
-
-
-@contextmanager
-def _swapped(where: dict[str, Any], name: str, value: Any) -> Iterator[None]:
-    missing = object()
-    old = where.get(name, missing)
-    where[name] = value
-    try:
-        yield
-    finally:
-        if old is missing:
-            del where[name]
-        else:
-            where[name] = old

@@ -59,7 +59,7 @@ class Loads:
         if not worst:
             return {}
         value = max(float(count.max() / count.mean()) for count in worst)
-        return {"expert_imbalance": (value, 1.0)}
+        return {"train/expert_imbalance": (value, 1.0)}
 
     def _recorder(self, layer: int) -> Any:
         def record(experts: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:

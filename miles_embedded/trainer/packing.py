@@ -191,8 +191,8 @@ def _differs(column: Tensor | Ragged, a: Tensor, b: Tensor) -> NDArray[np.bool_]
         owner = torch.repeat_interleave(same, counts[same])
         unequal[owner[left.select(same).values != right.select(same).values]] = True
         return unequal.numpy()
-    left, right = column[a.to(column.device)], column[b.to(column.device)]
-    unequal = left != right
-    if left.is_floating_point():
-        unequal &= ~(left.isnan() & right.isnan())
+    one, two = column[a.to(column.device)], column[b.to(column.device)]
+    unequal = one.ne(two)
+    if one.is_floating_point():
+        unequal &= ~(one.isnan() & two.isnan())
     return (unequal.flatten(1).any(1) if unequal.dim() > 1 else unequal).cpu().numpy()

@@ -8,7 +8,7 @@ never its result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,18 @@ from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_core.precision.snapshot import Snapshot
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
-from miles_core.train.steps import step_count
-from miles_embedded.model import views as layout
-from miles_embedded.model.blame import first_in_step
 from miles_embedded.model.export import export_checkpoint
-from miles_embedded.model.load import backbone, build_model, decoder_layers, facts_of
+from miles_embedded.model.load import backbone, decoder_layers, facts_of
 from miles_embedded.model.logprobs import scatter, token_log_probs
+from miles_embedded.model.views import export
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
-from miles_embedded.trainer import checkpoint as state
+from miles_embedded.trainer import checkpoint
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
 from miles_embedded.trainer.emulate import emulating
 from miles_embedded.trainer.expert_loads import Loads
+from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import Optimizer, OptimizerConfig
 from miles_embedded.trainer.packing import Packing, pack
 from miles_embedded.trainer.split import split
@@ -69,7 +68,7 @@ class TrainerConfig:
 
 
 class EmbeddedTrainer(Trainer):
-    """See the module's paragraph.
+    """A trainer of one Transformers model in this process.
 
     Args:
         model: prepared by ``miles_embedded.model.load``.
@@ -98,8 +97,8 @@ class EmbeddedTrainer(Trainer):
         self._reference: nn.Module | None = None
         if config.recompute:
             _recompute_layers(model)
-        #: further entries of ``Context.state``, for every pass
-        self.state: dict[str, Any] = {}
+        self._scored: nn.Module | None = None
+        self._state: dict[str, Any] = {}
         self.parts = Parts(self.forward, _no_loss, self.optimizer_step)
 
     @property
@@ -109,8 +108,8 @@ class EmbeddedTrainer(Trainer):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
-        return next(self.model.parameters()).device
+        """Where the model is that ``log_probs`` and ``step`` compute with."""
+        return next((self._scored or self.model).parameters()).device
 
     @property
     def reference(self) -> nn.Module:
@@ -166,10 +165,10 @@ class EmbeddedTrainer(Trainer):
     @torch.no_grad()
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
         """See ``Trainer.log_probs``."""
-        chunk = self.reference if kind == "ref" else self.model
+        chunk = self.reference if kind == "ref" else self._scored or self.model
         results = []
-        for samples in self._split(batch):
-            results.append((samples, self.parts.forward(chunk, *self._prepare(batch, samples, kind, entropy))))
+        for samples in self.split(batch):
+            results.append((samples, self.parts.forward(chunk, *self.prepare(batch, samples, kind, entropy))))
         return self._gathered(batch, results, ("log_probs", "entropy") if entropy else ("log_probs",))
 
     def step(
@@ -181,18 +180,65 @@ class EmbeddedTrainer(Trainer):
         totals: dict[str, list[Tensor]] = {}
         self.optimizer.zero_grad()
         self.optimizer.fixed_lr = lr
-        for samples in self._split(batch):
-            micro_batch, ctx = self._prepare(batch, samples, "train", self.config.entropy)
+        for samples in self.split(batch):
+            micro_batch, ctx = self.prepare(batch, samples, "train", self.config.entropy)
             output = self.parts.forward(self.model, micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             if share.value.requires_grad:
                 share.value.backward()
-            self._note(totals, share.metrics | ctx.metrics)
+            add_pairs(totals, share.metrics | ctx.metrics)
         try:
-            return self._metrics(totals)
+            stepped = self.parts.optimizer_step()
         except NonFiniteError as error:
-            found = first_in_step(self, batch, loss, tokens)
+            found = first_nonfinite_in_step(self, batch, loss, tokens)
             raise NonFiniteError(f"{found} found by computing the step again, because {error}") from error
+        return self.step_metrics(totals, stepped)
+
+    def step_metrics(
+        self, totals: dict[str, list[Tensor]], stepped: dict[str, float]
+    ) -> dict[str, tuple[float, float]]:
+        """What ``step`` returns: the sums over its micro-batches, the loads of experts, and what the optimiser step said."""
+        metrics = {n: (float(a), float(b)) for n, (a, b) in totals.items()} | self.loads.take(self.sum)
+        return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
+
+    def split(self, batch: Batch) -> list[list[int]]:
+        """The samples of each micro-batch of a step, as positions in ``batch``."""
+        return split(batch, self.config.micro_batch_size, self.config.max_tokens, self.config.share_prompts)
+
+    def prepare(self, batch: Batch, samples: list[int], kind: Pass, entropy: bool) -> tuple[Batch, Context]:
+        """One micro-batch on the model's device, packed, and the context that ``forward`` wants with it.
+
+        Args:
+            batch: the step's.
+            samples: those of the micro-batch, one entry of ``split``.
+            kind: which pass it is for.
+            entropy: whether the pass asks for the entropy.
+        """
+        micro_batch = batch if samples == list(range(len(batch))) else batch.select(samples)
+        packing = pack(micro_batch, self.config.share_prompts)
+        micro_batch = micro_batch.to(self.device)
+        packing = replace(
+            packing,
+            **{n: getattr(packing, n).to(self.device) for n in ("rows", "positions", "row_of", "sources", "targets")},
+        )
+        ctx = Context(kind, self.layers, packing.rows, recompute=self.config.recompute and kind == "train")
+        ctx.state.update(self._state, packing=packing, entropy=entropy)
+        return micro_batch, ctx
+
+    @contextmanager
+    def scoring_with(self, model: nn.Module | None = None, state: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """While this is open, ``log_probs`` of the policy computes with another model of this process, and its passes find more.
+
+        Args:
+            model: prepared like the trainer's own; None leaves it to the trainer's own.
+            state: further entries of every pass's ``Context.state``.
+        """
+        before = self._scored, self._state
+        self._scored, self._state = model or self._scored, {**self._state, **(state or {})}
+        try:
+            yield
+        finally:
+            self._scored, self._state = before
 
     def emulating(
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
@@ -221,7 +267,7 @@ class EmbeddedTrainer(Trainer):
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """See ``Trainer.units``; one rank has everything. Views of the model's memory, changed by the next step."""
-        return layout.export(self.model)
+        return export(self.model)
 
     def export(self, directory: Path, tokenizer: Any) -> None:
         """See ``Trainer.export``."""
@@ -229,11 +275,11 @@ class EmbeddedTrainer(Trainer):
 
     def save(self, directory: Path) -> None:
         """See ``Trainer.save``."""
-        state.save(self.model, self.optimizer, Path(directory))
+        checkpoint.save(self.model, self.optimizer, Path(directory))
 
     def load(self, directory: Path) -> None:
         """See ``Trainer.load``; CheckpointError when ``directory`` holds another model."""
-        state.load(self.model, self.optimizer, Path(directory))
+        checkpoint.load(self.model, self.optimizer, Path(directory))
 
     def _gathered(
         self, batch: Batch, results: list[tuple[list[int], Output]], names: tuple[str, ...]
@@ -248,32 +294,12 @@ class EmbeddedTrainer(Trainer):
                 out[name][_flat(batch, samples)] = values
         return out
 
-    def _note(self, totals: dict[str, list[Tensor]], pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
-        for name, pair in pairs.items():
-            new = [torch.as_tensor(x, dtype=torch.float64).detach() for x in pair]
-            totals[name] = [a + b for a, b in zip(totals[name], new, strict=True)] if name in totals else new
 
-    def _metrics(self, totals: dict[str, list[Tensor]]) -> dict[str, tuple[float, float]]:
-        """Takes the optimiser step; the step's metrics with it."""
-        stepped = self.parts.optimizer_step()
-        metrics = {n: (float(a), float(b)) for n, (a, b) in totals.items()}
-        metrics |= {f"train/{name}": pair for name, pair in self.loads.take(self.sum).items()}
-        return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
-
-    def _split(self, batch: Batch) -> list[list[int]]:
-        return split(batch, self.config.micro_batch_size, self.config.max_tokens, self.config.share_prompts)
-
-    def _prepare(self, batch: Batch, samples: list[int], kind: Pass, entropy: bool) -> tuple[Batch, Context]:
-        micro_batch = batch if samples == list(range(len(batch))) else batch.select(samples)
-        packing = pack(micro_batch, self.config.share_prompts)
-        micro_batch = micro_batch.to(self.device)
-        packing = replace(
-            packing,
-            **{n: getattr(packing, n).to(self.device) for n in ("rows", "positions", "row_of", "sources", "targets")},
-        )
-        ctx = Context(kind, self.layers, packing.rows, recompute=self.config.recompute and kind == "train")
-        ctx.state.update(self.state, packing=packing, entropy=entropy)
-        return micro_batch, ctx
+def add_pairs(totals: dict[str, list[Tensor]], pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Add the (sum, weight) pairs of one micro-batch to those of its step, in float64."""
+    for name, pair in pairs.items():
+        new = [torch.as_tensor(x, dtype=torch.float64).detach() for x in pair]
+        totals[name] = [a + b for a, b in zip(totals[name], new, strict=True)] if name in totals else new
 
 
 def _flat(batch: Batch, samples: list[int]) -> Tensor:
@@ -286,7 +312,8 @@ def _flat(batch: Batch, samples: list[int]) -> Tensor:
 
 
 def _recompute_layers(model: nn.Module) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    named: Any = model
+    enable = getattr(named, "activation_checkpointing_enable", None) or named.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     # Transformers recomputes layers only in training mode. The layers alone are put there: their children, dropout
     # among them, stay in evaluation mode, since a policy's log-probs must not be random.
@@ -296,40 +323,3 @@ def _recompute_layers(model: nn.Module) -> None:
 
 def _no_loss(output: Output, micro_batch: Batch, ctx: Context) -> Any:
     raise RuntimeError("no loss was bound to this trainer (see Trainer.bind)")
-
-
-def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
-    """The provider of ``--trainer embedded``."""
-    precision = TrainedPrecision(run, policy)
-
-    def build(role: str) -> nn.Module:
-        model = build_model(run, policy, role)
-        precision.add(model)
-        return model
-
-    return EmbeddedTrainer(build("train"), trainer_config(run.config), lambda: build("ref"), precision)
-
-
-def trainer_config(config: Any) -> TrainerConfig:
-    """From the run's configuration groups ``train`` and ``rollout``."""
-    train, rollout = config.train, config.rollout
-    steps = rollout.num_rollout * step_count(rollout.batch_size * rollout.n_samples_per_prompt, train)
-    return TrainerConfig(
-        optimizer=OptimizerConfig(
-            lr=train.lr,
-            schedule=train.lr_schedule,
-            warmup_steps=train.lr_warmup_iters,
-            decay_steps=train.lr_decay_iters or steps,
-            min_lr=train.min_lr,
-            weight_decay=train.weight_decay,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_eps,
-            clip_grad=train.clip_grad,
-        ),
-        temperature=rollout.temperature,
-        micro_batch_size=None if train.use_dynamic_batch_size else train.micro_batch_size,
-        max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
-        recompute=train.activation_checkpointing,
-        aux_loss_coef=train.aux_loss_coef,
-        entropy=config.algorithm.entropy_coef > 0,
-    )

@@ -53,13 +53,6 @@ def test_two_answers_to_one_question_are_refused(argv):
     assert refused(*argv[:2]) == refused(*argv[2:]) == ""
 
 
-@pytest.mark.parametrize("other", [["--device", "cuda"], ["--dtype", "bfloat16"]])
-@pytest.mark.parametrize("kernels", ["compiled", "torch"])
-def test_kernels_of_a_float32_model_on_a_cpu(other, kernels):
-    assert "float32 model on a CPU" in refused("--cpu-kernels", kernels, *other)
-    assert refused("--cpu-kernels", kernels) == ""
-
-
 def test_rules_name_options_only():
     facts = {option.fact for option in collect([]).options.values()}
     for rule in RULES:

@@ -22,11 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "tis"
 
 ALONE = """
-import miles_core, shutil, sys
-from miles_embedded.cpu.library import compiler_says
+import miles_core, sys
 from miles_core.testing import toy_run
 assert "site-packages" in miles_core.__file__, miles_core.__file__
-assert not (shutil.which("cc") and compiler_says()), compiler_says()
 run = toy_run()
 assert len(run.metrics) == 2 and run.metrics[-1]["train/grad_norm"] > 0
 """
@@ -36,6 +34,14 @@ from miles_core.testing import toy_run
 assert "site-packages" in miles_tis.__file__, miles_tis.__file__
 run = toy_run(plugins=["tis"])
 assert run.run.plan.order == ("tis",) and run.metrics[-1]["tis/weight_mean"] > 0
+"""
+#: The C sources are in the wheel, and compile from where it is installed.
+WITH_SOURCES = """
+import shutil, miles_cpu_kernels
+from miles_core.testing import toy_run
+assert "site-packages" in miles_cpu_kernels.__file__, miles_cpu_kernels.__file__
+if shutil.which("cc"):
+    assert toy_run(plugins=["cpu_kernels"]).metrics[-1]["train/grad_norm"] > 0
 """
 
 
@@ -89,19 +95,19 @@ def build(checks: Checks, builder: Path, wheels: Path) -> dict[str, Path]:
 
 
 def contents(checks: Checks, wheels: dict[str, Path]) -> None:
-    """A wheel has its licence or metadata, its package and nothing of the tests; core has its data files."""
+    """A wheel has its metadata, its packages with their data files, and nothing of the tests."""
     for name, wheel in wheels.items():
         if not wheel.exists():
             continue
         files = zipfile.ZipFile(wheel).namelist()
-        package = "miles_core/" if name == "core" else f"miles_{name}/"
-        strangers = [f for f in files if not f.startswith(package) and ".dist-info/" not in f]
-        checks.check(f"{wheel.name} holds {package} and metadata only", not strangers, f"{strangers[:3]}")
-    core = zipfile.ZipFile(wheels["core"]).namelist()
-    for data in sorted((ROOT / "miles_core").rglob("*")):
-        if data.is_file() and data.suffix not in (".py", ".pyc"):
-            wanted = data.relative_to(ROOT).as_posix()
-            checks.check(f"core's wheel holds {wanted}", wanted in core, "it is not there")
+        source = ROOT if name == "core" else ROOT / "plugins" / name
+        packages = ("miles_core", "miles_embedded") if name == "core" else (f"miles_{name}",)
+        strangers = [f for f in files if f.partition("/")[0] not in packages and ".dist-info/" not in f]
+        checks.check(f"{wheel.name} holds {', '.join(packages)} and metadata only", not strangers, f"{strangers[:3]}")
+        for data in sorted(path for package in packages for path in (source / package).rglob("*")):
+            if data.is_file() and data.suffix not in (".py", ".pyc"):
+                wanted = data.relative_to(source).as_posix()
+                checks.check(f"{wheel.name} holds {wanted}", wanted in files, "it is not there")
 
 
 def environment(checks: Checks, python: str, folder: Path, torch: str) -> Path:
@@ -140,6 +146,8 @@ def main() -> int:
         checks.run("miles plugins, one", [miles, "plugins"], lambda out: out.startswith(f"{PLUGIN} "))
         checks.run("miles plan with it", [miles, "plan", "--plugins", PLUGIN], lambda out: PLUGIN in out)
         checks.run("toy run with it", [inside, "-c", WITH_PLUGIN], silent=True)
+        checks.run("pip install cpu_kernels", [*pip, built["cpu_kernels"]], silent=True)
+        checks.run("toy run with compiled kernels", [inside, "-c", WITH_SOURCES], silent=True)
         checks.run("pip check", [inside, "-m", "pip", "check"])
     print(f"{checks.passed} passed, {checks.failed} failed")
     return 1 if checks.failed else 0

@@ -93,7 +93,7 @@ def test_a_warm_up_without_a_format_is_refused():
 
 FIXED = """
 from miles_embedded.engine.build import make_engine
-from miles_embedded.trainer.trainer import make_trainer
+from miles_embedded.trainer.build import make_trainer
 from miles_embedded import plugin as EMBEDDED
 from miles_core.plugin.manifest import Plugin
 from miles_core.contracts.engine import Engine

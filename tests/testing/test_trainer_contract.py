@@ -76,7 +76,7 @@ class _Averaging(EmbeddedTrainer):
     """Averages gradients over micro-batches."""
 
     def optimizer_step(self):
-        count = len(self._split(make_batch()))
+        count = len(self.split(make_batch()))
         for master in self.optimizer.masters.values():
             master.grad /= count
         return super().optimizer_step()
@@ -102,9 +102,9 @@ class _Late(EmbeddedTrainer):
 class _Sharing(EmbeddedTrainer):
     """Shares prompts whatever the input columns say."""
 
-    def _prepare(self, batch, samples, kind, entropy):
+    def prepare(self, batch, samples, kind, entropy):
         batch.inputs = frozenset()
-        return super()._prepare(batch, samples, kind, entropy)
+        return super().prepare(batch, samples, kind, entropy)
 
 
 BROKEN = {

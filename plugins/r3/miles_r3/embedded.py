@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core import Context, PluginError, hookimpl
-from miles_embedded import active_context, decoder_layers
+from miles_embedded import active_context, decoder_layers, is_embedded
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
@@ -32,10 +32,8 @@ class EmbeddedR3:
 
     @hookimpl
     def on_model(self, run: Any, model: nn.Module, role: str) -> None:
-        owners = {"rollout": ("engine",), "train": ("trainer",), "shared": ("engine", "trainer")}.get(role, ())
-        if role == "ref" and self.options.deterministic:
-            owners = ("trainer",)
-        if owners and all(getattr(run.config.run, owner) == "embedded" for owner in owners):
+        tapped = ("rollout", "train", "shared", *(("ref",) if self.options.deterministic else ()))
+        if role in tapped and is_embedded(run, role):
             tap(model, self.options.deterministic)
 
 

@@ -46,7 +46,7 @@ class CausalCall:
     def __init__(self, kind="train"):
         self.ctx = Context(kind, (0, 1), torch.arange(len(TOKENS)))
 
-    def attend(self, module, query, key, value, scaling, sight=None):
+    def attend(self, module, query, key, value, scaling, options=None):
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
 

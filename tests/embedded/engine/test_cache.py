@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.contracts.trainer import Context
-from miles_embedded.engine.attention import DecodeCall, Layout, PromptCall
+from miles_embedded.engine.attention import DecodeCall, PromptCall
 from miles_embedded.engine.cache import Cache
-from miles_embedded.model.sight import Sight
+from miles_embedded.engine.cached_rows import CachedRows
+from miles_embedded.model.attention import AttentionOptions
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 6, 5
 
@@ -25,13 +26,13 @@ class Mirror:
     def __init__(self, prompt_k, prompt_v):
         self.k, self.v = [*prompt_k], [*prompt_v]
 
-    def attend(self, query, scaling, sight=None):
-        sight = sight or Sight()
-        k, v = (torch.stack(x[-sight.window :]) for x in (self.k, self.v))  # [t, kv_heads, dim]
+    def attend(self, query, scaling, options=None):
+        options = options or AttentionOptions()
+        k, v = (torch.stack(x[-options.window :]) for x in (self.k, self.v))  # [t, kv_heads, dim]
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
         scores = torch.einsum("hd,thd->ht", query, k) * scaling
-        if sight.sinks is not None:
-            scores = torch.cat([scores, sight.sinks[:, None]], 1)
+        if options.sinks is not None:
+            scores = torch.cat([scores, options.sinks[:, None]], 1)
         return torch.einsum("ht,the->he", scores.softmax(-1)[:, : len(k)], v)
 
 
@@ -51,37 +52,37 @@ def context(tokens):
 class Pool:
     """Drives a cache and its mirror together."""
 
-    def __init__(self, seed, sight=None):
-        self.sight = sight
+    def __init__(self, seed, options=None):
+        self.options = options
         self.cache, self.rows, self.g = Cache(), [], torch.Generator().manual_seed(seed)
 
     def admit(self, lengths, members):
         slots = self.cache.add_prefixes(lengths)
         q, k, v = draw(sum(lengths), self.g)
         call = PromptCall(context(sum(lengths)), lengths, self.cache, slots)
-        out = call.attend(Layer(), as_model(q), as_model(k), as_model(v), 0.3, self.sight)[0]
+        out = call.attend(Layer(), as_model(q), as_model(k), as_model(v), 0.3, self.options)[0]
         ends = np.cumsum(lengths)
         for slot, length, end in zip(slots, lengths, ends, strict=True):
             mirror = Mirror([], [])
             for i in range(end - length, end):
                 mirror.k.append(k[i])
                 mirror.v.append(v[i])
-                torch.testing.assert_close(out[i], mirror.attend(q[i], 0.3, self.sight), atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(out[i], mirror.attend(q[i], 0.3, self.options), atol=1e-5, rtol=1e-4)
             self.cache.add_rows([slot] * members)
             self.rows += [Mirror(mirror.k, mirror.v) for _ in range(members)]
 
     def feed(self, slots, counts):
-        layout = Layout(self.cache, np.asarray(slots), np.asarray(counts), torch.device("cpu"))
+        held = CachedRows(self.cache, np.asarray(slots), np.asarray(counts), torch.device("cpu"))
         q, k, v = draw(sum(counts), self.g)
-        call = DecodeCall(context(sum(counts)), layout)
-        out = call.attend(Layer(), as_model(q), as_model(k), as_model(v), 0.3, self.sight)[0]
+        call = DecodeCall(context(sum(counts)), held)
+        out = call.attend(Layer(), as_model(q), as_model(k), as_model(v), 0.3, self.options)[0]
         self.cache.own.lengths[slots] += counts
         at = 0
         for slot, count in zip(slots, counts, strict=True):
             for _ in range(count):
                 self.rows[slot].k.append(k[at])
                 self.rows[slot].v.append(v[at])
-                expected = self.rows[slot].attend(q[at], 0.3, self.sight)
+                expected = self.rows[slot].attend(q[at], 0.3, self.options)
                 torch.testing.assert_close(out[at], expected, atol=1e-5, rtol=1e-4)
                 at += 1
 
@@ -92,13 +93,18 @@ class Pool:
         del self.rows[self.cache.rows :]
 
 
-SIGHTS = [None, Sight(7), Sight(0, torch.tensor([0.5, -1.0, 3.0, 0.0])), Sight(3, torch.tensor([0.5, -1.0, 3.0, 0.0]))]
+OPTIONS = [
+    None,
+    AttentionOptions(7),
+    AttentionOptions(0, torch.tensor([0.5, -1.0, 3.0, 0.0])),
+    AttentionOptions(3, torch.tensor([0.5, -1.0, 3.0, 0.0])),
+]
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), seed=st.integers(0, 1000), sight=st.sampled_from(SIGHTS))
-def test_any_sequence_of_admissions_steps_truncations_and_departures(data, seed, sight):
-    pool = Pool(seed, sight)
+@given(data=st.data(), seed=st.integers(0, 1000), options=st.sampled_from(OPTIONS))
+def test_any_sequence_of_admissions_steps_truncations_and_departures(data, seed, options):
+    pool = Pool(seed, options)
     for _ in range(data.draw(st.integers(2, 8))):
         count = len(pool.rows)
         action = data.draw(st.sampled_from(["admit", "step", "ragged", "some", "remove", "truncate"]))
@@ -156,9 +162,9 @@ def test_half_precision_attention_is_close_to_float32():
     PromptCall(context(6), lengths, pool.cache, slots).attend(Layer(), as_model(q), as_model(k), as_model(v), 0.3)
     pool.cache.add_rows([0, 0])
     mirrors = [Mirror(k.float(), v.float()) for _ in range(2)]
-    layout = Layout(pool.cache, np.arange(2), np.array([3, 1]), torch.device("cpu"))
+    held = CachedRows(pool.cache, np.arange(2), np.array([3, 1]), torch.device("cpu"))
     q, k, v = (t.bfloat16() for t in draw(4, pool.g))
-    out = DecodeCall(context(4), layout).attend(Layer(), as_model(q), as_model(k), as_model(v), 0.3)[0]
+    out = DecodeCall(context(4), held).attend(Layer(), as_model(q), as_model(k), as_model(v), 0.3)[0]
     assert out.dtype == torch.bfloat16
     for at, row in enumerate((0, 0, 0, 1)):
         mirrors[row].k.append(k[at].float())

@@ -9,6 +9,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from miles_embedded.model import experts
+from miles_embedded.model import grouped_experts as grouped
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.load import NAME
 
@@ -83,8 +84,8 @@ def test_without_a_gradient_all_experts_go_at_once_and_give_the_same(family, row
 
 def test_the_usual_expert_takes_the_short_way_and_others_do_not(monkeypatch):
     taken = []
-    original = experts._SwiGLUExperts.apply
-    monkeypatch.setattr(experts._SwiGLUExperts, "apply", lambda *a: taken.append(1) or original(*a))
+    original = grouped._SwiGLUExperts.apply
+    monkeypatch.setattr(grouped._SwiGLUExperts, "apply", lambda *a: taken.append(1) or original(*a))
     for family in ("qwen3_moe", "gpt_oss"):
         grouped_experts(build(family), *inputs(5))
     assert len(taken) == 1
@@ -93,7 +94,7 @@ def test_the_usual_expert_takes_the_short_way_and_others_do_not(monkeypatch):
 def test_step_by_step_equals_the_short_way(monkeypatch):
     module, arguments = build("qwen3_moe"), inputs(37)
     short = run(module, NAME, arguments)
-    monkeypatch.setattr(experts, "_is_plain", lambda *a: False)
+    monkeypatch.setattr(experts, "_usual", lambda *a: False)
     for ours, theirs in zip(run(module, NAME, arguments), short, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from miles_embedded.model import onednn as product
+from miles_embedded.model import onednn
 
-needs_fast_path = pytest.mark.skipif(not product.available(), reason="this processor's MKL is the faster library")
+needs_fast_path = pytest.mark.skipif(not onednn.available(), reason="this processor's MKL is the faster library")
 
 
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 100, 1965])
@@ -16,13 +16,13 @@ def test_times_is_the_matrix_product(rows, left, right):
     a = torch.randn(48, rows).t() if left else torch.randn(rows, 48)
     b = torch.randn(40, 48).t() if right else torch.randn(48, 40)
     exact = a.double() @ b.double()
-    assert (product.times(a, b) - exact).abs().max() < 1e-4
+    assert (onednn.times(a, b) - exact).abs().max() < 1e-4
 
 
 def test_padded_sizes_are_few_and_at_most_an_eighth_larger():
-    sizes = {n: product.padded(n) for n in range(1, 5000)}
+    sizes = {n: onednn.padded(n) for n in range(1, 5000)}
     assert all(n <= size <= n * 1.125 + 1 for n, size in sizes.items())
-    if product.available():
+    if onednn.available():
         assert len({size for n, size in sizes.items() if n >= 1024}) <= 24
         assert all(sizes[n] == n for n in range(1, 32))
 
@@ -35,8 +35,8 @@ def test_a_fast_linear_has_the_values_and_gradients_of_a_plain_one(bias, shape):
     plain = nn.Linear(24, 16, bias=bias)
     fast = nn.Sequential(nn.Linear(24, 16, bias=bias))
     fast[0].load_state_dict(plain.state_dict())
-    product.use_fast_linear(fast)
-    assert isinstance(fast[0], product.Linear)
+    onednn.use_fast_linear(fast)
+    assert type(fast[0]) is nn.Linear and "forward" in vars(fast[0])
     x, y = (torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_() for _ in range(2))
     grad = torch.randn(*shape[:-1], 16)
     plain(x).backward(grad)
@@ -49,9 +49,9 @@ def test_a_fast_linear_has_the_values_and_gradients_of_a_plain_one(bias, shape):
 
 def test_other_dtypes_stay_with_torch():
     x = torch.randn(64, 8, dtype=torch.float64)
-    assert not product.takes(x, 64)
-    assert not product.takes(x.bfloat16(), 64)
-    assert torch.equal(product.times(x, x.t()), x @ x.t())
+    assert not onednn.takes(x, 64)
+    assert not onednn.takes(x.bfloat16(), 64)
+    assert torch.equal(onednn.times(x, x.t()), x @ x.t())
 
 
 @pytest.mark.parametrize(
@@ -60,5 +60,5 @@ def test_other_dtypes_stay_with_torch():
 )
 def test_onednn_is_chosen_by_the_width_of_the_processors_units(vendor, family, wide):
     text = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
-    assert product.has_wide_units(text) is wide
-    assert not product.has_wide_units("processor\t: 0\n")
+    assert onednn.has_wide_units(text) is wide
+    assert not onednn.has_wide_units("processor\t: 0\n")

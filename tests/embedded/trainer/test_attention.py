@@ -9,13 +9,13 @@ from torch import nn
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_embedded.model.sight import Sight
-from miles_embedded.trainer import attention
+from miles_embedded.model import attention
+from miles_embedded.model.attention import AttentionOptions, ShortAttention
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.packing import pack
 
 
-def layout(lengths=((5, (7, 3, 1)), (9, (2, 30)), (40, (1,)), (3, (20, 18, 19, 60)))):
+def packed(lengths=((5, (7, 3, 1)), (9, (2, 30)), (40, (1,)), (3, (20, 18, 19, 60)))):
     generator = torch.Generator().manual_seed(0)
     samples = []
     for group, (prompt, responses) in enumerate(lengths):
@@ -50,7 +50,7 @@ def dense(batch, packing, query, key, value, scaling, window=0, sinks=None):
 @pytest.mark.parametrize(("window", "with_sinks"), [(0, False), (0, True), (4, False), (12, True), (10_000, False)])
 def test_equal_to_dense_attention(monkeypatch, heads, kv, dim, width, short, window, with_sinks):
     monkeypatch.setattr(attention, "_SHORT", short)
-    batch, packing = layout()
+    batch, packing = packed()
     call = PackedCall(Context("train", (0,), packing.rows), packing)
     generator = torch.Generator().manual_seed(1)
     rows = len(packing.rows)
@@ -61,7 +61,7 @@ def test_equal_to_dense_attention(monkeypatch, heads, kv, dim, width, short, win
     sinks = None
     if with_sinks:
         sinks = torch.randn(heads, generator=generator, dtype=torch.float64).requires_grad_()
-    ours = call.attend(nn.Identity(), *inputs, 0.3, Sight(window, sinks) if window or with_sinks else None)
+    ours = call.attend(nn.Identity(), *inputs, 0.3, AttentionOptions(window, sinks) if window or with_sinks else None)
     theirs = dense(batch, packing, *inputs, 0.3, window, sinks)
     inputs += [sinks] * with_sinks
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
@@ -75,7 +75,7 @@ def test_equal_to_dense_attention(monkeypatch, heads, kv, dim, width, short, win
 
 
 def test_padding_is_bounded():
-    _, packing = layout([(100, tuple(range(10, 400, 7))), (3, tuple(range(1, 50)))])
+    _, packing = packed([(100, tuple(range(10, 400, 7))), (3, tuple(range(1, 50)))])
     call = PackedCall(Context("train", (0,), packing.rows), packing).buckets
     assert len(call.pads) < 0.35 * len(packing.rows)
 
@@ -83,7 +83,7 @@ def test_padding_is_bounded():
 def test_bfloat16_softmax_is_taken_in_float32():
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, 1, 60, 16, generator=generator).bfloat16() for _ in range(3))
-    found = attention.ShortAttention.apply(q, k, v, None, 0.25)
+    found = ShortAttention.apply(q, k, v, None, 0.25)
     expected = nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, scale=0.25)
     assert found.dtype == torch.bfloat16
     assert (found.float() - expected).norm() < 0.01 * expected.norm()
@@ -94,7 +94,7 @@ def test_bfloat16_softmax_is_taken_in_float32():
 @pytest.mark.parametrize(("heads", "kv", "dim", "width"), [(8, 2, 64, 64), (4, 4, 192, 128), (2, 1, 12, 12)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_attends_alike(dtype, heads, kv, dim, width):
-    batch, packing = layout(((5, (7, 3, 1)), (90, (2, 130)), (40, (1,)), (3, (20, 300, 19, 60))))
+    batch, packing = packed(((5, (7, 3, 1)), (90, (2, 130)), (40, (1,)), (3, (20, 300, 19, 60))))
     generator = torch.Generator().manual_seed(1)
     rows = len(packing.rows)
     exact = [

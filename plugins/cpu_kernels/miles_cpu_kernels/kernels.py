@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from miles_embedded.cpu.library import Slab, library
+from miles_cpu_kernels.library import Slab, library
 
 #: The gradient of a norm's weight is summed in at most this many pieces of the rows, of at least so many rows.
 _PIECES, _PIECE = 64, 32
 
 
-def fits(*tensors: Tensor) -> bool:
+def takes(*tensors: Tensor) -> bool:
     """Whether the functions here take these: float32, on a CPU."""
     return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
 
@@ -39,7 +39,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Routing:
+class SortedChoices:
     """Choices of rows sorted by expert, in order within one.
 
     Attributes:
@@ -57,14 +57,14 @@ class Routing:
     counts: Tensor
 
 
-def route(index: Tensor, experts: int) -> Routing:
+def sort_choices(index: Tensor, experts: int) -> SortedChoices:
     """Sort choices index [rows, k] int64; IndexError for a choice that is none of ``experts``."""
     order, place, row = torch.empty(3, index.numel(), dtype=torch.int64).unbind(0)
     ends, counts = torch.empty(experts, dtype=torch.int32), torch.empty(experts, dtype=torch.int64)
     pointers = (t.data_ptr() for t in (index, order, place, row, counts, ends))
-    if library().route(*pointers, *index.shape, experts):
+    if library().sort_choices(*pointers, *index.shape, experts):
         raise IndexError(f"an expert's number is none of 0 to {experts - 1}")
-    return Routing(order, place.view_as(index), row, ends, counts)
+    return SortedChoices(order, place.view_as(index), row, ends, counts)
 
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -80,15 +80,6 @@ def gather_sum(x: Tensor, place: Tensor, weight: Tensor | None = None) -> Tensor
     library().gather_sum(
         x.data_ptr(), place.data_ptr(), where, out.data_ptr(), rows, k, x.shape[1], torch.get_num_threads()
     )
-    return out
-
-
-def linear(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-    """x [..., inner] times weight, [inner, columns] or transposed [columns, inner] -> [..., columns]; without a gradient."""
-    inner, columns = x.shape[-1], weight.shape[0 if transposed else 1]
-    out = x.new_empty(*x.shape[:-1], columns)
-    pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
-    _check(library().linear(*pointers, x.numel() // inner, inner, columns, transposed, torch.get_num_threads()))
     return out
 
 
@@ -295,7 +286,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _rotated(grads[0], *ctx.saved_tensors, True), None, None
+        cosine, sine = ctx.saved_tensors
+        return _rotated(grads[0], cosine, sine, True), None, None
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool) -> Tensor:

@@ -21,15 +21,20 @@ from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-from miles_core.errors import MilesError
-from miles_core.observe.environment import cpu_info
+from miles_core import MilesError, cpu_info
 
 log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("steps.c", "attention.c", "products.c")
+_SOURCES = ("steps.c", "attention.c", "experts.c")
 #: Tried in turn: Apple's compiler has no OpenMP, and some compilers no -march=native. Without OpenMP there is one thread.
-_FLAGS = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-mcpu=native"], ["-march=native"], [])
+_FLAGS: tuple[list[str], ...] = (
+    ["-march=native", "-fopenmp"],
+    ["-mcpu=native", "-fopenmp"],
+    ["-mcpu=native"],
+    ["-march=native"],
+    [],
+)
 _COMMON = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi", "-Wno-unknown-pragmas"]
 
 _size, _pointer, _int = c_int64, c_void_p, c_int
@@ -38,11 +43,10 @@ _SIGNATURES: dict[str, list] = {
     "rms_norm": [*[_pointer] * 4, *[_size] * 2, c_float, _int],
     "rms_norm_backward": [*[_pointer] * 7, *[_size] * 3, _int],
     "rotate": [*[_pointer] * 4, *[_size] * 3, _int, _int],
-    "route": [*[_pointer] * 6, *[_size] * 3],
+    "sort_choices": [*[_pointer] * 6, *[_size] * 3],
     "log_probs": [*[_pointer] * 4, *[_size] * 2, _int],
     "log_probs_backward": [*[_pointer] * 5, *[_size] * 2, _int],
     "gather_sum": [*[_pointer] * 4, *[_size] * 3, _int],
-    "linear": [*[_pointer] * 3, *[_size] * 3, _int, _int],
     "experts": [*[_pointer] * 7, *[_size] * 3, _int],
     "experts_backward": [*[_pointer] * 11, *[_size] * 3, _int],
     "tree_attention": [*[_pointer] * 4, *[_size] * 6, c_float, *[_pointer] * 2, _int],
@@ -77,15 +81,6 @@ def library() -> ctypes.CDLL:
     if isinstance(found, CannotCompileError):
         raise found
     return found
-
-
-def compiler_says() -> str:
-    """Why the functions cannot be compiled here; empty when they can. Loads nothing."""
-    try:
-        _compiled(_compiler())
-    except CannotCompileError as error:
-        return str(error)
-    return ""
 
 
 def why_not() -> str:

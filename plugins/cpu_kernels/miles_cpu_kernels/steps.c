@@ -77,8 +77,8 @@ void rotate(const float *x, const float *cosine, const float *sine, float *out, 
 
 /* index [rows, k] names the expert of each choice. The choices sorted by expert, in order within one: order [rows k] and its
  * inverse place, row = order / k; counts [experts], and ends, where each expert's choices end. Returns 1 for a choice that is none. */
-int route(const int64_t *index, int64_t *order, int64_t *place, int64_t *row, int64_t *counts, int32_t *ends, size rows, size k,
-           size experts) {
+int sort_choices(const int64_t *index, int64_t *order, int64_t *place, int64_t *row, int64_t *counts, int32_t *ends, size rows,
+                 size k, size experts) {
     memset(counts, 0, (size_t)experts * sizeof(int64_t));
     for (size i = 0; i < rows * k; i++) {
         if (index[i] < 0 || index[i] >= experts) return 1;

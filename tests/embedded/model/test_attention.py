@@ -18,9 +18,8 @@ from miles_core.errors import CheckpointError
 from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
 from miles_embedded.engine.engine import EmbeddedEngine, Settings
 from miles_embedded.engine.runner import Runner
+from miles_embedded.model.attention import AttentionOptions, attend_padded, causal, with_sinks
 from miles_embedded.model.load import load_model, prepare
-from miles_embedded.model.sight import Sight, causal, with_sinks
-from miles_embedded.trainer.attention import attend_padded
 from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
@@ -53,7 +52,7 @@ PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15]]
 def case(request, tmp_path_factory):
     """(checkpoint, Transformers' own model of it, the same without what is special)."""
     name, values, plain = CASES[request.param]
-    directory = tmp_path_factory.mktemp("sight") / name
+    directory = tmp_path_factory.mktemp("options") / name
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, name, (name, values))
         tiny_checkpoint(name, directory)
@@ -134,13 +133,13 @@ def samples():
 @pytest.mark.parametrize("short", [0, 64])
 def test_training_equals_transformers(case, monkeypatch, recompute, short):
     """Log-probs and the gradient of every parameter, packed and with shared prompts; by either way to attend on a CPU."""
-    monkeypatch.setattr("miles_embedded.trainer.attention._SHORT", short)
+    monkeypatch.setattr("miles_embedded.model.attention._SHORT", short)
     checkpoint, reference, _ = case
     model = load_model(checkpoint)
     trainer = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig(), recompute=recompute))
     trainer.bind(Parts(trainer.forward, None, trainer.optimizer_step))
     batch = collate(samples())
-    micro, ctx = trainer._prepare(batch, list(range(len(batch))), "train", False)
+    micro, ctx = trainer.prepare(batch, list(range(len(batch))), "train", False)
     output = trainer.forward(model, micro, ctx)
     coefficients = torch.randn(len(micro.tokens), generator=torch.Generator().manual_seed(4))
     (output.log_probs * coefficients).sum().backward()
@@ -205,9 +204,9 @@ def test_sinks_as_a_key_are_sinks_as_a_score():
 
 
 def test_a_window_over_all_keys_is_none():
-    assert Sight(8).within(8) is None and Sight(8).within(9) == Sight(8)
+    assert AttentionOptions(8).within(8) is None and AttentionOptions(8).within(9) == AttentionOptions(8)
     sinks = torch.zeros(2)
-    assert Sight(8, sinks).within(8).window == 0 and Sight(8, sinks).within(8).sinks is sinks
+    assert AttentionOptions(8, sinks).within(8).window == 0 and AttentionOptions(8, sinks).within(8).sinks is sinks
 
 
 def test_layers_that_do_more_than_attend_are_refused():

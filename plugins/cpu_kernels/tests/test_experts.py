@@ -7,9 +7,11 @@ from torch.nn.functional import silu
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from miles_embedded.cpu import experts
-from miles_embedded.cpu.install import COMPILED
-from miles_embedded.model import experts as grouped
+from miles_cpu_kernels import experts
+from miles_cpu_kernels.table import compiled
+from miles_embedded.model import grouped_experts as grouped
+from miles_embedded.model.experts import grouped_experts
+from miles_embedded.model.operations import TORCH, use_operations
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -57,7 +59,7 @@ def test_equal_to_the_grouped_experts(sizes):
     index, leaves = inputs(*sizes)
     hidden, weights, gate_up, down = (x.requires_grad_() for x in leaves)
     ours = experts.experts(hidden, index, weights, gate_up, down)
-    theirs = grouped._SwiGLUExperts.apply(hidden, weights, gate_up, down, grouped.route(index, COUNT))
+    theirs = grouped._SwiGLUExperts.apply(hidden, weights, gate_up, down, grouped.sort_choices(index, COUNT))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     grad = randn(*ours.shape, seed=7)
     for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(theirs, leaves, grad), strict=True):
@@ -154,20 +156,19 @@ def module(dim=24, inner=16):
 def taken(monkeypatch):
     """Calls of the compiled experts, on a processor that they are for."""
     found, original = [], experts.experts
-    monkeypatch.setattr(experts, "_x86", lambda: True)
-    monkeypatch.setattr(experts, "available", lambda: False)
     monkeypatch.setattr(experts, "experts", lambda *a: found.append(1) or original(*a))
+    monkeypatch.setattr("miles_cpu_kernels.table.left_to_torch", lambda: "")
     return found
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_a_marked_module_takes_them(taken, gradient):
+def test_a_module_with_the_table_takes_them(taken, gradient):
     layer, (index, (hidden, weights, *_)) = module(), inputs(40, 2, 24, 16)
     with torch.set_grad_enabled(gradient):
-        plain = grouped.grouped_experts(layer, hidden, index, weights)
+        plain = grouped_experts(layer, hidden, index, weights)
         assert not taken
-        layer.__dict__[COMPILED] = True
-        torch.testing.assert_close(grouped.grouped_experts(layer, hidden, index, weights), plain, rtol=1e-5, atol=1e-5)
+        use_operations(layer, compiled(TORCH))
+        torch.testing.assert_close(grouped_experts(layer, hidden, index, weights), plain, rtol=1e-5, atol=1e-5)
     assert taken == [1]
 
 
@@ -187,37 +188,51 @@ def test_a_marked_module_takes_them(taken, gradient):
 )
 def test_a_module_that_is_none_of_the_usual_does_not(taken, change):
     layer, (index, (hidden, weights, *_)) = module(), inputs(40, 2, 24, 16)
-    layer.__dict__[COMPILED] = True
+    use_operations(layer, compiled(TORCH))
     change(layer)
     dtype = layer.gate_up_proj.dtype
     if layer.down_proj.dtype == dtype:
-        grouped.grouped_experts(layer, hidden.to(dtype), index, weights.to(dtype))
+        grouped_experts(layer, hidden.to(dtype), index, weights.to(dtype))
     else:
         with pytest.raises(RuntimeError, match="dtype"):
-            grouped.grouped_experts(layer, hidden, index, weights)
+            grouped_experts(layer, hidden, index, weights)
     assert not taken
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
-def test_weights_that_are_views(taken, name):
+def test_weights_that_are_views_are_left_to_torch(taken, name):
     layer, (index, (hidden, weights, *_)) = module(), inputs(40, 2, 24, 16)
     with torch.no_grad():
-        plain = grouped.grouped_experts(layer, hidden, index, weights)
-        layer.__dict__[COMPILED] = True
+        plain = grouped_experts(layer, hidden, index, weights)
+        use_operations(layer, compiled(TORCH))
         turned = getattr(layer, name).transpose(1, 2).contiguous().transpose(1, 2)
         setattr(layer, name, nn.Parameter(turned))
-        torch.testing.assert_close(grouped.grouped_experts(layer, hidden, index, weights), plain, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grouped_experts(layer, hidden, index, weights), plain, rtol=1e-5, atol=1e-5)
+    assert not taken
 
 
-def test_large_experts_and_other_processors_do_not(taken, monkeypatch):
+def test_large_experts_are_left_to_torch(monkeypatch):
     monkeypatch.setattr(experts, "LARGEST", 3 * 64 * 1365)
-    small, large = (torch.empty(4, 64, inner) for inner in (1365, 1366))
-    assert experts.fits(small) and not experts.fits(large)
-    monkeypatch.setattr(experts, "available", lambda: True)
-    assert not experts.fits(small)
-    monkeypatch.setattr(experts, "available", lambda: False)
-    monkeypatch.setattr(experts, "_x86", lambda: False)
-    assert not experts.fits(small)
+    for inner, small in ((1365, True), (1366, False)):
+        assert experts.fits(torch.empty(4, 2 * inner, 64), torch.empty(4, 64, inner)) is small
+
+
+@pytest.mark.parametrize(
+    ("machine", "onednn", "said"),
+    [
+        ("x86_64", False, ""),
+        ("AMD64", False, ""),
+        ("x86_64", True, "oneDNN is the faster"),
+        ("arm64", False, "(arm64)"),
+    ],
+)
+def test_other_processors_leave_experts_to_torch_and_say_why(monkeypatch, machine, onednn, said):
+    monkeypatch.setattr(experts.platform, "machine", lambda: machine)
+    monkeypatch.setattr(experts, "available", lambda: onednn)
+    reason = experts.left_to_torch.__wrapped__()
+    assert said in reason and bool(said) == bool(reason)
+    monkeypatch.setattr("miles_cpu_kernels.table.left_to_torch", lambda: reason)
+    assert (compiled(TORCH).experts is TORCH.experts) == bool(said)
 
 
 def test_any_integer_names_an_expert():

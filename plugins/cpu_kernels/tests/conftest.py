@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_embedded.cpu.library import why_not
+from miles_cpu_kernels.library import why_not
 
 
 @pytest.fixture

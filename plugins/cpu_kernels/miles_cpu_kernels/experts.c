@@ -1,5 +1,5 @@
-/* Products with weights that fit into a core's cache: a linear layer, and the usual expert, down(silu(gate) * up), with what is between
- * its products, a few rows at a time.
+/* The usual expert, down(silu(gate) * up), of weights that fit into a core's cache: its products and what is between them, a few
+ * rows at a time.
  *
  * A tile of ROWS x COLS vectors of the result stays in registers while the inner dimension passes (Goto and van de Geijn 2008).
  * The right side is packed: columns in panels of PANEL, each panel [inner, PANEL].
@@ -64,25 +64,6 @@ static inline void point(const float **a, const float *x, size stride, const int
         size at = first + (r < rows ? r : rows - 1);
         a[r] = x + (index ? index[at] : at) * stride;
     }
-}
-
-/* out [rows, columns] = x [rows, inner] times b, [inner, columns] or transposed [columns, inner]. Returns 1 without memory. */
-int linear(const float *x, const float *b, float *out, size rows, size inner, size columns, int transposed, int threads) {
-    float *packed = scratch(packed_size(inner, columns));
-    if (!packed) return 1;
-#pragma omp parallel num_threads(threads) if (threads > 1 && WORTH(rows * columns))
-    {
-#pragma omp for schedule(static)
-        for (size p = 0; p < panels(columns); p++) pack_panel(b, transposed, inner, columns, p, packed);
-#pragma omp for schedule(static)
-        for (size tile = 0; tile < (rows + ROWS - 1) / ROWS; tile++) {
-            const float *a[ROWS];
-            size first = tile * ROWS, n = rows - first < ROWS ? rows - first : ROWS;
-            point(a, x, inner, NULL, first, n);
-            times_packed(a, packed, inner, columns, out + first * columns, columns, n);
-        }
-    }
-    return 0;
 }
 
 /* The usual expert, down(silu(gate) * up), of every choice: hidden [.., dim] is read through row [places], sorted by expert up to

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from miles_embedded.cpu import operations
-from miles_embedded.cpu.operations import Cached, Tree
+from miles_cpu_kernels import kernels
+from miles_cpu_kernels.kernels import Cached, Tree
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -25,12 +25,12 @@ def norm(x, weight, eps=1e-5):
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (7, 16), (2, 3, 17), (90, 33), (700, 41)])
 def test_rms_norm(compare, shape):
     inputs = [randn(*shape), randn(shape[-1], seed=1)]
-    compare(lambda x, w: operations.rms_norm(x, w, 1e-5), norm, inputs)
+    compare(lambda x, w: kernels.rms_norm(x, w, 1e-5), norm, inputs)
 
 
 def test_rms_norm_of_a_view(compare):
     compare(
-        lambda x, w: operations.rms_norm(x.transpose(0, 1), w, 0.1),
+        lambda x, w: kernels.rms_norm(x.transpose(0, 1), w, 0.1),
         lambda x, w: norm(x.transpose(0, 1), w, 0.1),
         [randn(3, 5, 18), randn(18, seed=1)],
     )
@@ -41,7 +41,7 @@ def test_rms_norm_of_a_view(compare):
 def test_rms_norm_of_what_is_not_finite(value, column):
     x, weight = randn(4, 35), randn(35, seed=1)
     x[2, column] = value
-    torch.testing.assert_close(operations.rms_norm(x, weight, 1e-5), norm(x, weight), equal_nan=True)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), norm(x, weight), equal_nan=True)
 
 
 # ---- rotation
@@ -57,7 +57,7 @@ def test_rotate(compare, rows, heads, dim):
     # Halves of the angles differ, as no model's do, so that each is seen to be used where it belongs.
     cosine, sine = randn(1, rows, dim, seed=1), randn(1, rows, dim, seed=2)
     compare(
-        lambda x: operations.rotate(x.transpose(1, 2), cosine, sine),
+        lambda x: kernels.rotate(x.transpose(1, 2), cosine, sine),
         lambda x: rotated(x.transpose(1, 2), cosine.double(), sine.double()),
         [randn(1, rows, heads, dim)],
     )
@@ -66,16 +66,16 @@ def test_rotate(compare, rows, heads, dim):
 def test_rotate_of_what_is_not_finite():
     x, cosine, sine = randn(1, 2, 3, 20), randn(1, 3, 20, seed=1), randn(1, 3, 20, seed=2)
     x[0, 0, 0, 9], x[0, 1, 1, 10], x[0, 1, 2, 0] = NAN, INF, -INF
-    torch.testing.assert_close(operations.rotate(x, cosine, sine), rotated(x, cosine, sine), equal_nan=True)
+    torch.testing.assert_close(kernels.rotate(x, cosine, sine), rotated(x, cosine, sine), equal_nan=True)
 
 
 # ---- routing
 
 
 @pytest.mark.parametrize(("rows", "k", "experts"), [(0, 2, 3), (1, 1, 1), (50, 3, 7), (9, 2, 40)])
-def test_route_sorts_stably(rows, k, experts):
+def test_choices_are_sorted_stably(rows, k, experts):
     index = torch.randint(0, experts, (rows, k), generator=torch.Generator().manual_seed(0))
-    found, order = operations.route(index, experts), index.reshape(-1).argsort(stable=True)
+    found, order = kernels.sort_choices(index, experts), index.reshape(-1).argsort(stable=True)
     assert torch.equal(found.order, order)
     assert torch.equal(found.place, order.argsort().view(rows, k))
     assert torch.equal(found.row, order // k)
@@ -84,9 +84,9 @@ def test_route_sorts_stably(rows, k, experts):
 
 
 @pytest.mark.parametrize("bad", [-1, 4, 1 << 40])
-def test_route_refuses_an_expert_that_there_is_not(bad):
+def test_sorting_refuses_an_expert_that_there_is_not(bad):
     with pytest.raises(IndexError, match="none of 0 to 3"):
-        operations.route(torch.tensor([[0, 3], [1, bad]]), 4)
+        kernels.sort_choices(torch.tensor([[0, 3], [1, bad]]), 4)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -94,7 +94,7 @@ def test_route_refuses_an_expert_that_there_is_not(bad):
 def test_gather_sum(with_threads, near, rows, k, dim, weighted):
     x, weight = randn(rows * k, dim), randn(rows, k, seed=1) if weighted else None
     place = torch.randperm(rows * k, generator=torch.Generator().manual_seed(2)).view(rows, k)
-    (found,) = with_threads(lambda: [operations.gather_sum(x, place, weight)])
+    (found,) = with_threads(lambda: [kernels.gather_sum(x, place, weight)])
     picked = x.double()[place]
     near(found, (picked if weight is None else picked * weight.double().unsqueeze(2)).sum(1))
 
@@ -113,13 +113,13 @@ def tokens_of(rows, vocabulary):
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (3, 7), (9, 64), (4, 1001), (300, 67)])
 def test_log_probs(compare, rows, vocabulary):
     tokens = tokens_of(rows, vocabulary)
-    compare(lambda x: operations.log_probs(x, tokens), lambda x: log_softmax(x, tokens), [3 * randn(rows, vocabulary)])
+    compare(lambda x: kernels.log_probs(x, tokens), lambda x: log_softmax(x, tokens), [3 * randn(rows, vocabulary)])
 
 
 def test_log_probs_of_logits_far_apart(compare):
     logits = 1e4 * torch.randint(-1, 2, (12, 37), generator=torch.Generator().manual_seed(4)).float()
     tokens = tokens_of(12, 37)
-    compare(lambda x: operations.log_probs(x, tokens), lambda x: log_softmax(x, tokens), [logits])
+    compare(lambda x: kernels.log_probs(x, tokens), lambda x: log_softmax(x, tokens), [logits])
 
 
 def test_log_probs_of_what_is_not_finite():
@@ -129,7 +129,7 @@ def test_log_probs_of_what_is_not_finite():
     logits[6, 5] = -INF
     logits[7], logits[8] = -INF, NAN
     results = []
-    for function in (operations.log_probs, log_softmax):
+    for function in (kernels.log_probs, log_softmax):
         x = logits.clone().requires_grad_()
         out = function(x, tokens)
         results.append((out.detach(), *torch.autograd.grad(out, x, torch.ones(9))))
@@ -140,26 +140,26 @@ def test_log_probs_of_what_is_not_finite():
 @pytest.mark.parametrize("bad", [-1, 8])
 def test_log_probs_refuses_a_token_that_there_is_not(bad):
     with pytest.raises(IndexError, match="none of 0 to 7"):
-        operations.log_probs(torch.zeros(2, 8), torch.tensor([0, bad]))
+        kernels.log_probs(torch.zeros(2, 8), torch.tensor([0, bad]))
 
 
 def test_the_exponential_is_right_to_the_last_places():
     """Beside a logit of 0, one so low that it does not change the sum has its exponential as probability, and that as gradient."""
     low = torch.linspace(-87.3, -17.4, 20_001)
     logits = torch.stack([torch.zeros_like(low), low], 1).requires_grad_()
-    out = operations.log_probs(logits, torch.zeros(len(low), dtype=torch.int64))
+    out = kernels.log_probs(logits, torch.zeros(len(low), dtype=torch.int64))
     (grad,) = torch.autograd.grad(out.sum(), logits)
     exact = low.double().exp()
     assert ((-grad[:, 1].double() - exact).abs() / exact).max() < 1.5 * 2.0**-23
-    tiny = operations.log_probs(torch.tensor([[0.0, -87.4, -200.0, -INF]]), torch.tensor([0]))
+    tiny = kernels.log_probs(torch.tensor([[0.0, -87.4, -200.0, -INF]]), torch.tensor([0]))
     assert tiny.item() == 0
 
 
 def test_a_row_does_not_depend_on_the_others(same_bits):
     some = torch.tensor([170, 3, 44, 3])
     x, weight, tokens = randn(400, 53), randn(53, seed=1), tokens_of(400, 53)
-    assert same_bits(operations.rms_norm(x, weight, 1e-5)[some], operations.rms_norm(x[some], weight, 1e-5))
-    assert same_bits(operations.log_probs(x, tokens)[some], operations.log_probs(x[some], tokens[some]))
+    assert same_bits(kernels.rms_norm(x, weight, 1e-5)[some], kernels.rms_norm(x[some], weight, 1e-5))
+    assert same_bits(kernels.log_probs(x, tokens)[some], kernels.log_probs(x[some], tokens[some]))
 
 
 # ---- attention of packed segments
@@ -209,7 +209,7 @@ def test_tree_attention(compare, tree, sizes):
     heads, kv, dim, width = sizes
     segments, families, rows = tree_of(TREES[tree])
     compare(
-        lambda *x: operations.tree_attention(*x, Tree(segments, families), 0.3),
+        lambda *x: kernels.tree_attention(*x, Tree(segments, families), 0.3),
         lambda *x: dense(*x, segments, 0.3),
         [randn(rows, heads, dim), randn(rows, kv, dim, seed=1), randn(rows, kv, width, seed=2)],
         4e-6,
@@ -221,7 +221,7 @@ def test_tree_attention_of_scores_far_apart(compare):
     segments, families, rows = tree_of(TREES["branches"])
     q, k = (30 * randn(rows, 2, 8, seed=i) for i in range(2))
     compare(
-        lambda *x: operations.tree_attention(*x, Tree(segments, families), 0.5),
+        lambda *x: kernels.tree_attention(*x, Tree(segments, families), 0.5),
         lambda *x: dense(*x, segments, 0.5),
         [q.round(), k.round(), randn(rows, 2, 8, seed=2)],
         1e-5,
@@ -233,7 +233,7 @@ def test_the_only_key_keeps_its_weight_in_the_gradient():
     segments, families, rows = tree_of([(1, ())] * 40)
     q, k = (40 * randn(rows, 2, 8, seed=i) for i in range(2))
     leaves = [q.requires_grad_(), k.requires_grad_()]
-    out = operations.tree_attention(*leaves, randn(rows, 2, 8, seed=2), Tree(segments, families), 0.3)
+    out = kernels.tree_attention(*leaves, randn(rows, 2, 8, seed=2), Tree(segments, families), 0.3)
     assert not any(g.any() for g in torch.autograd.grad(out, leaves, randn(*out.shape, seed=3)))
 
 
@@ -245,7 +245,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(which, value):
     inputs[which][[3, 8, 30, rows - 1], 1, 5] = value
     results = []
     for function in (
-        lambda *x: operations.tree_attention(*x, Tree(segments, families), 0.4),
+        lambda *x: kernels.tree_attention(*x, Tree(segments, families), 0.4),
         lambda *x: dense(*x, segments, 0.4),
     ):
         leaves = [x.clone().requires_grad_() for x in inputs]
@@ -310,7 +310,7 @@ def test_cached_attention(with_threads, near, same_bits, rows, heads, kv, dim, w
 
     def ours():
         slabs = tuple(x.clone() for x in own)
-        return operations.cached_attention(q, k, v, prompts, slabs, Cached(*where), 0.3), *slabs
+        return kernels.cached_attention(q, k, v, prompts, slabs, Cached(*where), 0.3), *slabs
 
     found, *appended = with_threads(ours)
     exact = [tuple(x.double() for x in group) for group in ((q, k, v), prompts, own)]
@@ -325,7 +325,7 @@ def test_cached_attention_of_what_is_not_finite(which):
     fed = [randn(int(where[0][-1]), 2, 10, seed=i) for i in range(3)]
     fed[which][4, 1, 9], fed[which][7, 0, 0] = NAN, INF
     copies = tuple(x.clone() for x in own)
-    found = operations.cached_attention(*fed, prompts, own, Cached(*where), 0.3)
+    found = kernels.cached_attention(*fed, prompts, own, Cached(*where), 0.3)
     expected = over_cache(*fed, prompts, copies, where, 0.3)
     assert not expected.isfinite().all()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)

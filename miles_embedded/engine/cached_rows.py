@@ -1,0 +1,155 @@
+"""The rows of one decode call as the cache holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_embedded.engine.cache import Cache, round_up, to_device
+from miles_embedded.model.attention import AttentionOptions
+
+_NEVER = -1e30
+#: Own tokens are attended to in multiples of this: products over very few columns take a slow path on a CPU.
+_STEP = 16
+
+
+@dataclass
+class CachedRows:
+    """Which cached tokens the rows of one decode call see; made once a call and used by every layer.
+
+    Row i feeds ``counts[i]`` tokens that follow what its slot holds. Queries are padded to ``queries`` a row.
+
+    Attributes:
+        cache: where the rows are; room for the fed tokens is reserved.
+        slots: [rows] slot of each row's own tokens.
+        counts: [rows] tokens that each row feeds.
+        device: of the model.
+        count: how many rows.
+        before: [rows] own tokens in the cache before this call.
+        prefix_lengths: [rows] tokens of each row's prompt.
+    """
+
+    cache: Cache
+    slots: np.ndarray
+    counts: np.ndarray
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        own = self.cache.own
+        self.count, self.queries = len(self.slots), int(self.counts.max())
+        self.even = bool((self.counts == self.queries).all())
+        self.before = own.lengths[self.slots].copy()
+        self.after = self.before + self.counts
+        self.width = round_up(int(self.after.max()), _STEP)
+        own.reserve(own.size, self.width)
+        self.dense = bool((self.slots == np.arange(self.count)).all())
+        self.level = bool((self.after == self.after[0]).all())
+        self._windows: dict[int, Tensor] = {}
+        self._groups()
+
+    def _groups(self) -> None:
+        prefixes = self.cache.prefixes
+        used, group = np.unique(self.cache.prefix_of[self.slots], return_inverse=True)
+        size = np.bincount(group)
+        order = np.argsort(group, kind="stable")
+        within = np.arange(self.count) - np.repeat(size.cumsum() - size, size)
+        self.groups, self.members = len(used), int(size.max())
+        lengths = prefixes.lengths[used]
+        self.prefix_width = int(lengths.max())
+        gather = np.zeros(self.groups * self.members, np.int64)
+        place = group[order] * self.members + within
+        gather[place] = order
+        scatter = np.empty(self.count, np.int64)
+        scatter[order] = place
+        straight = len(gather) == self.count and bool((gather == np.arange(self.count)).all())
+        self.gather = None if straight else to_device(gather, self.device)
+        self.scatter = None if straight else to_device(scatter, self.device)
+        dense = bool((used == np.arange(self.groups)).all())
+        self.prefix_slots = None if dense else to_device(used, self.device)
+        self.prefix_lengths = lengths[group]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[rows, queries, prefix_width + width] float32 to add to scores: 0 where a query sees a token."""
+        queries = torch.arange(self.queries, device=self.device)
+        last = to_device(self.before, self.device)[:, None] + queries
+        ends = to_device(self.prefix_lengths - 1, self.device)[:, None].expand(-1, self.queries)
+        hidden = torch.cat([self._beyond(self.prefix_width, ends), self._beyond(self.width, last)], -1)
+        return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, _NEVER)
+
+    @cached_property
+    def longest(self) -> int:
+        """The most tokens that a query sees."""
+        return int((self.prefix_lengths + self.after).max())
+
+    def masked(self, options: AttentionOptions) -> Tensor:
+        """``mask`` for queries that see less."""
+        mask = self.mask
+        if options.window:
+            if options.window not in self._windows:
+                self._windows[options.window] = mask.masked_fill(self._gone(options.window), _NEVER)
+            mask = self._windows[options.window]
+        return mask if options.choice is None else mask.masked_fill(~options.choice.masks, _NEVER)
+
+    def _gone(self, window: int) -> Tensor:
+        """[rows, queries, prefix_width + width] True for tokens that left the window of a query."""
+        queries = torch.arange(self.queries, device=self.device)
+        last = to_device(self.before, self.device)[:, None, None] + queries[:, None] - window
+        prompt = to_device(self.prefix_lengths, self.device)[:, None, None]
+        columns = (torch.arange(width, device=self.device) for width in (self.prefix_width, self.width))
+        return torch.cat([column <= end for column, end in zip(columns, (prompt + last, last), strict=True)], -1)
+
+    def _beyond(self, width: int, last: Tensor) -> Tensor:
+        """[rows, queries, width] True for columns after ``last`` [rows, queries]."""
+        return torch.arange(width, device=self.device) > last[:, :, None]
+
+    @cached_property
+    def own_slots(self) -> Tensor | None:
+        """Where the rows' own slabs are, None when they are the first ones in order."""
+        return None if self.dense else to_device(self.slots, self.device)
+
+    @cached_property
+    def token_slots(self) -> Tensor:
+        """[tokens] slot each fed token is written to."""
+        return to_device(np.repeat(self.slots, self.counts), self.device)
+
+    @property
+    def within(self) -> np.ndarray:
+        """[tokens] index of each fed token among its row's."""
+        return np.arange(int(self.counts.sum())) - np.repeat(self.counts.cumsum() - self.counts, self.counts)
+
+    @cached_property
+    def token_columns(self) -> Tensor:
+        """[tokens] column each fed token is written to."""
+        return to_device(np.repeat(self.before, self.counts) + self.within, self.device)
+
+    @cached_property
+    def query_pad(self) -> Tensor:
+        """[rows * queries] fed token at each padded query; token 0 where there is none."""
+        start = self.counts.cumsum() - self.counts
+        column = np.arange(self.queries)
+        real = column < self.counts[:, None]
+        return to_device(np.where(real, start[:, None] + column, 0).reshape(-1), self.device)
+
+    @cached_property
+    def query_unpad(self) -> Tensor:
+        """[tokens] padded query of each fed token."""
+        real = np.arange(self.queries) < self.counts[:, None]
+        return to_device(np.flatnonzero(real.reshape(-1)), self.device)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[tokens] index of each fed token in its sequence."""
+        first = self.cache.prefixes.lengths[self.cache.prefix_of[self.slots]] + self.before
+        return np.repeat(first, self.counts) + self.within
+
+    def write(self, slab: Tensor, flat: Tensor) -> None:
+        """Store the fed tokens' entries, flat [tokens, heads, ...], in an own slab."""
+        if self.queries == 1 and self.level and self.dense:
+            slab[: self.count, :, int(self.before[0])] = flat
+        else:
+            slab[self.token_slots, :, self.token_columns] = flat

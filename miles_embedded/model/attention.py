@@ -1,0 +1,167 @@
+"""Attention as both sides need it: what a layer has beyond plain causal attention, and attention over padded sequences.
+
+Three things occur in Transformers' families beside "a query sees every key up to itself", and any layer may have any of them:
+
+- a sliding window: a query sees the last ``window`` keys, itself included;
+- sinks: a logit a head that takes part in the softmax and has no value, so that attention need not add up to one;
+- a choice: an indexer names the keys of each query (``indexer``).
+
+A layer with none of them has no ``AttentionOptions``, and a window that reaches over all keys of a call is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, pad, scaled_dot_product_attention
+
+#: Up to this many keys a CPU is faster with plain products.
+_SHORT = 64
+
+
+@dataclass(frozen=True)
+class ChosenKeys:
+    """The keys an indexer chose. What ``masks`` is, is between the ``choose`` and the ``attend`` of one call; None: all keys."""
+
+    masks: Any = None
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What one layer's attention has beyond plain causal attention.
+
+    Attributes:
+        window: keys a query sees; 0 for all.
+        sinks: [heads] logits.
+        choice: chosen keys.
+    """
+
+    window: int = 0
+    sinks: Tensor | None = None
+    choice: ChosenKeys | None = None
+
+    def within(self, longest: int) -> AttentionOptions | None:
+        """What is left of it where no query has more than ``longest`` keys; None when nothing is."""
+        window = self.window if self.window < longest else 0
+        choice = self.choice if self.choice is not None and self.choice.masks is not None else None
+        if self.sinks is None and not window and choice is None:
+            return None
+        return replace(self, window=window, choice=choice)
+
+
+def attention_options(attention_mask: Tensor | None, arguments: dict[str, Any]) -> AttentionOptions | None:
+    """From what a module hands its attention function: the mask, and its keyword arguments."""
+    window = arguments.get("sliding_window") or (0 if attention_mask is None else int(attention_mask))
+    sinks, choice = arguments.get("s_aux"), arguments.get("indices")
+    if not window and sinks is None and choice is None:
+        return None
+    return AttentionOptions(window, sinks, choice)
+
+
+@cache
+def window_mask(window: int) -> Tensor:
+    """Stands in for a sliding-window mask. Not every module tells its attention function the window, but every module
+    gets a mask, so ours holds the one number that matters."""
+    return torch.full((1, 1, 1, 1), window)
+
+
+def causal(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """[queries, keys] True where a query sees a key; the last query is at the last key. ``window`` 0: all keys up to it."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen.triu_(keys - queries - window + 1) if window else seen
+
+
+def with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sinks as one more key in front, so that any attention function can take them.
+
+    The heads that share a key head have sinks of their own, so queries and keys get one more dimension for each of these heads: a query
+    is 1 in the dimension of its head, and the added key holds that head's sink there. Its value is 0.
+
+    Args:
+        q: [n, heads, queries, dim].
+        k: [n, kv heads, keys, dim].
+        v: [n, kv heads, keys, width].
+        mask: bool, [n or 1, 1, queries, keys].
+        sinks: [heads].
+        scaling: by which scores will be multiplied.
+
+    Returns:
+        q, k, v, mask with one more key, dimensions as above.
+    """
+    shared = q.shape[1] // k.shape[1]
+    head = torch.arange(q.shape[1], device=q.device) % shared
+    own = one_hot(head, shared).to(q.dtype)[None, :, None].expand(len(q), -1, q.shape[2], -1)
+    key = pad((sinks / scaling).to(k.dtype).view(k.shape[1], 1, shared), (k.shape[3], 0))
+    k = torch.cat([key.expand(len(k), -1, -1, -1), pad(k, (0, shared))], 2)
+    return torch.cat([q, own], 3), k, pad(v, (0, 0, 1, 0)), pad(mask, (1, 0), value=True)
+
+
+def attend_padded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, gqa: bool, sinks: Tensor | None = None
+) -> Tensor:
+    """q [segments, heads, length, dim], k and v [segments, kv heads, keys, dim]; causal without a mask. ``sinks``: see ``AttentionOptions``."""
+    if sinks is not None:
+        if mask is None:
+            mask = causal(q.shape[2], k.shape[2], 0, q.device)[None, None]
+        q, k, v, mask = with_sinks(q, k, v, mask, sinks, scaling)
+    if k.shape[2] <= _SHORT and q.device.type == "cpu":
+        return ShortAttention.apply(q, k, v, mask, scaling)
+    # The fused kernels want keys and values of one width (DeepSeek-V3 has 192 and 128).
+    width = v.shape[-1]
+    if width < k.shape[-1]:
+        v = pad(v, (0, k.shape[-1] - width))
+    if gqa and q.is_cuda:
+        # The memory-efficient kernel, the one that takes masks and float32, does not know shared heads.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        gqa = False
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
+    return out[..., :width]
+
+
+class ShortAttention(torch.autograd.Function):
+    """Attention over few keys as plain batched products: for tens of keys the fused CPU kernel's blocks are mostly empty and
+    its backward takes twice as long. Query heads that share keys are rows of one product."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        segments, kv_heads, keys, _ = k.shape
+        length = q.shape[2]
+        batch = segments * kv_heads
+        if mask is None:
+            mask = torch.ones(1, 1, length, keys, dtype=torch.bool, device=q.device).tril()
+        q, k, v = (x.reshape(batch, -1, x.shape[3]) for x in (q, k, v))
+        hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+        scores = torch.bmm(q, k.transpose(1, 2)).view(segments, -1, length, keys)
+        weights = scores.mul_(scaling).add_(hidden).softmax(-1, dtype=_at_least_float32(q.dtype)).to(q.dtype)
+        weights = weights.view(batch, -1, keys)
+        ctx.save_for_backward(q, k, v, weights)
+        ctx.scaling, ctx.shape = scaling, (segments, -1, length)
+        return torch.bmm(weights, v).view(segments, -1, length, v.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, weights = ctx.saved_tensors
+        grad = grads[0].reshape(len(q), -1, v.shape[2])
+        grad_v = torch.bmm(weights.transpose(1, 2), grad)
+        wide = _at_least_float32(q.dtype)
+        inner = torch._softmax_backward_data(torch.bmm(grad, v.transpose(1, 2)).to(wide), weights.to(wide), -1, wide)
+        inner = inner.mul_(ctx.scaling).to(q.dtype)
+        grad_q, grad_k = torch.bmm(inner, k), torch.bmm(inner.transpose(1, 2), q)
+        segments, _, length = ctx.shape
+        return (
+            grad_q.view(segments, -1, length, q.shape[2]),
+            grad_k.view(segments, -1, *grad_k.shape[1:]),
+            grad_v.view(segments, -1, *grad_v.shape[1:]),
+            None,
+            None,
+        )
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,310 @@
+"""Experts on tensors: rows sorted by expert, one matrix product an expert, no padding.
+
+Autograd would see hundreds of small slices here, each with a full-size zero gradient to add up, so the steps (gather, product,
+weighted sum) are functions with backward passes of their own, in which everything is a gather or a product as well: a row has
+exactly k places, so nothing is scattered.
+
+The usual expert, ``down(silu(gate) * up)``, goes through all steps before the next expert starts where the product is a loop anyway: its
+few hundred rows then stay in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, silu
+
+from miles_embedded.model.onednn import available, padded, times
+
+#: Up to this many (row, expert) pairs a CPU takes all experts at once when no gradient is asked for.
+_FEW = 4096
+
+
+@dataclass
+class SortedChoices:
+    """Which row goes to which expert, sorted by expert.
+
+    Attributes:
+        order: [rows * k] flat (row, choice) of each sorted place.
+        place: [rows, k] sorted place of each choice.
+        row: [rows * k] row of each sorted place.
+        ends: [experts] int32, where each expert's places end.
+        counts: places of each expert; None where one product takes all experts and needs ``ends`` alone (a GPU then need not be
+            waited for).
+    """
+
+    order: Tensor
+    place: Tensor
+    row: Tensor
+    ends: Tensor
+    counts: list[int] | None
+
+
+def swiglu_experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The usual experts: each row's sum of ``down(silu(gate) * up)`` over its experts, by torch (Shazeer 2020).
+
+    Args:
+        hidden: [rows, dim].
+        index: [rows, k] experts.
+        weights: [rows, k].
+        gate_up: [experts, 2 inner, dim], the gate above.
+        down: [experts, dim, inner].
+
+    Returns:
+        [rows, dim].
+    """
+    if not in_one_product(hidden, index, down):
+        return _SwiGLUExperts.apply(hidden, weights, gate_up, down, sort_choices(index, len(down)))
+    choices = sort_choices(index, len(down), counted=False)
+    gate, up = grouped_linear(dispatch(hidden, choices), gate_up, choices).chunk(2, dim=-1)
+    return combine(grouped_linear(silu(gate) * up, down, choices), weights, choices).to(hidden.dtype)
+
+
+def in_one_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
+    """Whether torch multiplies these rows of all experts in one grouped product, or in one product an expert.
+
+    Args:
+        x: [rows, dim].
+        index: [rows, k] experts.
+        weight: [experts, n, m], one of theirs.
+    """
+    if x.is_cuda:
+        return _grouped_on_gpu(x, weight)
+    return _grouped_on_cpu() and x.device.type == "cpu" and _few(x, index, weight)
+
+
+def sort_choices(index: Tensor, experts: int, counted: bool = True) -> SortedChoices:
+    """Sort the choices ``index`` [rows, k] by expert; rows stay in order within an expert. ``counted``: see ``SortedChoices.counts``."""
+    flat = index.reshape(-1)
+    order = flat.argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    counts = torch.bincount(flat, minlength=experts) if flat.device.type == "cpu" else _count(flat, experts)
+    return SortedChoices(
+        order,
+        place.view_as(index),
+        torch.div(order, index.shape[1], rounding_mode="floor"),
+        counts.cumsum(0, dtype=torch.int32),
+        counts.tolist() if counted else None,
+    )
+
+
+def dispatch(hidden: Tensor, choices: SortedChoices) -> Tensor:
+    """[rows, hidden] -> [rows * k, hidden], sorted by expert."""
+    return _Dispatch.apply(hidden, choices.row, choices.place)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, choices: SortedChoices, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    """Each expert's product with its own sorted rows.
+
+    Args:
+        x: [rows * k, in] sorted.
+        weight: [experts, out, in], or [experts, in, out] when ``transposed``.
+        choices: whose ``counts`` are known unless ``x`` is where torch has a grouped product.
+        bias: [experts, out].
+        transposed: see ``weight``.
+    """
+    matrix = weight if transposed else weight.transpose(1, 2)
+    if choices.counts is not None:
+        out = _GroupedProduct.apply(x, matrix, choices.counts)
+    else:
+        out = torch.nn.functional.grouped_mm(x, matrix, offs=choices.ends)
+    if bias is None:
+        return out
+    expert = torch.searchsorted(choices.ends, torch.arange(len(x), device=x.device, dtype=torch.int32), right=True)
+    return out + bias.index_select(0, expert)
+
+
+def combine(x: Tensor, weights: Tensor, choices: SortedChoices) -> Tensor:
+    """[rows * k, hidden] sorted, weights [rows, k] -> [rows, hidden], each row the weighted sum of its k results."""
+    return _Combine.apply(x, weights, choices.row, choices.place, choices.order)
+
+
+def _grouped_on_gpu(x: Tensor, weight: Tensor) -> bool:
+    """bfloat16, rows of a multiple of 16 bytes."""
+    return (
+        x.dtype == weight.dtype == torch.bfloat16
+        and hasattr(torch.nn.functional, "grouped_mm")
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and weight.shape[1] % 8 == 0
+        and weight.shape[2] % 8 == 0
+    )
+
+
+def _few(x: Tensor, index: Tensor, weight: Tensor) -> bool:
+    """The few rows of a decode step, for which a product an expert is hundreds of small operations. One product has no
+    advantage where oneDNN is the faster library."""
+    return (
+        x.dtype == weight.dtype == torch.float32
+        and index.numel() <= _FEW
+        and not torch.is_grad_enabled()
+        and not available()
+    )
+
+
+@cache
+def _grouped_on_cpu() -> bool:
+    """Whether this torch has the grouped product in float32 on a CPU."""
+    product = getattr(torch.nn.functional, "grouped_mm", None)
+    if product is None:
+        return False
+    try:
+        product(torch.ones(2, 8), torch.ones(1, 8, 8), offs=torch.tensor([2], dtype=torch.int32))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _count(flat: Tensor, experts: int) -> Tensor:
+    # bincount synchronises on a GPU to learn the largest value.
+    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, row: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        return hidden.index_select(0, row)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        return _gather_sum(grads[0], place), None, None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x, matrix)
+        ctx.counts = counts
+        out = x.new_empty(len(x), matrix.shape[2])
+        for m, a, b in zip(matrix.unbind(0), x.split(counts), out.split(counts), strict=True):
+            torch.mm(a, m, out=b)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, matrix = ctx.saved_tensors
+        grad_x = grad_matrix = None
+        grad = grads[0].contiguous()
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.empty_like(x)
+            for m, a, b in zip(matrix.unbind(0), grad.split(ctx.counts), grad_x.split(ctx.counts), strict=True):
+                torch.mm(a, m.t(), out=b)
+        if ctx.needs_input_grad[1]:
+            # In the parameter's own layout, so that accumulating it needs no copy.
+            grad_matrix = torch.empty_like(matrix)
+            rows = zip(grad_matrix.unbind(0), x.split(ctx.counts), grad.split(ctx.counts), strict=True)
+            for out, a, b in rows:
+                if out.is_contiguous():
+                    torch.mm(a.t(), b, out=out)
+                else:
+                    torch.mm(b.t(), a, out=out.t())
+        return grad_x, grad_matrix, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, row: Tensor, place: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights, row, place, order)
+        weighted = (x * weights.reshape(-1).index_select(0, order).unsqueeze(1)).to(x.dtype)
+        return _gather_sum(weighted, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, row, place, order = ctx.saved_tensors
+        grad = grads[0].index_select(0, row)
+        grad_weights = None
+        if ctx.needs_input_grad[1]:
+            grad_weights = (grad * x).sum(-1, dtype=weights.dtype).index_select(0, place.view(-1)).view_as(weights)
+        weight = weights.reshape(-1).index_select(0, order).unsqueeze(1)
+        return (grad * weight).to(x.dtype), grad_weights, None, None, None
+
+
+class _SwiGLUExperts(torch.autograd.Function):
+    """All steps of the usual expert, expert by expert. Only the gate and up products are kept for the backward pass; with h =
+    silu(gate) * up and y = down h, the gradient of a row's weight, grad . y, is (down^T grad) . h, so y is not needed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, choices: SortedChoices
+    ) -> Tensor:
+        ctx.choices = choices
+        weight = weights.reshape(-1).index_select(0, choices.order).unsqueeze(1)
+        products, outputs = [], []
+        for expert, piece in _pieces(choices):
+            product = times(hidden.index_select(0, _padded_rows(choices, piece)), gate_up[expert].t())
+            gate, up = product.chunk(2, 1)
+            products.append(product)
+            output = times(silu(gate).mul_(up), down[expert].t())[: piece.stop - piece.start]
+            outputs.append(output.mul_(weight[piece]))
+        ctx.save_for_backward(hidden, weight, gate_up, down, *products)
+        return _gather_sum(torch.cat(outputs), choices.place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, gate_up, down, *products = ctx.saved_tensors
+        choices, needs = ctx.choices, ctx.needs_input_grad
+        grad_x = []
+        grad_weight = torch.empty_like(weight)
+        grad_gate_up = torch.zeros_like(gate_up) if needs[2] else None
+        grad_down = torch.zeros_like(down) if needs[3] else None
+        for (expert, piece), product in zip(_pieces(choices), products, strict=True):
+            count, rows = piece.stop - piece.start, _padded_rows(choices, piece)
+            # Rows added to round a piece's size have weight 0, and with it gradients 0.
+            scale = pad(weight[piece], (0, 0, 0, len(rows) - count))
+            grad = grads[0].index_select(0, rows)
+            gate, up = product.chunk(2, 1)
+            active = silu(gate)
+            h = active * up
+            grad_h = times(grad, down[expert])
+            torch.sum((grad_h * h)[:count], 1, keepdim=True, dtype=weight.dtype, out=grad_weight[piece])
+            if grad_down is not None:
+                grad_down[expert] = times(grad.t(), h.mul_(scale))
+            grad_h.mul_(scale)
+            grad_product = torch.empty_like(product)
+            grad_gate, grad_up = grad_product.chunk(2, 1)
+            torch.mul(grad_h, active, out=grad_up)
+            torch.ops.aten.silu_backward.grad_input(grad_h.mul_(up), gate, grad_input=grad_gate)
+            if grad_gate_up is not None:
+                grad_gate_up[expert] = times(grad_product.t(), hidden.index_select(0, rows))
+            if needs[0]:
+                grad_x.append(times(grad_product, gate_up[expert])[:count])
+        return (
+            _gather_sum(torch.cat(grad_x), choices.place) if needs[0] else None,
+            grad_weight[choices.place].squeeze(-1) if needs[1] else None,
+            grad_gate_up,
+            grad_down,
+            None,
+        )
+
+
+def _padded_rows(choices: SortedChoices, piece: slice) -> Tensor:
+    """The rows of a piece, and row 0 as often as rounding its size takes."""
+    count = piece.stop - piece.start
+    return pad(choices.row[piece], (0, padded(count) - count))
+
+
+def _pieces(choices: SortedChoices) -> list[tuple[int, slice]]:
+    """(expert, its places) of every expert that has any."""
+    found, start = [], 0
+    for expert, count in enumerate(choices.counts or ()):
+        if count:
+            found.append((expert, slice(start, start + count)))
+        start += count
+    return found
+
+
+def _gather_sum(x: Tensor, place: Tensor) -> Tensor:
+    """[rows * k, hidden] sorted -> [rows, hidden], the sum of each row's k places."""
+    first, *others = place.unbind(1)
+    total = x.index_select(0, first)
+    for choice in others:
+        total += x.index_select(0, choice)
+    return total

@@ -1,0 +1,92 @@
+"""Finding the first tensor that is not finite.
+
+Checking every tensor of every step would cost what it could save. So a step only checks what no NaN or infinity escapes, and when that
+fails the same rows are computed again with eyes on every module: the first output that is not finite in the forward pass,
+else the first gradient in the backward pass, is where it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class NonFiniteWatch:
+    """While open, looks at every module's outputs and their gradients.
+
+    Attributes:
+        first: a description of the first tensor that was not finite; empty while all were.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.first = model, ""
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> NonFiniteWatch:
+        for name, module in self.model.named_modules():
+            self._handles.append(module.register_forward_hook(self._look(name or type(module).__name__)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _look(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in _tensors(output):
+                if not self.first and not finite(tensor):
+                    self.first = f"the output of {name} {_describe(tensor)}{_because(name, module, args)}"
+                if tensor.requires_grad:
+                    self._handles.append(tensor.register_hook(self._look_back(name)))
+
+        return hook
+
+    def _look_back(self, name: str) -> Any:
+        def hook(gradient: Tensor) -> None:
+            if not self.first and not finite(gradient):
+                self.first = f"the gradient of the output of {name} {_describe(gradient)}"
+
+        return hook
+
+
+def first_nonfinite(model: nn.Module, body: Callable[[], object]) -> str:
+    """A description of the first tensor that is not finite while ``body()`` runs ``model``; empty when all are."""
+    with NonFiniteWatch(model) as watch:
+        body()
+    return watch.first
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor are."""
+    return bool(tensor.detach().isfinite().all())
+
+
+def _describe(tensor: Tensor) -> str:
+    bad = ~tensor.detach().isfinite()
+    first = bad.nonzero()[0].tolist()
+    value = tensor.detach()[tuple(first)].item()
+    return f"{list(tensor.shape)} holds {int(bad.sum())} values that are not finite, the first ({value}) at {first},"
+
+
+def _because(name: str, module: nn.Module, args: Any) -> str:
+    """A cause that lies in the module itself."""
+    for own, parameter in module.named_parameters(recurse=False):
+        if not finite(parameter):
+            return f" because its parameter {name}.{own} does,"
+    if all(finite(t) for t in _tensors(args)):
+        return " from finite inputs,"
+    return ""

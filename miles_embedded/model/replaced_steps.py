@@ -1,0 +1,124 @@
+"""Norms and rotary embeddings of Transformers' modules, computed by an operation of the model's table instead.
+
+A module gets a forward of its own (the instance's hides the class's) only if its class and the operation compute the same on random
+numbers of the module's dtype and device; for any other dtype, device or shape, that forward calls the class's. Classes and modules
+of Transformers stay as they are.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+_ROTATION = "apply_rotary_pos_emb"
+#: Of the comparison: results of a handful of operations in another order, in units of the dtype's last place.
+_PLACES = 16
+
+
+Norm = Callable[[Tensor, Tensor, float], Tensor]
+Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def replace_norm(module: Any, norm: Norm | None) -> bool:
+    """Let a norm compute with ``norm`` where both are the same; otherwise, and for None, with its class's code."""
+    module.__dict__.pop("forward", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if norm is None or not isinstance(eps, float) or not isinstance(weight, Tensor) or weight.dim() != 1:
+        return False
+    dtype, device, base = weight.dtype, weight.device.type, cast(Any, type(module))
+    if not _same_norm(base, norm, dtype, device):
+        return False
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        if not _all_are(dtype, device, hidden_states, self.weight):
+            return type(self).forward(self, hidden_states)
+        return norm(hidden_states, self.weight, eps)
+
+    module.forward = types.MethodType(forward, module)
+    return True
+
+
+def replace_rotation(module: Any, rotation: Rotation | None) -> bool:
+    """Let an attention module rotate with ``rotation`` where both are the same; otherwise, and for None, with its class's code."""
+    module.__dict__.pop("forward", None)
+    like = next(module.parameters(), None)
+    if rotation is None or like is None:
+        return False
+    forward = _rotating_forward(cast(Any, type(module)), rotation, like.dtype, like.device.type)
+    if forward is None:
+        return False
+    module.forward = types.MethodType(forward, module)
+    return True
+
+
+@cache
+def _same_norm(base: type[Any], norm: Norm, dtype: torch.dtype, device: str) -> bool:
+    weight, x = _random(dtype, device, (24,), (3, 24))
+    try:
+        probe = base(24, eps=0.1).to(device, dtype)
+        with torch.no_grad():
+            probe.weight.copy_(weight)
+            expected = probe(x)
+    except (TypeError, AttributeError, RuntimeError):
+        return False
+    return _same(expected, norm(x, weight, 0.1))
+
+
+@cache
+def _rotating_forward(base: Any, rotation: Any, dtype: torch.dtype, device: str) -> Callable[..., Any] | None:
+    """The class's forward with ``rotation`` in it; None where the class rotates otherwise.
+
+    Transformers looks the rotation up among the globals of a model's file and has no place for another one, so the forward is made from
+    the class's code object with that one global bound anew; the alternative is to change the file's global for every model of the process.
+    """
+    forward: Any = base.forward
+    original = getattr(forward, "__globals__", {}).get(_ROTATION)
+    if original is None or _ROTATION not in forward.__code__.co_names:
+        return None
+    if not _same_rotation(original, rotation, dtype, device):
+        return None
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        plain = not args and not kwargs and len(q) == len(k) == 1 and q.shape[3] % 2 == 0
+        plain = plain and cos.shape == sin.shape == (1, *q.shape[2:]) == (1, *k.shape[2:])
+        if not plain or not _all_are(dtype, device, q, k, cos, sin):
+            found: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
+            return found
+        return rotation(q, cos, sin), rotation(k, cos, sin)
+
+    names = forward.__globals__ | {_ROTATION: rotate}
+    changed = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return changed
+
+
+def _same_rotation(original: Any, rotation: Rotation, dtype: torch.dtype, device: str) -> bool:
+    q, k, cos, sin = _random(dtype, device, (1, 3, 5, 8), (1, 2, 5, 8), (1, 5, 8), (1, 5, 8))
+    try:
+        expected = original(q, k, cos, sin)
+    except (TypeError, RuntimeError):
+        return False
+    return all(_same(e, rotation(x, cos, sin)) for e, x in zip(expected, (q, k), strict=True))
+
+
+def _random(dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.rand(shape, generator=generator) + 0.5).to(device, dtype) for shape in shapes]
+
+
+def _same(expected: Any, found: Tensor) -> bool:
+    if not isinstance(expected, Tensor) or expected.shape != found.shape:
+        return False
+    places = _PLACES * torch.finfo(found.dtype).eps
+    return bool(torch.allclose(expected, found, rtol=places, atol=places))
+
+
+def _all_are(dtype: torch.dtype, device: str, *tensors: Tensor) -> bool:
+    return all(x.dtype == dtype and x.device.type == device for x in tensors)

@@ -1,0 +1,58 @@
+"""The first tensor of a failed optimiser step that is not finite.
+
+A step only checks its gradient's norm. Nothing was changed by the failed step, so a second computation of its micro-batches meets the
+same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from miles_core.data.batch import Batch
+from miles_core.train.auxiliary import with_auxiliary
+from miles_embedded.model.nonfinite import NonFiniteWatch, finite
+
+if TYPE_CHECKING:
+    from miles_core.contracts.trainer import LossFunction
+    from miles_embedded.trainer.trainer import EmbeddedTrainer
+
+
+def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFunction, tokens: Tensor) -> str:
+    """Compute every micro-batch of a failed step again; a clause that names the first tensor that is not finite, the
+    micro-batch and its samples. Gradients are cleared afterwards."""
+    splits = trainer.split(batch)
+    for number, samples in enumerate(splits, start=1):
+        micro_batch, ctx = trainer.prepare(batch, samples, "train", trainer.config.entropy)
+        with NonFiniteWatch(trainer.model) as watch:
+            output = trainer.parts.forward(trainer.model, micro_batch, ctx)
+            share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
+            found = watch.first or _column(micro_batch)
+            if not found and not finite(share.value):
+                found = "the loss itself, from finite log-probs and columns,"
+            if not found and share.value.requires_grad:
+                share.value.backward()
+                found = watch.first
+        trainer.optimizer.zero_grad()
+        if found:
+            who = ", ".join(map(str, micro_batch.index.tolist()[:8])) + (", ..." if len(micro_batch) > 8 else "")
+            return f"{found} in micro-batch {number} of {len(splits)} (samples {who})"
+    return f"all {len(splits)} micro-batches are finite one by one, so their sum overflows"
+
+
+def _column(batch: Batch) -> str:
+    """A column of numbers that is not finite where something is trained."""
+    trained = batch.mask.bool()
+    for name, values in batch.columns.items():
+        if isinstance(values, Tensor) and values.is_floating_point() and len(values) == len(trained):
+            bad = (~values.isfinite()).reshape(len(values), -1).any(-1) & trained
+            if bool(bad.any()):
+                at = int(bad.nonzero()[0])
+                sample = int(batch.owner[at])
+                position = at - int(batch.starts[sample]) - int(batch.prompt_lengths[sample])
+                return (
+                    f"column {name} is {float(values[at].flatten()[0])} at response token {position} of sample "
+                    f"{int(batch.index[sample])}, not computed by this pass,"
+                )
+    return ""

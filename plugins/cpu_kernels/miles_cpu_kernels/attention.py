@@ -1,0 +1,79 @@
+"""Attention over few keys: a packed micro-batch of the trainer, and a decode step of the engine.
+
+Over more keys matrix products win (benchmarks/cpu_kernels.py), and over what a layer has beyond plain causal attention they are all
+there is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_cpu_kernels import kernels
+from miles_embedded import Attention, AttentionOptions, CachedRows, Call, DecodeCall, PackedCall, Packing
+
+#: Keys of the longest row, up to which a loop over rows is faster than products: of a packed micro-batch, and of a decode step.
+PACKED_KEYS, DECODED_KEYS = 128, 64
+#: In ``Context.state``: where the segments or the rows of a call are, for all its layers.
+_PLACES = "cpu_kernels.places"
+
+
+def attention(
+    before: Attention,
+    call: Call,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    options: AttentionOptions | None,
+) -> Tensor:
+    """An ``Attention`` that leaves to ``before`` what it has no kernel for."""
+    if options is None and kernels.takes(query, key, value):
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if isinstance(call, PackedCall) and call.longest <= PACKED_KEYS:
+            return _packed(call, q, k, v, scaling).unsqueeze(0)
+        if isinstance(call, DecodeCall) and call.longest <= DECODED_KEYS:
+            return _decoded(call, module.layer_idx, q, k, v, scaling).unsqueeze(0)
+    return before(call, module, query, key, value, scaling, options)
+
+
+def _packed(call: PackedCall, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    tree = call.ctx.state.get(_PLACES)
+    if tree is None:
+        tree = call.ctx.state[_PLACES] = tree_of(call.packing)
+    return kernels.tree_attention(q, k, v, tree, scaling)
+
+
+def _decoded(call: DecodeCall, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    places = call.ctx.state.get(_PLACES)
+    if places is None:
+        places = call.ctx.state[_PLACES] = cached(call.rows)
+    cache = call.rows.cache
+    k, v = k.contiguous(), v.contiguous()
+    prompts = cache.prefixes.slabs["k", layer], cache.prefixes.slabs["v", layer]
+    own_k, own_v = (cache.own.slab((kind, layer), x.shape[1], x.shape[2:], x) for kind, x in (("k", k), ("v", v)))
+    return kernels.cached_attention(q.contiguous(), k, v, prompts, (own_k, own_v), places, scaling)
+
+
+def tree_of(packing: Packing) -> kernels.Tree:
+    """Trunks, each followed by its branches."""
+    trunks, branches = packing.trunks, packing.branches
+    far = np.stack([trunks.start, trunks.length], 1)
+    alone = np.concatenate([np.zeros_like(far), far], 1)
+    grown = np.concatenate([far[branches.trunk], np.stack([branches.start, branches.length], 1)], 1)
+    family = np.concatenate([np.arange(len(trunks)), branches.trunk])
+    order = np.argsort(family, kind="stable")
+    first = np.searchsorted(family[order], np.arange(len(trunks) + 1))
+    segments = np.concatenate([alone, grown])[order]
+    return kernels.Tree(torch.from_numpy(segments), torch.from_numpy(first))
+
+
+def cached(rows: CachedRows) -> kernels.Cached:
+    """Where the rows of a decode call are in the cache."""
+    offsets = np.concatenate([[0], rows.counts.cumsum()])
+    arrays = (offsets, rows.cache.prefix_of[rows.slots], rows.prefix_lengths, rows.slots, rows.before)
+    return kernels.Cached(*(torch.from_numpy(np.ascontiguousarray(a, np.int64)) for a in arrays))
