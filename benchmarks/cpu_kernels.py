@@ -29,7 +29,6 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_core.embedded import attention, experts
 from miles_cpu_kernels import attention, experts, kernels, library
 from miles_cpu_kernels.table import compiled
 from miles_embedded.engine.attention import DecodeCall

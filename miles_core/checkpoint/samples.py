@@ -54,6 +54,8 @@ def _pack(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> dict[str, A
     if isinstance(value, list) and value and all(isinstance(row, np.ndarray) for row in value):
         tensors[key] = _tensor(np.concatenate(value), key)
         return {"kind": "ragged", "lengths": [len(row) for row in value]}
+    if hasattr(value, "__array__"):  # stands for an array that is elsewhere
+        return _pack(np.asarray(value), key, tensors)
     return {"kind": "plain", "value": _plain(value, f"field {key}")}
 
 
