@@ -16,7 +16,7 @@ from miles_core.data.sample import Sample, Status
 from miles_core.errors import ConfigError, DataError, MilesError
 from miles_core.observe.metrics import Means
 from miles_core.reward.custom import load_function
-from miles_core.rollout.continuation import joined, usable
+from miles_core.rollout.continuation import cut_at_stop, joined, usable
 from miles_core.rollout.record import Record
 from miles_core.rollout.versions import mask_older
 
@@ -91,16 +91,21 @@ class Generator:
             known = [token for part in parts for token in part.tokens]
             rest = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(known))
             response, request = await self._request(sample, [*tokens, *known], rest if known else sampling)
-            part: Response | None = response
-            if response.finish == "abort":
-                part = usable(response, request, self.run.fields, self._decode)
-            fruitless = 0 if part else fruitless + 1
-            parts += [part] if part else []
-            if not self.run.config.rollout.partial_rollout and len(_versions(parts)) > 1:
+            if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
+                response.finish = "length"
+            if response.finish == "abort" and not usable(response, request):
+                fruitless += 1
+                continue
+            parts.append(response)
+            cut_at_stop(parts, sampling.stop, self.run.fields, self._decode)
+            mixed = len({version for part in parts for _, version in part.weight_versions}) > 1
+            if mixed and not self.run.config.rollout.partial_rollout:
                 parts.clear()
                 fruitless += 1
-            elif response.finish != "abort":
-                return self._recorded(record, tokens, parts)
+            elif parts[-1].finish != "abort":
+                return self._recorded(record, tokens, parts, sampling.stop)
+            else:
+                fruitless = 0
         raise MilesError(
             f"the engine aborted the request of sample {sample.index} {FRUITLESS} times in a row without a token to go on from; "
             "look at its own log"
@@ -114,13 +119,13 @@ class Generator:
             self.answers.add(name, value)
         return response, request
 
-    def _recorded(self, record: Record, tokens: list[int], parts: list[Response]) -> Response:
+    def _recorded(self, record: Record, tokens: list[int], parts: list[Response], stop: tuple[str, ...]) -> Response:
         """Keep every part for the sample; the whole response."""
         so_far = list(tokens)
         for part in parts:
             record.add(so_far, part)
             so_far += part.tokens
-        return joined(parts, self.run.fields, self._decode)
+        return joined(parts, stop, self.run.fields, self._decode)
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.run.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -164,10 +169,6 @@ class Generator:
             raise DataError(f"sampling_params has no {unknown[0]!r}; it takes {', '.join(sorted(known))}")
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}
         return dataclasses.replace(self.sampling, **values)
-
-
-def _versions(parts: list[Response]) -> set[int]:
-    return {version for part in parts for _, version in part.weight_versions}
 
 
 def load_generate(spec: str) -> Callable[..., Any]:
