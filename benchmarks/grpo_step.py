@@ -6,6 +6,9 @@ prompts, generation, reward, loss, backward, optimiser, and (miles) weight sync 
 
 TRL is given its fastest settings here: FP32 without autocast, one micro-batch of 512, no gradient checkpointing, no
 load-balancing loss (miles has none on either), the grouped expert kernel, no logging, no saving, data loading in process.
+
+``--model DIR`` takes a real checkpoint instead of the random one: a chat model, asked for sums of two numbers through its own chat
+template, ``--prompts-a-step 16`` of them on a small machine.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ from measure import Reporter, Steps, Worker, alternate, finish, installed, media
 PROMPTS, SAMPLES, TOKENS, LR = 64, 8, 16, 1e-6
 
 
-def work_with_miles(checkpoint: str, prompts: str, steps: int, more: str, reporter: Reporter, a_turn: int) -> None:
-    """Run ``miles train``, with ``more`` flags, held before each step."""
+def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
+    """Run ``miles train``, with the worker's flags, held before each step."""
     from miles_core import loop
     from miles_core.cli import train
     from miles_core.observe.metrics import read
 
-    original, turn = loop.step, Steps(reporter, a_turn)
+    original, turn = loop.step, Steps(reporter, given.steps_a_turn)
+    count = given.prompts_a_step
     reporter.send(versions=installed("miles-core", "torch", "transformers"))
 
     with tempfile.TemporaryDirectory() as directory:
@@ -48,26 +52,26 @@ def work_with_miles(checkpoint: str, prompts: str, steps: int, more: str, report
             turn.report(seconds=seconds, length=record["rollout/length_mean"], **phases)
 
         loop.step = held
-        flags = f"""--hf-checkpoint {checkpoint} --prompt-data {prompts} --input-key prompt --label-key label
+        flags = f"""--hf-checkpoint {given.checkpoint} --prompt-data {given.prompts} --input-key prompt --label-key label
             --custom-rm-path {Path(__file__).with_name("workload.py")}:rm --save {directory}/run --device cpu
-            --dtype float32 --rollout-batch-size {PROMPTS} --n-samples-per-prompt {SAMPLES} --num-rollout {steps}
-            --rollout-max-response-len {TOKENS} --max-running-requests {PROMPTS * SAMPLES} --lr {LR}
+            --dtype float32 --rollout-batch-size {count} --n-samples-per-prompt {SAMPLES} --num-rollout {given.steps}
+            --rollout-max-response-len {TOKENS} --max-running-requests {count * SAMPLES} --lr {LR}
             --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
             --use-dynamic-batch-size --max-tokens-per-gpu 65536 --seed 0 --log-level warning"""
-        train.run([*flags.split(), *more.split()])
+        train.run([*flags.split(), *given.worker_flags.split()])
 
 
-def trl_config(directory: str, steps: int, experts: str, batch: int) -> Any:
+def trl_config(directory: str, given: argparse.Namespace) -> Any:
     """TRL's fastest settings for the step."""
     from trl import GRPOConfig
 
     return GRPOConfig(
         output_dir=directory,
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=PROMPTS * SAMPLES // batch,
+        per_device_train_batch_size=given.trl_batch,
+        gradient_accumulation_steps=given.prompts_a_step * SAMPLES // given.trl_batch,
         num_generations=SAMPLES,
         max_completion_length=TOKENS,
-        max_steps=steps,
+        max_steps=given.steps,
         learning_rate=LR,
         lr_scheduler_type="constant",
         optim="adamw_torch",
@@ -90,13 +94,11 @@ def trl_config(directory: str, steps: int, experts: str, batch: int) -> Any:
         report_to="none",
         disable_tqdm=True,
         seed=0,
-        model_init_kwargs={"dtype": "float32", "experts_implementation": experts},
+        model_init_kwargs={"dtype": "float32"} | ({} if given.model else {"experts_implementation": given.trl_experts}),
     )
 
 
-def work_with_trl(
-    checkpoint: str, prompts: str, steps: int, reporter: Reporter, experts: str, batch: int, a_turn: int
-) -> None:
+def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
     """Run ``GRPOTrainer.train``, held between two steps."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -105,7 +107,7 @@ def work_with_trl(
 
     lengths: list[float] = []
     phases: dict[str, float] = {}
-    turn = Steps(reporter, a_turn)
+    turn = Steps(reporter, given.steps_a_turn)
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         lengths.append(statistics.fmean(map(len, completion_ids)))
@@ -140,15 +142,15 @@ def work_with_trl(
 
     timed("_generate", "generate")
     timed("_compute_loss", "forward")
-    rows = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()]
+    rows = [json.loads(line)["prompt"] for line in Path(given.prompts).read_text().splitlines()]
     with tempfile.TemporaryDirectory() as directory:
-        config = trl_config(directory, steps, experts, batch)
+        config = trl_config(directory, given)
         trainer = GRPOTrainer(
-            checkpoint,
+            given.checkpoint,
             reward,
             args=config,
             train_dataset=Dataset.from_dict({"prompt": rows}),
-            processing_class=AutoTokenizer.from_pretrained(checkpoint, padding_side="left"),
+            processing_class=AutoTokenizer.from_pretrained(given.checkpoint, padding_side="left"),
             callbacks=[Held()],
         )
         reporter.send(versions=installed("trl", "torch", "transformers"))
@@ -157,13 +159,17 @@ def work_with_trl(
 
 def compare(given: argparse.Namespace) -> dict[str, Any]:
     """Take turns between TRL and miles, bare and with each set of plugins."""
-    from workload import make_workload
+    from workload import make_workload, questions_for
 
     with tempfile.TemporaryDirectory() as directory:
-        work = make_workload(Path(directory), given.shots)
+        if given.model:
+            work = questions_for(Path(directory), Path(given.model))
+        else:
+            work = make_workload(Path(directory), given.shots)
         steps = (given.warm_up + given.turns) * (given.steps_a_turn + 1) + 1
         common = ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file), "--steps", str(steps)]
-        common += ["--steps-a-turn", str(given.steps_a_turn)]
+        common += ["--steps-a-turn", str(given.steps_a_turn), "--prompts-a-step", str(given.prompts_a_step)]
+        common += ["--model", given.model] if given.model else []
         here = str(Path(__file__).resolve())
         commands = {"miles": [sys.executable, here, "--worker", "miles", *common]}
         for plugins in given.plugins:
@@ -182,7 +188,8 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         trl = sides["trl"]["seconds"]
         return {
             "workload": {
-                "prompts": PROMPTS,
+                "prompts": given.prompts_a_step,
+                "model": Path(given.model).name if given.model else "random Qwen3-MoE",
                 "samples": SAMPLES,
                 "max_new_tokens": TOKENS,
                 "prompt_tokens": round(statistics.fmean(len(p.encode()) for p in work.prompts), 1),
@@ -207,26 +214,18 @@ def main() -> None:
     parser.add_argument("--shots", type=int, default=0, help="worked examples before each prompt (about 9 tokens each)")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
     parser.add_argument("--trl-experts", default="grouped_mm", help="Transformers' experts implementation for TRL")
-    parser.add_argument("--trl-batch", type=int, default=PROMPTS * SAMPLES, help="TRL's micro-batch")
+    parser.add_argument("--trl-batch", type=int, default=0, help="TRL's micro-batch (default: all samples of a step)")
+    parser.add_argument("--model", default="", help="a chat model's checkpoint instead of the random one")
+    parser.add_argument("--prompts-a-step", type=int, default=PROMPTS, help="prompts of a step")
     for name in ("--worker", "--checkpoint", "--prompts", "--worker-flags"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    given.trl_batch = given.trl_batch or given.prompts_a_step * SAMPLES
     if given.worker == "miles":
-        work_with_miles(
-            given.checkpoint, given.prompts, given.steps, given.worker_flags, Reporter(), given.steps_a_turn
-        )
+        work_with_miles(given, Reporter())
     elif given.worker == "trl":
-        reporter = Reporter()
-        work_with_trl(
-            given.checkpoint,
-            given.prompts,
-            given.steps,
-            reporter,
-            given.trl_experts,
-            given.trl_batch,
-            given.steps_a_turn,
-        )
+        work_with_trl(given, Reporter())
     else:
         result = compare(given)
         finish("grpo_step", result, given.save, lambda: installed("miles-core"))

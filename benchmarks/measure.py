@@ -178,12 +178,13 @@ def hardware() -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
-def commit() -> str:
-    """The checkout's commit, marked when files of the package differ from it."""
-    head = _git("rev-parse", "--short", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "miles_core", "plugins", "benchmarks/*.py")
+def commit(root: Path = ROOT) -> str:
+    """A checkout's commit, marked when files of its packages differ from it."""
+    head = _git(root, "rev-parse", "--short", "HEAD")
+    parts = ("miles_*", "plugins", "benchmarks/*.py")
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *parts)
     return (head or "unknown") + ("+changes" if changed else "")
 
 
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()
+def _git(root: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=root, check=False).stdout.strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,21 @@ def make_workload(directory: Path, shots: int = 0) -> Workload:
     path = directory / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Workload(directory / "model", path, [row[PROMPT_KEY] for row in rows])
+
+
+def questions_for(directory: Path, model: Path, count: int = 512) -> Workload:
+    """A real chat model and sums of two numbers to ask it for, as texts of its own chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer, draw = AutoTokenizer.from_pretrained(model), random.Random(0)
+    prompts = []
+    for _ in range(count):
+        question = f"What is {draw.randint(10, 99)} + {draw.randint(10, 99)}? Answer with the number only."
+        message = [{"role": "user", "content": question}]
+        prompts.append(str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)))
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps({PROMPT_KEY: text, LABEL_KEY: ""}) + "\n" for text in prompts))
+    return Workload(model, path, prompts)
 
 
 def letters(text: str) -> float:

@@ -20,7 +20,7 @@ class ConfigError(MilesError):
 class PlanError(MilesError):
     """The plan is refused; ``problems`` holds every violation (see ``miles_core.plugin.resolve``)."""
 
-    def __init__(self, message: str, problems: tuple = ()) -> None:
+    def __init__(self, message: str, problems: tuple[Any, ...] = ()) -> None:
         super().__init__(message)
         self.problems = problems
 

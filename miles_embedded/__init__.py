@@ -12,8 +12,8 @@ another way. ``miles_embedded.testing`` is public too.
 
 from typing import TYPE_CHECKING
 
-from miles_core import Plugin, __version__
 from miles_core.lookup import looked_up
+from miles_embedded.manifest import plugin
 
 if TYPE_CHECKING:
     from miles_embedded.engine.attention import DecodeCall
@@ -78,32 +78,4 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.trainer.build": "make_trainer",
         "miles_embedded.trainer.packing": "Packing",
     },
-)
-
-plugin = Plugin(
-    name="embedded",
-    summary="engine and trainer for Transformers models, in one process and on any machine",
-    version=__version__,
-    core=f"=={__version__}",
-    provides={
-        "model": {"transformers": "miles_embedded.model.load:make_model"},
-        "engine": {"embedded": "miles_embedded.engine.build:make_engine"},
-        "trainer": {"embedded": "miles_embedded.trainer.build:make_trainer"},
-        "decoder": {"plain": "miles_embedded.engine.decoder:make_decoder"},
-    },
-    capabilities={
-        "engine": (
-            "routed_experts",
-            "sampling_support",
-            "score",
-            "score_temperature",
-            "token_versions",
-            "draft",
-            "keyed_sampling",
-            "hot_update",
-            "rebuild",
-        ),
-        "trainer": ("entropy", "sampling_support", "routing_replay", "rebuild"),
-    },
-    defaults={"engine": "embedded", "trainer": "embedded"},
 )

@@ -23,8 +23,8 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
-#: Options a plugin needs on so small a model.
-OPTIONS: dict[str, dict[str, object]] = {"int4": {"int4_group_size": 32}}
+#: Options a plugin needs on so small a model, or on any machine.
+OPTIONS: dict[str, dict[str, object]] = {"int4": {"int4_group_size": 32}, "cpu_kernels": {"device": "cpu"}}
 
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}  # whole blocks of 32 weights
 TOGETHER = [(name,) for name in MANIFESTS] + list(combinations(MANIFESTS, 2))

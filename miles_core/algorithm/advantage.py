@@ -240,6 +240,3 @@ ADVANTAGES: dict[str, Callable[[AdvantageInputs], Tensor]] = {
 
 KL_IN_REWARD = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 """The estimators that accept ``kl_coef``; the others refuse it."""
-
-NEEDS_WHOLE_GROUPS = frozenset(ADVANTAGES) - {"reinforce_plus_plus"}
-"""The estimators that must see all samples of a group in one call."""

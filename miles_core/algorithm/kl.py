@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from miles_core.algorithm.reduction import masked_sum
 from miles_core.errors import ConfigError
 
 LOG_RATIO_CLAMP = 20.0
@@ -35,3 +36,14 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         d = d.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
         return (torch.expm1(-d) + d).clamp(-LOW_VAR_KL_CLAMP, LOW_VAR_KL_CLAMP)
     raise ConfigError(f"unknown KL estimator {kind!r}; --kl-loss-type is one of {', '.join(KL_TYPES)}")
+
+
+def engine_gap(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """How far trainer and engine disagree on the sampled tokens: mean |delta log p|, and k1 and k3 estimates of
+    KL(rollout || train), as (sum, count). All arguments are [tokens]."""
+    delta = torch.where(mask.bool(), train - rollout, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return {
+        "mismatch/abs_log_prob": masked_sum(delta.abs(), mask),
+        "mismatch/kl_k1": masked_sum(-delta, mask),
+        "mismatch/kl_k3": masked_sum(torch.expm1(delta) - delta, mask),
+    }

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from miles_core.algorithm.kl import LOG_RATIO_CLAMP
 from miles_core.algorithm.ragged import segment_sum
+from miles_core.algorithm.reduction import masked_sum
 from miles_core.errors import ConfigError
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -169,15 +170,11 @@ def _ratio_metrics(ratio: Tensor, log_ratio: Tensor, mask: Tensor) -> Metrics:
     with torch.no_grad():
         bounded = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
         return {
-            "approx_kl": _mean(-log_ratio, mask),
-            "approx_kl_k3": _mean(torch.expm1(bounded) - bounded, mask),
-            "ratio": _mean(ratio, mask),
-            "ratio_deviation": _mean((ratio - 1.0).abs(), mask),
+            "approx_kl": masked_sum(-log_ratio, mask),
+            "approx_kl_k3": masked_sum(torch.expm1(bounded) - bounded, mask),
+            "ratio": masked_sum(ratio, mask),
+            "ratio_deviation": masked_sum((ratio - 1.0).abs(), mask),
         }
-
-
-def _mean(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.where(mask, values.detach(), 0.0).sum(), mask.sum()
 
 
 def _fraction(condition: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

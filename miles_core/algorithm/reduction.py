@@ -47,8 +47,6 @@ def loss_weights(
     """
     if how not in REDUCTIONS:
         raise ConfigError(f"unknown loss reduction {how!r}; choose one of {', '.join(REDUCTIONS)}")
-    if how == "constant" and (constant_length is None or constant_length < 1):
-        raise ConfigError(f"the constant loss reduction needs a length of at least 1 token, got {constant_length}")
     ones = mask.bool().double()
     if how == "token_mean":
         return (ones / sum(ones.sum()).clamp(min=1.0)).float()
@@ -56,9 +54,19 @@ def loss_weights(
     ids, rollout_of = torch.unique(rollout_ids, return_inverse=True)
     rollouts = sum(ones.new_tensor(float(len(ids)))).clamp(min=1.0)
     if how == "constant":
+        if constant_length is None or constant_length < 1:
+            raise ConfigError(f"the constant loss reduction needs a length of at least 1 token, got {constant_length}")
         return (ones / (constant_length * rollouts)).float()
     # Integer counts: exact in any order of addition.
     counts = torch.zeros(len(ids), dtype=torch.int64, device=mask.device)
     counts = counts.index_add(0, rollout_of.to(mask.device), mask_counts(mask, lengths))
     per_sample = 1.0 / (counts.clamp(min=1).double() * rollouts)
     return (ones * expand(per_sample[rollout_of.to(mask.device)], lengths)).float()
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum over the tokens whose mask is not 0, their number), detached: a metric's share of a mean over the step's tokens.
+
+    A value under mask 0 may be anything, NaN included. ``mask`` itself is summed, so it is 0 or 1.
+    """
+    return torch.where(mask.bool(), values.detach(), 0.0).sum(), mask.sum()

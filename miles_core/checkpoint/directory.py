@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_core.checkpoint.store import Store as Store
 from miles_core.errors import CheckpointError
 from miles_core.version import __version__
 

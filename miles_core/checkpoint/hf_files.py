@@ -42,6 +42,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class CheckpointFiles:
         """Bytes ``start`` to ``stop`` of a tensor, uint8."""
         entry = self.entries[name]
         buffer = torch.empty((entry.nbytes if stop is None else stop) - start, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())
+        view = memoryview(buffer.numpy().data)
         with entry.file.open("rb", buffering=0) as file:
             file.seek(entry.offset + start)
             done = 0

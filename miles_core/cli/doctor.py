@@ -15,8 +15,8 @@ from miles_core.observe.environment import Environment, bytes_text, environment,
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from miles_core.checkpoint.model_info import ModelInfo
     from miles_core.convert.memory import Row
-    from miles_core.observe.model_info import ModelInfo
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     needs = requirements()
     model = None
     if options.model is not None:
-        from miles_core.observe.model_info import inspect_model
+        from miles_core.checkpoint.model_info import inspect_model
 
         model = inspect_model(options.model)
     memory = memory_in(options.model, options.precision, rest) if options.precision else []
@@ -136,7 +136,7 @@ def plugin_states(model: str | None) -> list[dict[str, str]]:
     """Every installed plugin and what it alone comes to on this host (and with this model): usable, or why not."""
     from miles_core.config.load import load
     from miles_core.errors import PluginError
-    from miles_core.plugin.resolve import check
+    from miles_core.plugin.check import check
     from miles_core.run.prepare import catalogue_for, facts_for
 
     config = load(["--hf-checkpoint", model] if model else [])

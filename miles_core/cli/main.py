@@ -73,11 +73,11 @@ def _help() -> str:
 
 
 def _unknown(name: str) -> str:
-    from difflib import get_close_matches
+    from miles_core.nearest import nearest
 
-    close = get_close_matches(name, COMMANDS, n=1)
     if name.startswith("-"):
         return f"unknown option {name}: a command comes first, e.g. miles train {name}"
+    close = nearest(name, COMMANDS)
     hint = f"did you mean miles {close[0]}?" if close else f"commands are {', '.join(COMMANDS)}"
     return f"unknown command {name!r}; {hint}"
 

@@ -54,7 +54,7 @@ def _list(argv: Sequence[str]) -> int:
 
 
 def _row(name: str, catalogue: Catalogue, facts: Facts, enabled: Sequence[str]) -> dict[str, str]:
-    from miles_core.plugin.resolve import check
+    from miles_core.plugin.check import check
     from miles_core.plugin.rule import Truth, evaluate
     from miles_core.plugin.scan import hooks_of
 
@@ -120,8 +120,8 @@ def _explain(argv: Sequence[str]) -> int:
     made = parser(USAGE, "Explain a plugin's constraints.")
     made.add_argument("name", help="an installed plugin, or the path of a single-file one")
     options, rest = made.parse_known_args(list(argv))
+    from miles_core.plugin.check import check
     from miles_core.plugin.explain import explain
-    from miles_core.plugin.resolve import check
     from miles_core.run.prepare import requested
 
     config, catalogue, facts = _situation(rest, options)

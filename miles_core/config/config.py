@@ -10,8 +10,9 @@ from typing import Any
 
 from miles_core.config import groups, value
 from miles_core.config.file import DEFAULTS
-from miles_core.config.schema import CORE, ROOT, Option, Schema, did_you_mean
+from miles_core.config.schema import CORE, ROOT, Option, Schema
 from miles_core.errors import ConfigError, PluginError
+from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import Fact
 
 
@@ -35,6 +36,7 @@ class Config:
     train: groups.Train
     sft: groups.Sft
     evaluation: groups.Evaluation
+    precision: groups.Precision
 
     def __init__(
         self,
@@ -79,14 +81,14 @@ class Config:
     def group(self, table: str) -> Any:
         """The dataclass instance of a table, core's or a plugin's."""
         if table not in self._groups:
-            raise KeyError(f"no option group {table!r}{did_you_mean(table, self._groups)}")
+            raise KeyError(f"no option group {table!r}{did_you_mean(table, self._groups, '; ')}")
         return self._groups[table]
 
     def __getattr__(self, name: str) -> Any:
         """``config.mine``: a plugin's table, like core's ``config.rollout``."""
         tables = self.__dict__.get("_groups", {})
         if name not in tables:
-            raise AttributeError(f"the configuration has no table {name!r}{did_you_mean(name, tables)}")
+            raise AttributeError(f"the configuration has no table {name!r}{did_you_mean(name, tables, '; ')}")
         return tables[name]
 
     def plugin(self, name: str) -> Any:
@@ -115,7 +117,7 @@ class Config:
     def _find(self, path: str) -> Option:
         option = self._schema.find(path)
         if option is None:
-            raise ConfigError(f"there is no option {path}{did_you_mean(path, self._schema.options)}")
+            raise ConfigError(f"there is no option {path}{did_you_mean(path, self._schema.options, '; ')}")
         return option
 
     @property

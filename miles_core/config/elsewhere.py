@@ -9,8 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from miles_core.config.schema import CORE, Option, Schema, did_you_mean
+from miles_core.config.schema import CORE, Option, Schema
 from miles_core.config.value import listing
+from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import distribution
 
 _OFF = ("", "0", "false", "off", "no", "f", "n")
@@ -31,7 +32,7 @@ def explain_flag(flag: str, schema: Schema) -> str:
     for pattern, sentence in _table()["flags"].items():
         if fnmatchcase(spelling, pattern):
             return f"{flag} does not exist here: {sentence}"
-    nearest = did_you_mean(flag, schema.spellings()) or "; miles train --help lists all flags"
+    nearest = did_you_mean(flag, schema.spellings(), "; ") or "; miles train --help lists all flags"
     return f"unknown flag {flag}{nearest} (the flags of a plugin exist once it is installed)"
 
 
@@ -62,6 +63,6 @@ def explain_value(option: Option, value: object, schema: Schema) -> str | None:
 
 def explain_plugin(name: str, schema: Schema) -> str:
     """One sentence about a plugin that is asked for and not there."""
-    nearest = did_you_mean(name, schema.manifests)
+    nearest = did_you_mean(name, schema.manifests, "; ")
     install = f"; try: pip install {distribution(name)}" if name.isidentifier() else ""
     return f"no plugin {name!r} is installed{nearest or install}; `miles plugins` lists those that are"

@@ -15,8 +15,9 @@ from typing import Any
 
 from miles_core.config import elsewhere
 from miles_core.config.flags import Assignment, Source
-from miles_core.config.schema import Schema, did_you_mean
+from miles_core.config.schema import Schema
 from miles_core.errors import ConfigError
+from miles_core.nearest import did_you_mean
 
 DEFAULTS = "defaults"  # the table of a saved configuration that holds what nobody chose
 
@@ -166,7 +167,7 @@ class _Reader:
             self.add(path, entry, chosen, passthrough=True)
         else:
             fields = [option.name for option in self.schema.options.values() if option.group == table]
-            hint = did_you_mean(entry.key.replace("-", "_"), fields) or self._elsewhere_in_tables(entry.key)
+            hint = did_you_mean(entry.key.replace("-", "_"), fields, "; ") or self._elsewhere_in_tables(entry.key)
             self.problems.append(f"{self.where(entry)}: the table {table} has no key {entry.key!r}{hint}")
 
     def _flag_in(self, table: str, entry: Entry) -> bool:
@@ -197,7 +198,7 @@ class _Reader:
 
     def unknown(self, entry: Entry) -> str:
         if entry.children is not None:
-            hint = did_you_mean(entry.key, self.schema.groups) or f"; tables are {', '.join(self.schema.groups)}"
+            hint = did_you_mean(entry.key, self.schema.groups, "; ") or f"; tables are {', '.join(self.schema.groups)}"
             return f"{self.where(entry)}: unknown table {entry.key!r}{hint} (a plugin's exists once it is installed)"
         explained = elsewhere.explain_flag(_flag(entry.key), self.schema).replace("unknown flag", "unknown key")
         return f"{self.where(entry)}: {explained.replace(_flag(entry.key), entry.key, 1)}"

@@ -7,7 +7,6 @@ reference page and the facts.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 from miles_core.config.groups import GROUPS
 from miles_core.errors import PluginError
+from miles_core.nearest import did_you_mean
 from miles_core.plugin.core import CORE as MANIFEST
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.option import METADATA_KEY, OptionInfo
@@ -164,25 +164,6 @@ class Schema:
         """Everything that can be typed, with the ``--no-`` forms of switches."""
         negative = [f"--no-{name[2:]}" for name, flag in self.flags.items() if flag.option.is_bool]
         return [*self.flags, *self.aliases, *negative]
-
-    def nearest_flags(self, spelling: str) -> list[str]:
-        return nearest(spelling, self.spellings())
-
-
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Up to three names that look or sound like ``word``, best first."""
-    names = list(dict.fromkeys(known))
-    found = difflib.get_close_matches(word, names, n=3, cutoff=0.72)
-    bare = word.strip("-").replace("_", "-")
-    if len(bare) >= 4:  # --batch-size for --rollout-batch-size
-        found += [name for name in names if name.replace("_", "-").endswith("-" + bare) and name not in found]
-    return found[:3]
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean a or b?"``, or nothing."""
-    names = nearest(word, known)
-    return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
 def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
@@ -341,12 +322,12 @@ def _check_references(schema: Schema) -> None:
             if schema.find(path) is None:
                 raise PluginError(
                     f"{alias.owner}: its alias {alias.spelling} sets {path}, which is no option"
-                    + did_you_mean(path, schema.options)
+                    + did_you_mean(path, schema.options, "; ")
                 )
     for plugin in schema.manifests.values():
         for variable, path in plugin.environment.items():
             if schema.find(path) is None:
                 raise PluginError(
                     f"{plugin.name}: its environment variable {variable} sets {path}, which is no option"
-                    + did_you_mean(path, schema.options)
+                    + did_you_mean(path, schema.options, "; ")
                 )

@@ -13,8 +13,9 @@ import typing
 from functools import cache
 from typing import Any
 
-from miles_core.config.schema import Option, did_you_mean
+from miles_core.config.schema import Option
 from miles_core.errors import ConfigError
+from miles_core.nearest import did_you_mean
 
 NONE = "none"  # what to type for "no value" where a value is optional
 
@@ -35,7 +36,7 @@ def check(option: Option, raw: Any, origin: str) -> Any:
     items = value if option.is_list else (value,)
     for item in items:
         if option.choices and item not in option.choices:
-            hint = did_you_mean(str(item), map(str, option.choices))
+            hint = did_you_mean(str(item), map(str, option.choices), "; ")
             raise ConfigError(
                 f"{origin}: {option.fact} cannot be {item!r}; it is one of {listing(option.choices)}{hint}"
             )
@@ -90,7 +91,7 @@ def _typed(option: Option, raw: Any, origin: str) -> Any:
         except ValidationError:
             pass  # pydantic's words name types and codes; ours name what the user typed and may type
     if option.choices:
-        hint = did_you_mean(str(raw), map(str, option.choices))
+        hint = did_you_mean(str(raw), map(str, option.choices), "; ")
         raise ConfigError(f"{origin}: {option.fact} cannot be {raw!r}; it is one of {listing(option.choices)}{hint}")
     shown = ",".join(map(str, raw)) if option.is_list else raw
     must = f"{kind(option)} {option.info.bounds()}".strip(" ,")

@@ -1,6 +1,6 @@
 """What a trainer's forward imitates of the engine, for one pass without gradient.
 
-The gap between engine and trainer is explained by switching its causes on one at a time (``observe.budget``). This is
+The gap between engine and trainer is explained by switching its causes on one at a time (``mismatch.budget``). This is
 the trainer's half of it: the same tokens, scored as if the trainer held the engine's weights, computed through the
 engine's modules, or kept its keys and values in the cache's type.
 """
@@ -8,7 +8,10 @@ engine's modules, or kept its keys and values in the cache's type.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles_core.contracts.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,9 @@ class Emulation:
     """
 
     encoded: bool = False
-    held: Any = None
+    held: Engine | None = None
     snapshot: bool = False
-    through: Any = None
+    through: Engine | None = None
     emulated_products: bool = False
     activations: bool = False
     kv_dtype: str = ""

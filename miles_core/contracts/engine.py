@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 if TYPE_CHECKING:
+    from miles_core.data.unit import Encoded
     from miles_core.precision.format import Format
     from miles_core.precision.quantizer import Quantizer
 
@@ -24,7 +25,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 @dataclass(frozen=True)
 class Sampling:
     """How to sample. ``temperature`` 0 is greedy; ``top_k`` -1 and ``top_p`` 1.0 are off; the order is joint: both limits
-    are taken on the temperature-scaled full distribution (contracts.md section 4)."""
+    are taken on the temperature-scaled full distribution."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -106,7 +107,7 @@ class Engine(ABC):
         which stops a run in that format (``precision.parity``)."""
         return None
 
-    def model_facts(self) -> Mapping[str, Any]:
+    def model_facts(self) -> Mapping[str, object]:
         """What it serves, as facts: ``model.num_experts`` and the others of ``same_model.COMPARED``, read from the
         ``config.json`` (or the modules) it was started with; compared with the trainer's before the run. Empty when
         the backend cannot say. Called after ``start``."""
@@ -145,8 +146,8 @@ class Engine(ABC):
         Capability ``score``; a temperature other than 1 also needs ``score_temperature`` and raises MilesError without."""
 
     @abstractmethod
-    async def update_weights(self, units: Iterable[Any], version: int) -> None:
-        """Take encoded units (``miles_core.data.unit.Encoded``), all of them, as ``version``. In-flight requests must be
+    async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
+        """Take encoded tensors, all of them, as ``version``. In-flight requests must be
         paused or absent."""
 
     @abstractmethod

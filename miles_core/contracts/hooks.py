@@ -27,21 +27,36 @@ An implementation takes any subset of a hook's arguments, by name, without defau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from miles_core.plugin.load import Hooks, register
 from miles_core.plugin.marker import hookspec
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from miles_core.algorithm.correction import Correct
+    from miles_core.checkpoint.store import Store
     from miles_core.config.config import Config
+    from miles_core.contracts.engine import Request
     from miles_core.contracts.policy import Policy
     from miles_core.contracts.run import Run
+    from miles_core.contracts.trainer import Forward, LossFunction, OptimizerStep
+    from miles_core.data.batch import Batch
+    from miles_core.data.sample import Sample
+    from miles_core.data.unit import Unit
     from miles_core.plugin.facts import Facts
     from miles_core.plugin.manifest import Plugin
     from miles_core.plugin.plan import Plan
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+    Rollout = Callable[[int], Awaitable[list[list[Sample]]]]
+    Generate = Callable[[Sample], Awaitable[list[Sample]]]
+    Export = Callable[[], Iterator[Unit]]
+
+F = TypeVar("F", bound=Callable[..., Any])
+#: What a ``wrap_*`` hook returns: it takes the inner function and returns one with the same arguments and result.
+Wrap = Callable[[F], F]
 
 #: kind -> (arguments of the callable a manifest provides, what it returns, in which process).
 MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
@@ -65,59 +80,59 @@ class HookSpecs:
         """The plan is accepted and nothing is built yet. Runs in: every process."""
 
     @hookspec
-    def on_model(self, run: Run, policy: Policy, model: Any, role: str) -> None:
+    def on_model(self, run: Run, policy: Policy, model: nn.Module, role: str) -> None:
         """A model instance exists, possibly on the meta device, before data-parallel sharding, compilation and checkpoint
         wrappers; with tensor, expert or pipeline parallelism it is this rank's part, once a chunk. ``role`` is ``train``,
         ``rollout``, ``ref``, ``critic``, ``draft`` or ``shared`` (engine and trainer hold one module). Swap or hook modules
         here; no per-call state may live on a module. Runs in: the owning process, once an instance."""
 
     @hookspec
-    def wrap_rollout(self, run: Run) -> Wrapper | None:
+    def wrap_rollout(self, run: Run) -> Wrap[Rollout] | None:
         """Around ``async rollout(step) -> list[group]``, the collection of one step's groups (a group is a list of samples of one
         prompt), whatever the schedule: with ``ahead`` it runs a step early, with ``async`` it takes groups that are ready. A filter,
         which may call ``rollout`` again for more, and not a place to keep groups: no checkpoint would know of them. Runs in:
         driver."""
 
     @hookspec
-    def wrap_generate(self, run: Run) -> Wrapper | None:
+    def wrap_generate(self, run: Run) -> Wrap[Generate] | None:
         """Around ``async generate(sample) -> list[Sample]``, one sample's generation without its reward. Runs in: the process
         that awaits the engine (driver)."""
 
     @hookspec
-    def on_request(self, run: Run, request: Any) -> None:
+    def on_request(self, run: Run, request: Request) -> None:
         """A request is about to leave; add extras or metadata. Runs in: the process that awaits the engine (driver)."""
 
     @hookspec
-    def on_sample(self, run: Run, sample: Any) -> None:
+    def on_sample(self, run: Run, sample: Sample) -> None:
         """A sample is finished, its reward not yet known. Called once a sample. Runs in: the process that awaits the engine (driver)."""
 
     @hookspec
-    def on_batch(self, run: Run, policy: Policy, batch: Any) -> None:
-        """All samples of a rollout are collated (``miles_core.data.batch.Batch``), before log-probabilities and
-        advantages; columns may be added or changed in place. Runs in: every trainer rank."""
+    def on_batch(self, run: Run, policy: Policy, batch: Batch) -> None:
+        """All samples of a rollout are collated, before log-probabilities and advantages; columns may be added or changed in
+        place. Runs in: every trainer rank."""
 
     @hookspec
-    def wrap_forward(self, run: Run, policy: Policy) -> Wrapper | None:
+    def wrap_forward(self, run: Run, policy: Policy) -> Wrap[Forward] | None:
         """Around ``forward(chunk, micro_batch, ctx) -> Output``, one micro-batch through one model chunk, in every pass
         (see ``Context``). What a recomputation needs goes into ``ctx.state``. Runs in: every trainer rank."""
 
     @hookspec
-    def wrap_correction(self, run: Run) -> Wrapper | None:
+    def wrap_correction(self, run: Run) -> Wrap[Correct] | None:
         """Around ``correct(inputs) -> Correction``, on all local tokens of one optimiser step, after old log-probs and
         advantages and before the first backward; ``compose_corrections`` does it and takes what the correction ``Needs``, which
         decides the passes made for it. Runs in: every trainer rank, once an optimiser step (without needs: a micro-batch)."""
 
     @hookspec
-    def wrap_loss(self, run: Run) -> Wrapper | None:
+    def wrap_loss(self, run: Run) -> Wrap[LossFunction] | None:
         """Around ``loss(output, micro_batch, ctx) -> Loss``, the policy loss of a micro-batch. Runs in: every trainer rank."""
 
     @hookspec
-    def wrap_weights(self, run: Run, policy: Policy) -> Wrapper | None:
+    def wrap_weights(self, run: Run, policy: Policy) -> Wrap[Export] | None:
         """Around ``weights() -> iterator of Unit``, the export stream of the model copy: add, drop or rename tensors, never
         quantise. The first plugin sees what the later ones produced. Runs in: every trainer rank."""
 
     @hookspec
-    def wrap_optimizer_step(self, run: Run, policy: Policy) -> Wrapper | None:
+    def wrap_optimizer_step(self, run: Run, policy: Policy) -> Wrap[OptimizerStep] | None:
         """Around ``optimizer_step() -> metrics``, gradients complete and not yet clipped. Runs in: every trainer rank."""
 
     @hookspec
@@ -129,12 +144,12 @@ class HookSpecs:
         """A step is complete; add metrics under ``<plugin>/...``. Runs in: driver."""
 
     @hookspec
-    def on_save(self, run: Run, policy: Policy | None, store: Any) -> None:
-        """A checkpoint is being written; ``store`` (``miles_core.checkpoint.directory.Store``) takes tensors and JSON under the plugin's own
-        name. Runs in: every trainer rank (``policy`` set), and the driver (``policy`` None, another store)."""
+    def on_save(self, run: Run, policy: Policy | None, store: Store) -> None:
+        """A checkpoint is being written; ``store`` takes tensors and JSON under the plugin's own name. Runs in: every trainer
+        rank (``policy`` set), and the driver (``policy`` None, another store)."""
 
     @hookspec
-    def on_load(self, run: Run, policy: Policy | None, store: Any) -> None:
+    def on_load(self, run: Run, policy: Policy | None, store: Store) -> None:
         """A checkpoint is being read. Runs in: every trainer rank."""
 
     @hookspec
@@ -152,7 +167,6 @@ def load_hooks(
     config: Config | Mapping[str, Any] | None = None,
     *,
     facts: Facts | None = None,
-    core: Sequence[object] = (),
 ) -> Hooks:
     """Import, instantiate and register every hook class of a plan, held against the specifications above.
 
@@ -162,7 +176,6 @@ def load_hooks(
         config: a ``Config``, or plugin -> options; None is every option at its default. A hooks class that takes one
             argument gets its plugin's options.
         facts: this worker's facts, to decide hooks whose condition the driver could not.
-        core: core's own implementations, called last.
 
     Raises:
         PluginError: a class cannot be imported or made, or implements a hook wrongly; names plugin, class and hook.
@@ -175,4 +188,4 @@ def load_hooks(
             return None
         return plugin.config() if config is None or isinstance(config, Mapping) else config.plugin(plugin.name)
 
-    return register(plan, manifests, HookSpecs, options, facts=facts, core=core)
+    return register(plan, manifests, HookSpecs, options, facts=facts)

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.data.batch import Batch
@@ -102,7 +101,7 @@ class Loss:
 class Forward(Protocol):
     """``forward(chunk, micro_batch, ctx) -> Output``. ``chunk`` is the trainer's model (or one pipeline chunk of it)."""
 
-    def __call__(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output: ...
+    def __call__(self, chunk: nn.Module, micro_batch: Batch, ctx: Context, /) -> Output: ...
 
 
 LossFunction = Callable[[Output, Batch, Context], Loss]
@@ -132,11 +131,11 @@ class Trainer(ABC):
 
     @property
     @abstractmethod
-    def chunks(self) -> list[torch.nn.Module]:
+    def chunks(self) -> list[nn.Module]:
         """The model chunks this rank holds."""
 
     @abstractmethod
-    def forward(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
+    def forward(self, chunk: nn.Module, micro_batch: Batch, ctx: Context) -> Output:
         """The innermost forward, before any plugin wraps it."""
 
     @abstractmethod
@@ -192,7 +191,7 @@ class Trainer(ABC):
         which stops a run in that format (``precision.parity``)."""
         return None
 
-    def model_facts(self) -> Mapping[str, Any]:
+    def model_facts(self) -> Mapping[str, object]:
         """What it trains, as facts; see ``Engine.model_facts``."""
         return {}
 

@@ -84,7 +84,7 @@ def unquantized_modules(shapes: Mapping[str, tuple[int, ...]], quantized: Iterab
             experts[module] = experts.get(module, True) and name not in chosen
         if name not in chosen and "embed" not in name and (joined or (len(shape) == 2 and name.endswith(".weight"))):
             left[name.removesuffix(".weight")] = None
-    left |= dict.fromkeys(module for name in shapes if (module := tower(name)) is not None)
+    left |= dict.fromkeys(found for name in shapes if (found := tower(name)) is not None)
     left |= dict.fromkeys(module for module, plain in experts.items() if plain)
     return list(left) if any(name.endswith("lm_head") for name in left) else [*left, "lm_head"]
 

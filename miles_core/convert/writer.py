@@ -24,13 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.checkpoint.hf_files import DTYPES, INDEX
+from miles_core.checkpoint.hf_files import CODES, INDEX
 from miles_core.errors import CheckpointError
 
 #: Bytes of one weight file.
 SHARD_BYTES = 5 * 10**9
 JOURNAL = "conversion.json"
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -73,7 +72,7 @@ class Shard:
 
     def put(self, descriptor: int, write: Write) -> None:
         """Write one piece into the open file."""
-        data = memoryview(write.tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = memoryview(write.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         if write.start + len(data) > self.targets[write.name].nbytes:
             raise ValueError(f"{write.name}: {len(data)} bytes at {write.start} are more than was planned")
         at = self.offsets[write.name] + write.start
@@ -90,7 +89,7 @@ class Shard:
         offset = 0
         for target in self._order():
             span = [offset, offset + target.nbytes]
-            said[target.name] = {"dtype": _CODES[target.dtype], "shape": list(target.shape), "data_offsets": span}
+            said[target.name] = {"dtype": CODES[target.dtype], "shape": list(target.shape), "data_offsets": span}
             offset += target.nbytes
         text = json.dumps(said, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

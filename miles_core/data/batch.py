@@ -71,6 +71,19 @@ class Batch:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def column(self, name: str) -> Tensor:
+        """A column that is not ragged, [T, ...]; KeyError when it is absent."""
+        found = self.columns[name]
+        assert isinstance(found, Tensor), f"{name} is ragged"
+        return found
+
+    @property
+    def rollout_log_probs(self) -> Tensor:
+        """[T] of the engine; zeros in a batch that trains nothing, whose samples need not have them."""
+        if "rollout_log_probs" not in self.columns and not bool(self.mask.any()):
+            return torch.zeros_like(self.mask)
+        return self.column("rollout_log_probs")
+
     @property
     def starts(self) -> Tensor:
         """[N] index of each sample's first token."""
@@ -84,9 +97,7 @@ class Batch:
     @property
     def mask(self) -> Tensor:
         """[T] float32: 1 where a token is trained on."""
-        column = self.columns["loss_mask"]
-        assert isinstance(column, Tensor)
-        return column
+        return self.column("loss_mask")
 
     def select(self, samples: Sequence[int] | Tensor) -> Batch:
         """The samples with these positions, in that order, with every column."""
@@ -177,7 +188,8 @@ def _column(spec: Field, samples: Sequence[Sample], values: Sequence[object]) ->
 
 
 def _ragged_column(spec: Field, samples: Sequence[Sample], values: Sequence[object]) -> Ragged:
-    counts, parts = [], []
+    counts: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     for sample, value in zip(samples, values, strict=True):
         rows = list(value) if value is not None else []  # type: ignore[call-overload]
         first = _first_row(spec, sample)

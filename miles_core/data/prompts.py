@@ -71,7 +71,7 @@ class Prompts:
         self._ends = list(accumulate(len(file) for file in self._files))
         if not self._ends or self._ends[-1] == 0:
             raise DataError(f"{', '.join(paths) or 'the list of prompt files'} has no prompts: the data set is empty")
-        self._chosen = range(self._ends[-1])
+        self._chosen: Sequence[int] = range(self._ends[-1])
         self._epoch, self._offset = 0, 0
         self._order: np.ndarray | None = None
 

@@ -48,5 +48,5 @@ def reward_value(sample: Any, reward_key: str | None = None) -> float:
         raise DataError(f"the reward of sample {getattr(sample, 'index', None)} {error}") from error
 
 
-def _keys(reward: Mapping) -> str:
+def _keys(reward: Mapping[str, Any]) -> str:
     return ", ".join(repr(key) for key in reward) or "none"

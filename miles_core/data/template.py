@@ -48,7 +48,7 @@ class PromptTemplate:
             DataError: a chat without the chat template, messages the template refuses, or no token at all.
         """
         if self.apply_chat_template:
-            tokens = self.tokenizer.encode(self.text(prompt), add_special_tokens=False)
+            tokens: list[int] = self.tokenizer.encode(self.text(prompt), add_special_tokens=False)
         else:
             tokens = self._plain(self.text(prompt))
         if not tokens:
@@ -67,14 +67,15 @@ class PromptTemplate:
 
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            return self.tokenizer.apply_chat_template(
+            rendered = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self.options
             )
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise DataError(f"the chat template refuses the prompt {messages!r:.200}: {error}") from error
+        return str(rendered)
 
     def _plain(self, text: str) -> list[int]:
-        tokens = self.tokenizer.encode(text)
+        tokens: list[int] = self.tokenizer.encode(text)
         end = self.tokenizer.eos_token_id
         if end is not None and tokens and tokens[-1] == end and not text.endswith(self.tokenizer.eos_token):
             return tokens[:-1]

@@ -91,7 +91,7 @@ def make_checkpoint(directory: str | Path, seed: int = 0, size: Size | None = No
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
+        head_dim=size.head_dim,  # type: ignore[call-arg]
         num_experts=size.experts,
         num_experts_per_tok=size.experts_per_token,
         norm_topk_prob=True,

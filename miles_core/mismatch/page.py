@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from miles_core.mismatch.command import Verification
 from miles_core.mismatch.gap import Gap
-from miles_core.mismatch.parity import TENSORS
 from miles_core.observe.budget_table import BUDGET_COLUMNS, budget_rows
 from miles_core.observe.mismatch_plots import draw_budget, draw_gap
+from miles_core.precision.quantizer import TENSORS
 from miles_core.version import __version__
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _numbers(gap: Gap) -> tuple[str, ...]:
 
 def parity_rows(found: Verification) -> list[tuple[str, ...]]:
     """What each side declares about its quantiser and its products, and what the probes say."""
-    products = [
+    products: list[tuple[str, ...]] = [
         (side.backend, side.format, "products", str(side.products[0]), str(side.products[1]), "", "")
         for side in found.parity
         if side.products is not None

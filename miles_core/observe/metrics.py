@@ -32,39 +32,6 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Means:
-    """Weighted means of named quantities given as (sum, weight) pairs."""
-
-    def __init__(self) -> None:
-        self._totals: dict[str, list[float]] = {}
-
-    def add(self, name: str, total: float, weight: float = 1.0) -> None:
-        """Add ``total``, a sum over ``weight`` items (tokens, samples)."""
-        entry = self._totals.setdefault(name, [0.0, 0.0])
-        entry[0] += float(total)
-        entry[1] += float(weight)
-
-    def update(self, pairs: Mapping[str, tuple[Any, Any]]) -> None:
-        """Add several pairs; sums and weights may be numbers or one-element tensors."""
-        for name, (total, weight) in pairs.items():
-            self.add(name, total, weight)
-
-    def result(self) -> dict[str, float]:
-        """name -> sum / weight; a quantity whose weight is 0 was not measured and has no entry."""
-        return {name: total / weight for name, (total, weight) in self._totals.items() if weight != 0}
-
-    def clear(self) -> None:
-        """Start anew."""
-        self._totals.clear()
-
-
-def mean_of(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
-    """name -> sum / weight, without the quantities of weight 0."""
-    means = Means()
-    means.update(pairs)
-    return means.result()
-
-
 class MetricLog:
     """Appends records to ``path``; every line is on its way to the disk when ``append`` returns.
 

@@ -10,11 +10,13 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from miles_core.errors import PluginError
 
 _OWNER = "__miles_owner__"
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,14 @@ class Wrapper:
         return guarded(function, self.plugin, self.hook)
 
 
-def compose(inner: Callable[..., Any], wrappers: Sequence[Wrapper]) -> Callable[..., Any]:
+def compose(inner: F, wrappers: Sequence[Wrapper]) -> F:
     """Wrap ``inner``; the first of ``wrappers`` ends up outermost. Without wrappers it is ``inner`` itself."""
     if not wrappers:
         return inner
     function = guarded(inner, "", "")
     for wrapper in reversed(wrappers):
         function = wrapper(function)
-    return function
+    return cast(F, function)
 
 
 def note(error: BaseException, plugin: str, hook: str) -> None:

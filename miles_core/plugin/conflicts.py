@@ -8,10 +8,11 @@ import heapq
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 
+from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import SIDES, provider
-from miles_core.plugin.facts import Facts, State, distribution, nearest
+from miles_core.plugin.facts import Facts, State, distribution
 from miles_core.plugin.manifest import Pair, Plugin
-from miles_core.plugin.plan import Problem, described
+from miles_core.plugin.problem import Problem, described
 
 BASE = "bf16"  # the format every model has
 
@@ -34,7 +35,9 @@ def precision(
     for side in sides:
         if side.value != BASE and provider("format", side.value, active) is None:
             known = {BASE, *(name for m in manifests.values() for name in m.formats)}
-            hint = nearest(str(side.value), known) or f"install it with: pip install {distribution(str(side.value))}"
+            hint = (
+                did_you_mean(str(side.value), known) or f"install it with: pip install {distribution(str(side.value))}"
+            )
             because = f"installed formats are {', '.join(sorted(known))}; {hint}"
             problems.append(
                 Problem("this run", f"a number format {side.value!r}", because, (described(side),), choices=SIDES)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.errors import CheckpointError, ConfigError
-from miles_core.plugin.facts import Fact, Facts, State, nearest
+from miles_core.nearest import did_you_mean
+from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.rule import literal
 
 #: GPU -> (compute capability x 10, memory in GB); for ``--fact gpu=NAME``. AMD GPUs have no compute capability: 0.
@@ -284,7 +285,7 @@ def _named_gpu(word: str, origin: str) -> list[Fact]:
         return [Fact(f.name, f.value, origin, chosen=True) for f in _no_gpu(origin)]
     name = next((known for known in KNOWN_GPUS if known.lower() == word.lower()), None)
     if name is None:
-        hint = nearest(word.upper(), KNOWN_GPUS) or f"known ones are {', '.join(KNOWN_GPUS)}"
+        hint = did_you_mean(word.upper(), KNOWN_GPUS) or f"known ones are {', '.join(KNOWN_GPUS)}"
         raise ConfigError(f"{origin}: no GPU of that name is known; {hint} (any other: --fact gpu.sm=N)")
     sm, memory = KNOWN_GPUS[name]
     found = [Fact("gpu", name, origin, chosen=True), Fact("gpu.sm", sm, origin, chosen=True)]

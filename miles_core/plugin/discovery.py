@@ -19,7 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from miles_core.errors import PluginError
-from miles_core.plugin.facts import distribution, nearest
+from miles_core.nearest import did_you_mean
+from miles_core.plugin.facts import distribution
 from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import MARK
 from miles_core.plugin.manifest import Plugin
@@ -94,7 +95,7 @@ class Catalogue(Mapping[str, Plugin]):
         if wanted.endswith(".py") or "/" in wanted or "\\" in wanted:
             return self.add_file(Path(wanted))
         if wanted not in self:
-            hint = nearest(wanted, self.names)
+            hint = did_you_mean(wanted, self.names)
             install = f"pip install {distribution(wanted)}"
             raise PluginError(f"no plugin {wanted!r} is installed; {f'{hint} Otherwise' if hint else 'try'}: {install}")
         return self[wanted].name

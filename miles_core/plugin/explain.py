@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from miles_core.errors import PluginError
+from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import BACKENDS, backends_of, can, provider
+from miles_core.plugin.check import Checked
 from miles_core.plugin.core import CORE
-from miles_core.plugin.facts import Facts, State, default_facts, nearest, show
+from miles_core.plugin.facts import Facts, State, default_facts, show
 from miles_core.plugin.manifest import Plugin, Rule, Set
-from miles_core.plugin.resolve import Checked
 from miles_core.plugin.rule import RuleError, Truth, evaluate, names, parse
 from miles_core.plugin.scan import hooks_of
 
@@ -103,10 +104,12 @@ def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts) -> list[
             continue
         for name in mentioned:
             if _is_missing(name, known, derived):
-                found.append(f"rule {text!r} names {name}, which nothing defines; {nearest(name, known)}".rstrip("; "))
+                found.append(
+                    f"rule {text!r} names {name}, which nothing defines; {did_you_mean(name, known)}".rstrip("; ")
+                )
     for path in plugin.sets:
         if _is_missing(path, known, derived):
-            found.append(f"it sets {path}, which nothing defines; {nearest(path, known)}".rstrip("; "))
+            found.append(f"it sets {path}, which nothing defines; {did_you_mean(path, known)}".rstrip("; "))
     try:
         hooks_of(plugin)
     except (PluginError, SyntaxError) as error:

@@ -8,12 +8,12 @@ is the fourth and always an error with the nearest spelling.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from miles_core.nearest import did_you_mean
 from miles_core.plugin.option import METADATA_KEY
 
 if TYPE_CHECKING:
@@ -65,12 +65,6 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``did you mean a or b?``, or nothing when no known name is like ``name``."""
-    close = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(close)}?" if close else ""
-
-
 class Facts(Mapping[str, Fact]):
     """All facts of one run, by name; immutable.
 
@@ -101,7 +95,7 @@ class Facts(Mapping[str, Fact]):
             return self._facts[name]
         if head == "plugin" and rest:
             return Fact(name, False, f"not installed: pip install {distribution(rest)}")
-        return Fact(name, None, nearest(name, self._facts), State.NO_SUCH_NAME)
+        return Fact(name, None, did_you_mean(name, self._facts), State.NO_SUCH_NAME)
 
     def value(self, name: str, default: Any = None) -> Any:
         """The value of a known fact, else ``default``."""

@@ -7,20 +7,18 @@ change keeps the user's plugins and precision, up to three changes of options ar
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from miles_core.nearest import nearest
 from miles_core.plugin.activate import BACKENDS, SIDES
+from miles_core.plugin.check import Checked, check
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, show
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.rule import Compare, RuleError, conjuncts, parse, same
-
-if TYPE_CHECKING:
-    from miles_core.plugin.resolve import Checked
 
 SHOWN = 6
 _TRIES = 400
@@ -87,8 +85,6 @@ class _Search:
 
     def attempt(self, change: Change) -> tuple[Fix, set[str]]:
         """The changed request and the headlines of the problems it has left."""
-        from miles_core.plugin.resolve import check
-
         requested = {name: why for name, why in self.asked.items() if name not in change.drop}
         requested |= {name: "--plugins" for name in change.add if name not in requested}
         changed = []
@@ -120,8 +116,6 @@ class _Search:
 
     def without_one(self, drops: int) -> list[Fix]:
         """Where nothing else helps: drop one plugin, and then what helps without it."""
-        from miles_core.plugin.resolve import check
-
         found = []
         for name in self.asked if drops else ():
             rest = {n: why for n, why in self.asked.items() if n != name}
@@ -177,7 +171,7 @@ def _plugins(asked: dict[str, str], refused: Checked) -> Iterator[Change]:
             yield Change(f"add {name} to --plugins", add=(name,), keeps=True)
     for name, why in asked.items():
         if name not in refused.manifests:
-            for other in difflib.get_close_matches(name, list(refused.manifests), n=2):
+            for other in nearest(name, refused.manifests)[:2]:
                 yield Change(f"{other} instead of {name} in --plugins", (name,), (other,), keeps=True)
         yield Change(_dropped(name, why), drop=(name,))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miles_core.errors import PluginError
-from miles_core.plugin.facts import nearest
+from miles_core.nearest import did_you_mean
 
 _FORBIDDEN = ("tryfirst", "trylast", "wrapper", "hookwrapper", "optionalhook")
 MARK = "miles_impl"  # what hookimpl leaves on a function
@@ -51,7 +51,7 @@ def check_implementation(plugin: str, holder: Any, specs: Mapping[str, tuple[str
         hook = marks.get("specname") or name
         if hook not in specs:
             raise PluginError(
-                f"{where}: there is no hook {hook!r}; {nearest(hook, specs) or 'see miles_core.contracts.hooks'}"
+                f"{where}: there is no hook {hook!r}; {did_you_mean(hook, specs) or 'see miles_core.contracts.hooks'}"
             )
         used = [flag for flag in _FORBIDDEN if marks.get(flag)]
         if used:
@@ -70,7 +70,7 @@ def _check_arguments(where: str, hook: str, function: Callable[..., Any], allowe
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise PluginError(f"{where} takes *{name}: name the arguments you use, out of {', '.join(allowed)}")
         if name not in allowed:
-            hint = nearest(name, allowed) or f"it has {', '.join(allowed)}"
+            hint = did_you_mean(name, allowed) or f"it has {', '.join(allowed)}"
             raise PluginError(f"{where}: hook {hook} has no argument {name!r}; {hint}")
         if parameter.default is not parameter.empty:
             raise PluginError(f"{where}: argument {name!r} has a default; a hook always gets a value, remove it")

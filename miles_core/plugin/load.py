@@ -14,9 +14,10 @@ from typing import Any
 import pluggy
 
 from miles_core.errors import PluginError
+from miles_core.nearest import did_you_mean
 from miles_core.plugin.chain import Wrapper, compose, note
 from miles_core.plugin.core import CORE
-from miles_core.plugin.facts import Facts, nearest
+from miles_core.plugin.facts import Facts
 from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import check_implementation, specified
 from miles_core.plugin.manifest import Plugin
@@ -109,7 +110,7 @@ class Hooks:
 
     def _chosen(self, name: str, arguments: Mapping[str, Any]) -> list[Call]:
         if name not in self._calls:
-            raise TypeError(f"there is no hook {name!r}; {nearest(name, self._specs)}")
+            raise TypeError(f"there is no hook {name!r}; {did_you_mean(name, self._specs)}")
         if arguments.keys() != set(self._specs[name]):
             raise TypeError(f"{name} is called with {sorted(arguments)}, it takes {sorted(self._specs[name])}")
         return self._calls[name]
@@ -122,7 +123,6 @@ def register(
     options: Callable[[Plugin], Any],
     *,
     facts: Facts | None = None,
-    core: Sequence[object] = (),
 ) -> Hooks:
     """Import, instantiate and register every hook class of a plan.
 
@@ -132,7 +132,6 @@ def register(
         specs: the class of specifications.
         options: a plugin's options, for hooks classes that take one argument.
         facts: this worker's facts, to decide hooks whose condition the driver could not.
-        core: core's own implementations, called last.
 
     Raises:
         PluginError: a class cannot be imported or made, or implements a hook wrongly; names plugin, class and hook.
@@ -140,9 +139,6 @@ def register(
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(specs)
     known = specified(specs)
-    for index, holder in enumerate(reversed(core)):
-        check_implementation("core", holder, known)
-        manager.register(holder, f"core#{index}")
     for index, wanted in reversed(list(enumerate(plan.hooks))):
         if wanted.deferred and not _decided(wanted.condition, wanted.plugin, facts):
             continue
@@ -171,7 +167,9 @@ def import_target(plugin: str, target: str) -> Any:
     if not name:
         return module
     if not hasattr(module, name):
-        raise PluginError(f"plugin {plugin}: {module_name} has no {name!r}; {nearest(name, vars(module))}".rstrip("; "))
+        raise PluginError(
+            f"plugin {plugin}: {module_name} has no {name!r}; {did_you_mean(name, vars(module))}".rstrip("; ")
+        )
     return getattr(module, name)
 
 
@@ -210,7 +208,7 @@ def _taken(build: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str,
 
 
 def _known(names: Sequence[str], wanted: str) -> str:
-    return nearest(wanted, names) or f"there are: {', '.join(names) or 'none'}"
+    return did_you_mean(wanted, names) or f"there are: {', '.join(names) or 'none'}"
 
 
 def _owner(registered: str) -> str:

@@ -17,36 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import CheckpointError, PlanError
 from miles_core.plugin.facts import Fact, Facts, State, show
+from miles_core.plugin.problem import Problem, described, refusal
 from miles_core.plugin.rule import Truth, UnknownFact, evaluate, names, parse
 
 if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One reason why a run cannot start, read as ``who verb needs``.
-
-    Attributes:
-        who: who demands it, e.g. ``mine`` or ``mine rollout x bf16 train``.
-        needs: what is demanded.
-        because: the reason, word for word from the manifest.
-        values: the facts at issue, each (name, value, origin).
-        verb: what joins ``who`` and ``needs``.
-        choices: names of facts a fix may change.
-    """
-
-    who: str
-    needs: str
-    because: str
-    values: tuple[tuple[str, str, str], ...] = ()
-    verb: str = "needs"
-    choices: tuple[str, ...] = ()
-
-    @property
-    def headline(self) -> str:
-        """The first line: what is wrong."""
-        return " ".join(part for part in (self.who, self.verb, self.needs) if part)
 
 
 @dataclass(frozen=True)
@@ -99,7 +74,7 @@ class Deferred:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was resolved; see the module's paragraph.
+    """What was resolved: plugins in order, facts, values to set, hook classes, rules for the workers.
 
     Attributes:
         core: version of miles-core.
@@ -221,8 +196,6 @@ class Plan:
                 values = tuple(described(here.lookup(n)) for n in dict.fromkeys(names(parse(rule.needs))))
                 problems.append(Problem(rule.who, rule.needs, rule.because, values))
         if problems:
-            from miles_core.plugin.render import refusal
-
             raise PlanError(refusal(problems, None, "this worker cannot start"), tuple(problems))
 
     def check_installed(self, manifests: Mapping[str, Plugin]) -> None:
@@ -253,12 +226,6 @@ class Plan:
 
 
 _NAMES = ("consulted", "advice", "waived")
-
-
-def described(fact: Fact) -> tuple[str, str, str]:
-    """A fact as a problem shows it: name, value, origin."""
-    value = show(fact.value) if fact.state is State.KNOWN else fact.state.value
-    return fact.name, value, fact.origin
 
 
 def plain(value: Any) -> Any:

@@ -1,33 +1,11 @@
-"""How a plan and a refusal read on the terminal."""
+"""How a plan reads on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from miles_core.plugin.facts import show
-from miles_core.plugin.plan import Plan, Problem
-
-
-def refusal(problems: Sequence[Problem], fixes: Sequence[str] | None, title: str = "this run cannot start") -> str:
-    """Every problem with its values and reason, then the fixes that were tried and hold.
-
-    ``fixes`` is None where none were looked for. The caller prints ``error: `` before it.
-    """
-    count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
-    blocks = [f"{title} ({count})"]
-    for problem in problems:
-        lines = [f"  x {problem.headline}"]
-        wide = max((len(f"{name} = {value}") for name, value, _ in problem.values), default=0)
-        lines += [f"    | {f'{name} = {value}'.ljust(wide)}   {origin}" for name, value, origin in problem.values]
-        lines += [f"    | because {line}" for line in problem.because.splitlines()]
-        blocks.append("\n".join(lines))
-    if fixes and len(fixes) == 1:
-        blocks.append(f"  this would do:\n    {fixes[0]}")
-    elif fixes:
-        blocks.append("  any one of these would do:\n" + "\n".join(f"    {fix}" for fix in fixes))
-    elif fixes is not None:
-        blocks.append("  no small change would do: each of these has to be resolved")
-    return "\n\n".join(blocks)
+from miles_core.plugin.plan import Plan
 
 
 def chains(implemented: Mapping[str, Sequence[str]]) -> list[str]:

@@ -108,7 +108,8 @@ class Codec:
         if self.format is not None and not self._checked:
             single: dict[str, Shape] = {}
             for name, shape in shapes.items():
-                single |= {x.name: x.shape for x in self._experts(name, shape)} or {name: shape}
+                apart: dict[str, Shape] = {x.name: x.shape for x in self._experts(name, shape)}
+                single |= apart or {name: shape}
             notes = self.selector.check(single)
             for note in notes:
                 log.info("%s", note)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.nearest import nearest
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import distribution
 from miles_core.plugin.load import import_target
@@ -37,9 +38,7 @@ def format_class(name: str, manifests: Mapping[str, Plugin] | None = None) -> ty
 
 def unknown(name: str, known: Mapping[str, Plugin]) -> str:
     """The sentence for a format that nobody has."""
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, [*known, "bf16"], n=1)
+    close = nearest(name, [*known, "bf16"])
     hint = f"did you mean {close[0]}? Otherwise" if close else "try"
     have = f"installed: {', '.join(sorted(known))}" if known else "none is installed"
     return f"there is no number format {name!r} ({have}); {hint}: pip install {distribution(name)}"

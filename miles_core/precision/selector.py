@@ -9,13 +9,13 @@ ask the same selector, so both leave the same weights alone.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from miles_core.errors import ConfigError
+from miles_core.nearest import nearest
 
 Shape = tuple[int, ...]
 
@@ -203,5 +203,5 @@ def _nearest(selector: str, names: Iterable[str]) -> str:
     """``; nearest: a, b`` among whole names and their parts; nothing when none is like it."""
     wanted = selector.replace("*", "").strip(".")
     pieces = {piece for name in names for piece in (name, *name.split(".")) if not piece.isdigit()}
-    close = difflib.get_close_matches(wanted, sorted(pieces), n=3, cutoff=0.5)
+    close = nearest(wanted, sorted(pieces))
     return f"; nearest: {', '.join(close)}" if close else ""

@@ -65,7 +65,9 @@ def load_function(spec: str, *, flag: str, default: str, parameters: tuple[str, 
     return UserFunction(function, name, origin, is_async)
 
 
-def _check_signature(function: Callable, name: str, origin: str, flag: str, parameters: tuple[str, ...]) -> None:
+def _check_signature(
+    function: Callable[..., Any], name: str, origin: str, flag: str, parameters: tuple[str, ...]
+) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:

@@ -55,7 +55,7 @@ class MathVerifier:
 
     def close(self) -> None:
         """End the idle worker processes."""
-        places = []
+        places: list[_Worker | None] = []
         while True:
             try:
                 worker = self._idle.get_nowait()
@@ -79,7 +79,7 @@ class MathVerifier:
             return False
         if not verdict["readable"]:
             return bool(exact(answer, gold))
-        return verdict["equal"]
+        return bool(verdict["equal"])
 
     def _ask(self, request: dict[str, str]) -> dict[str, Any]:
         worker = self._idle.get()

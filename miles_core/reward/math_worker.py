@@ -21,9 +21,10 @@ def read_gold(label: str) -> list[Any]:
     """Parse a label; bare LaTeX (no dollar signs, no box) is read as mathematics, then as plain text."""
     from math_verify import parse
 
-    if DELIMITED.search(label):
-        return parse(label, parsing_timeout=SECONDS_PER_STEP)
-    return parse(f"${label}$", parsing_timeout=SECONDS_PER_STEP) or parse(label, parsing_timeout=SECONDS_PER_STEP)
+    found: list[Any] = []
+    if not DELIMITED.search(label):
+        found = parse(f"${label}$", parsing_timeout=SECONDS_PER_STEP)
+    return found or list(parse(label, parsing_timeout=SECONDS_PER_STEP))
 
 
 def judge(label: str, response: str) -> dict[str, bool]:

@@ -48,7 +48,8 @@ class RemoteReward:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    return reply.read()
+                    body: bytes = reply.read()
+                    return body
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code} {error.reason}"
                 if error.code < 500:

@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miles_core.contracts.schedule import Position
+from miles_core.data.means import means
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError
-from miles_core.observe.metrics import Means
 from miles_core.observe.progress import Progress
-from miles_core.plugin.chain import compose
 from miles_core.rollout.queue import Prompt, PromptQueue
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 Group = list[Sample]
 Rollout = Callable[[int], Awaitable[list[Group]]]
+Pairs = dict[str, tuple[float, float]]
 Score = Callable[[list[Sample]], Awaitable[None]]
 
 
@@ -41,7 +41,7 @@ class Collector:
         abort: ``async (keys) -> None``, makes the engines drop these requests.
         progress: told about every finished group.
         accept: group filter, or None to take every group.
-        answers: what engines say about requests, as means; read by ``metrics``.
+        answers: what engines say about requests, as (sum, number) pairs; read by ``metrics``.
 
     Attributes:
         pending: groups in flight and their prompts.
@@ -58,19 +58,20 @@ class Collector:
         abort: Callable[[Collection[int]], Awaitable[None]],
         progress: Progress,
         accept: Callable[[Any, Group], bool] | None = None,
-        answers: Means | None = None,
+        answers: Pairs | None = None,
     ) -> None:
         self.run, self.prompts, self.generate, self.score = run, prompts, generate, score
-        self.abort, self.progress, self.accept, self.answers = abort, progress, accept, answers or Means()
+        self.abort, self.progress, self.accept, self.answers = (
+            abort,
+            progress,
+            accept,
+            {} if answers is None else answers,
+        )
         self.pending: dict[asyncio.Task[Group], Prompt] = {}
         self.ready: list[tuple[Prompt, Group]] = []
         self.popped: list[Prompt] = []
         self._refused = 0
         self._news = asyncio.Event()
-
-    def wrapped(self, collect: Rollout) -> Rollout:
-        """``collect(step)`` with what plugins put around the collection of a step's groups."""
-        return compose(collect, self.run.hooks.chain("wrap_rollout", run=self.run))
 
     async def rollout(self, step: int) -> list[Group]:
         """``--rollout-batch-size`` groups that passed the filter, ordered by group number.
@@ -155,7 +156,7 @@ class Collector:
 
     def metrics(self) -> dict[str, float]:
         """``engine/NAME``: the mean of what engines said about each request since the last call (``Response.metrics``)."""
-        found = self.answers.result()
+        found = means(self.answers)
         self.answers.clear()
         return {f"engine/{name}": value for name, value in found.items()}
 

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles_core.contracts.engine import Request, Response, Sampling
+from miles_core.data.means import add
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import ConfigError, DataError, MilesError
-from miles_core.observe.metrics import Means
 from miles_core.reward.custom import load_function
 from miles_core.rollout.continuation import cut_at_stop, joined, usable
 from miles_core.rollout.record import Record
@@ -58,10 +58,10 @@ class Generator:
         engine: Engine,
         sampling: Sampling,
         custom: Callable[..., Any] | None = None,
-        answers: Means | None = None,
+        answers: dict[str, tuple[float, float]] | None = None,
     ) -> None:
         self.run, self.engine, self.sampling, self.custom = run, engine, sampling, custom
-        self.answers = answers or Means()
+        self.answers = {} if answers is None else answers
         extras = {"sampling_support"} if sampling.truncated and not run.config.rollout.full_vocab_logprobs else set()
         self.extras = extras
 
@@ -115,8 +115,7 @@ class Generator:
         request = Request(tokens, sampling, key=sample.index, group=sample.group_index, extras=set(self.extras))
         self.run.hooks.on("on_request", run=self.run, request=request)
         response = await self.engine.generate(request)
-        for name, value in response.metrics.items():
-            self.answers.add(name, value)
+        add(self.answers, {name: (value, 1.0) for name, value in response.metrics.items()})
         return response, request
 
     def _recorded(self, record: Record, tokens: list[int], parts: list[Response], stop: tuple[str, ...]) -> Response:
@@ -167,7 +166,7 @@ class Generator:
         unknown = sorted(set(params) - known)
         if unknown:
             raise DataError(f"sampling_params has no {unknown[0]!r}; it takes {', '.join(sorted(known))}")
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}
         return dataclasses.replace(self.sampling, **values)
 
 

@@ -13,12 +13,11 @@ from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.schedule import Schedule
 from miles_core.data.sample import Sample
 from miles_core.observe.hints import for_error
-from miles_core.observe.metrics import Means
 from miles_core.observe.progress import Progress
 from miles_core.plugin.chain import compose
 from miles_core.plugin.hint import Hint
 from miles_core.reward.reward import RewardFunction, make_reward, score
-from miles_core.rollout.collect import Collector, Interrupted, Score
+from miles_core.rollout.collect import Collector, Interrupted, Pairs, Score
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import load_filter
 from miles_core.rollout.generate import Generate, Generator, load_generate
@@ -92,7 +91,7 @@ class Inputs:
     def _collector(self, run: Run, log: RunLog, parts: list[PolicyParts]) -> Collector:
         path = run.config.rollout.dynamic_sampling_filter_path
         accept = load_filter(path) if path else None
-        answers = Means()
+        answers: Pairs = {}
         generate, score = self._generation(run, parts, training_sampling(run.config), answers)
 
         async def abort(keys: Collection[int]) -> None:
@@ -107,7 +106,7 @@ class Inputs:
         return Evaluator(run, *self._generation(run, parts, evaluation_sampling(run.config)), progress)
 
     def _generation(
-        self, run: Run, parts: list[PolicyParts], sampling: Sampling, answers: Means | None = None
+        self, run: Run, parts: list[PolicyParts], sampling: Sampling, answers: Pairs | None = None
     ) -> tuple[Generate, Score]:
         path = run.config.rollout.custom_generate_function_path
         generate = compose(

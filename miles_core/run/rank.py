@@ -19,6 +19,7 @@ from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.trainer import Trainer
 from miles_core.contracts.transport import SyncReport, Transport
+from miles_core.data.means import add, means
 from miles_core.data.sample import Sample
 from miles_core.data.world import World, shares
 from miles_core.precision.schedule import Precisions, precisions
@@ -126,10 +127,7 @@ def divided(samples: Sequence[Sample], options: TrainOptions, replicas: int) -> 
 
 def combined(replicas: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
     """name -> sum / weight over one rank of each replica; quantities of weight 0 were not measured."""
-    totals: dict[str, list[float]] = {}
+    totals: dict[str, tuple[float, float]] = {}
     for pairs in replicas:
-        for name, (total, weight) in pairs.items():
-            entry = totals.setdefault(name, [0.0, 0.0])
-            entry[0] += total
-            entry[1] += weight
-    return {name: total / weight for name, (total, weight) in totals.items() if weight}
+        add(totals, pairs)
+    return means(totals)

@@ -39,6 +39,7 @@ async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog) -> None:
 def supervised_samples(run: Run) -> list[Sample]:
     """Prompt and response tokenised apart, an end token appended: what the engine would have produced."""
     options, data = run.config.sft, run.config.data
+    assert options.data is not None  # the caller looked
     rows = Prompts(
         options.data, input_key=data.input_key, label_key=options.response_key, metadata_key=data.metadata_key
     )

@@ -19,6 +19,7 @@ from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.versions import staleness
 from miles_core.schedule.paused import paused
+from miles_core.schedule.wrapped import wrapped
 
 
 class AheadSchedule(Schedule):
@@ -28,7 +29,7 @@ class AheadSchedule(Schedule):
 
     def __init__(self, run: Run, collector: Collector) -> None:
         self.run, self.collector = run, collector
-        self._wrapped = collector.wrapped(collector.rollout)
+        self._wrapped = wrapped(run, collector.rollout)
         self._next: asyncio.Task[list[Group]] | None = None
         self._held: list[Group] | None = None
         self._taken: dict[str, float] = {}

@@ -22,6 +22,7 @@ from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.versions import age, staleness
 from miles_core.schedule.paused import paused
+from miles_core.schedule.wrapped import wrapped
 
 #: ``--max-weight-staleness`` where it is not given.
 STALENESS = 1
@@ -35,7 +36,7 @@ class AsyncSchedule(Schedule):
     def __init__(self, run: Run, collector: Collector) -> None:
         self.run, self.collector = run, collector
         self.bound = run.config.rollout.max_weight_staleness or STALENESS
-        self._wrapped = collector.wrapped(self._oldest)
+        self._wrapped = wrapped(run, self._oldest)
         self._generation: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._taken_steps = run.step

@@ -16,6 +16,7 @@ from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group
 from miles_core.rollout.versions import staleness
 from miles_core.schedule.paused import paused
+from miles_core.schedule.wrapped import wrapped
 
 
 class SyncSchedule(Schedule):
@@ -23,7 +24,7 @@ class SyncSchedule(Schedule):
 
     def __init__(self, run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> None:
         self.run, self.collector, self.parts = run, collector, parts
-        self._collect = collector.wrapped(collector.rollout)
+        self._collect = wrapped(run, collector.rollout)
         self._taken: dict[str, float] = {}
 
     async def take(self, step: int) -> list[Group]:

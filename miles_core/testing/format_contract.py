@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -179,7 +179,7 @@ class FormatContract:
             pytest.skip("the format has no kernels")
         format, weight = self.make(), normal(self.rows, self.columns).cuda()
         stats, module = format.stats(weight), importlib.import_module(self.kernels)
-        acts = {"quantize": lambda: format.quantize(weight, stats)}
+        acts: dict[str, Callable[[], object]] = {"quantize": lambda: format.quantize(weight, stats)}
         if format.quantizes_activations:
             acts["fake_quantize"] = lambda: format.fake_quantize_activation(weight)
         for name, act in acts.items():
@@ -198,23 +198,23 @@ class FormatContract:
             with reference_only():
                 here, expected = format.quantize(weight), format.quantize(there)
                 x = format.fake_quantize_activation(there)
-            for found in (expected, format.quantize(there)):
-                assert_same({k: t.cpu() for k, t in found.items()}, here, name)
+            for parts in (expected, format.quantize(there)):
+                assert_same({k: t.cpu() for k, t in parts.items()}, here, name)
             out = {k: torch.empty_like(t) for k, t in expected.items()}
             assert_same(format.quantize(there, format.stats(there), out), expected, name)
             with reference_only():
                 values = format.dequantize(expected)
             torch.testing.assert_close(format.dequantize(expected), values, rtol=0, atol=0, msg=name)
-            found = format.fake_quantize_activation(there)
-            assert found.dtype == x.dtype
-            torch.testing.assert_close(found, x, rtol=0, atol=0, msg=name)
+            rounded = format.fake_quantize_activation(there)
+            assert rounded.dtype == x.dtype
+            torch.testing.assert_close(rounded, x, rtol=0, atol=0, msg=name)
             if not format.quantizes_activations:
                 continue
             there[0, 0], there[-1, -1] = float("nan"), float("-inf")
             with reference_only():
                 x = format.fake_quantize_activation(there)
-            found = format.fake_quantize_activation(there)
-            torch.testing.assert_close(found, x, rtol=0, atol=0, equal_nan=True, msg=name)
+            rounded = format.fake_quantize_activation(there)
+            torch.testing.assert_close(rounded, x, rtol=0, atol=0, equal_nan=True, msg=name)
 
     # -- products ---------------------------------------------------------------------------------------------------
 

@@ -117,4 +117,4 @@ class FormatPluginContract:
 
     def _gap(self, toy_run: Callable[..., Any], pair: Pair) -> float:
         steps = toy_run(emulate_precision=True, **self._flags(pair)).metrics
-        return sum(step["mismatch/abs_log_prob"] for step in steps) / len(steps)
+        return float(sum(step["mismatch/abs_log_prob"] for step in steps) / len(steps))

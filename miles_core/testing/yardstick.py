@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ class Setup:
 def make_batch(tagged: bool = False) -> Batch:
     """See ``TrainerContract.batch``; ``tagged`` adds the column ``tag``."""
     random = np.random.default_rng(0)
-    samples = []
+    samples: list[Sample] = []
     for group, (prompt_length, count) in enumerate([(6, 4), (3, 3), (9, 4), (2, 1)]):
         prompt = random.integers(3, 60, prompt_length).tolist()
         for _ in range(count):
@@ -61,7 +62,7 @@ def make_batch(tagged: bool = False) -> Batch:
 def weighted(output: Output, micro: Batch, ctx: Context) -> Loss:
     """Sum of column ``weight`` times log-prob."""
     assert output.log_probs is not None
-    value = (output.log_probs * micro.columns["weight"].to(output.log_probs.device)).sum()
+    value = (output.log_probs * micro.column("weight").to(output.log_probs.device)).sum()
     return Loss(value, {"sum": (output.log_probs.detach().sum(), micro.mask.sum())})
 
 
@@ -80,9 +81,10 @@ def yardstick_model(checkpoint: Path) -> nn.Module:
     """Transformers' own eager model in float64."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    )
+    return model.eval()
 
 
 def yardstick(
@@ -110,10 +112,10 @@ def yardstick(
 @torch.no_grad()
 def adamw(model: nn.Module, setup: Setup) -> float:
     """The first step of AdamW from the gradients in ``model``; returns their norm before clipping."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in parameters))
-    for parameter in parameters:
-        grad = parameter.grad * min(1.0, setup.clip_grad / norm)
+    moving = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    norm = math.sqrt(sum(float(gradient.square().sum()) for _, gradient in moving))
+    for parameter, gradient in moving:
+        grad = gradient * min(1.0, setup.clip_grad / norm)
         decay = setup.weight_decay if parameter.dim() > 1 else 0.0
         parameter.mul_(1 - setup.lr * decay)
         # After one step the bias-corrected moments are the gradient and its square.
@@ -121,7 +123,7 @@ def adamw(model: nn.Module, setup: Setup) -> float:
     return norm
 
 
-def checkpoint_weights(model: nn.Module, beside: Path) -> dict[str, Tensor]:
+def checkpoint_weights(model: Any, beside: Path) -> dict[str, Tensor]:
     """The model's tensors under checkpoint names, through Transformers' own ``save_pretrained``."""
     from safetensors.torch import load_file
 

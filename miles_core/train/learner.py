@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,17 +16,19 @@ from torch import Tensor
 
 from miles_core.algorithm.advantage import ADVANTAGES, KL_IN_REWARD, AdvantageInputs, whiten
 from miles_core.algorithm.correction import identity, needs_of
-from miles_core.algorithm.kl import kl_estimate
+from miles_core.algorithm.kl import engine_gap, kl_estimate
 from miles_core.algorithm.overlong import overlong_penalty
 from miles_core.algorithm.reduction import loss_weights
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.trainer import Parts, Trainer
 from miles_core.data.batch import Batch, collate
+from miles_core.data.means import add, as_floats
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
-from miles_core.errors import ConfigError, DataError, NonFiniteError
+from miles_core.errors import ConfigError, NonFiniteError
 from miles_core.plugin.load import compose
-from miles_core.train.loss import column, correction_inputs, mismatch, policy_loss, rollout_log_probs, supervised_loss
+from miles_core.train.correction import check_rollout_log_probs, correction_inputs
+from miles_core.train.loss import policy_loss, supervised_loss
 
 if TYPE_CHECKING:
     from miles_core.contracts.policy import Policy
@@ -107,7 +109,8 @@ class Learner:
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """The export stream, as plugins shaped it; ``everywhere`` as for ``Trainer.units``."""
-        return compose(lambda: self.trainer.units(everywhere), self.exports)()
+        stream: Iterator[Unit] = compose(lambda: self.trainer.units(everywhere), self.exports)()
+        return stream
 
     def save(self, directory: Path) -> None:
         """Write this rank's share of a checkpoint."""
@@ -142,12 +145,12 @@ class Learner:
         own = options.advantage_estimator in ADVANTAGES and options.advantage_estimator not in KL_IN_REWARD
         in_reward = bool(options.kl_coef) and not own
         if options.use_rollout_logprobs:
-            batch.columns["old_log_probs"] = rollout_log_probs(batch)
+            batch.columns["old_log_probs"] = batch.rollout_log_probs
         elif steps > 1 or self.needs.whole_step or in_reward:
             old = self.trainer.log_probs(batch, "old")["log_probs"]
             batch.columns["old_log_probs"] = old
             if "rollout_log_probs" in batch.columns:
-                add(metrics, numbers(mismatch(old, column(batch, "rollout_log_probs"), batch.mask)))
+                add(metrics, as_floats(engine_gap(old, batch.column("rollout_log_probs"), batch.mask)))
         if options.kl_coef or options.kl_loss_coef:
             batch.columns["ref_log_probs"] = self.trainer.log_probs(batch, "ref")["log_probs"]
 
@@ -155,7 +158,7 @@ class Learner:
         options = self.run.config.algorithm
         kl = None
         if options.kl_coef and "old_log_probs" in batch.columns:
-            kl = kl_estimate(column(batch, "old_log_probs"), column(batch, "ref_log_probs"), "k1")
+            kl = kl_estimate(batch.column("old_log_probs"), batch.column("ref_log_probs"), "k1")
         inputs = AdvantageInputs(
             rewards=batch.scalars["reward"],
             group=batch.group,
@@ -191,10 +194,10 @@ class Learner:
         metrics: Metrics = {}
         if self.corrections and "old_log_probs" in batch.columns:
             correction = self.correct(
-                correction_inputs(batch, column(batch, "old_log_probs"), self.trainer.sum, self._current(batch, first))
+                correction_inputs(batch, batch.column("old_log_probs"), self.trainer.sum, self._current(batch, first))
             )
             batch.columns["correction"] = correction.factor
-            add(metrics, numbers(correction.metrics))
+            add(metrics, as_floats(correction.metrics))
         try:
             found = self.trainer.step(batch)
             # after the first step the policy is no longer the one that the engine sampled with
@@ -202,39 +205,3 @@ class Learner:
         except NonFiniteError as error:
             raise NonFiniteError(f"training step {self.run.step + 1}: {error}") from error
         return metrics
-
-
-def check_rollout_log_probs(samples: Sequence[Sample]) -> None:
-    """DataError unless every trained token has a finite log-probability of the engine."""
-    for sample in samples:
-        if not any(sample.mask):
-            continue
-        if sample.rollout_log_probs is None:
-            raise DataError(
-                f"sample {sample.index} has no rollout_log_probs, and the run weighs tokens by them; let the engine report "
-                "them, or leave out corrections and --use-rollout-logprobs"
-            )
-        if len(sample.rollout_log_probs) != sample.response_length:
-            raise DataError(
-                f"sample {sample.index}: rollout_log_probs has {len(sample.rollout_log_probs)} entries for "
-                f"{sample.response_length} response tokens"
-            )
-        values = np.asarray(sample.rollout_log_probs, np.float64)
-        wrong = (~np.isfinite(values) & (np.asarray(sample.mask) != 0)).nonzero()[0]
-        if len(wrong):
-            raise DataError(
-                f"sample {sample.index}: rollout_log_probs[{wrong[0]}] is {values[wrong[0]]}; a sampled token has a finite "
-                "log-probability, so the engine's report is wrong"
-            )
-
-
-def numbers(pairs: dict[str, tuple[Any, Any]]) -> Metrics:
-    """(sum, weight) pairs of tensors as plain floats."""
-    return {name: (float(total), float(weight)) for name, (total, weight) in pairs.items()}
-
-
-def add(into: Metrics, more: Metrics) -> None:
-    """Add (sum, weight) pairs name by name."""
-    for name, (total, weight) in more.items():
-        old = into.get(name, (0.0, 0.0))
-        into[name] = (old[0] + total, old[1] + weight)

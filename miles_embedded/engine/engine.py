@@ -24,13 +24,13 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.product import Products
 from miles_core.precision.quantizer import FormatItself
-from miles_embedded import plugin as EMBEDDED
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.decoder import Decoder, PlainDecoder, one_each
-from miles_embedded.engine.prefixes import Key, Prompt, Prompts, chunks
+from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks
 from miles_embedded.engine.runner import Fed, Runner
 from miles_embedded.engine.scheduler import Row, Scheduler
+from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import facts_of
 from miles_embedded.model.load_units import load_units
@@ -71,7 +71,7 @@ class Settings:
 class EmbeddedEngine(Engine):
     """An engine that generates with ``model``, prepared by ``miles_embedded.model.load``; it stays on its device."""
 
-    capabilities = frozenset(EMBEDDED.capabilities["engine"])
+    capabilities = frozenset(c.name for c in EMBEDDED.declared("engine"))
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
@@ -85,7 +85,7 @@ class EmbeddedEngine(Engine):
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
         self.rows: list[Row] = []
         self._joining: list[Row] = []
-        self._prompts = Prompts(self.runner)
+        self._prefixes = Prefixes(self.runner)
         self._version = -1
         self._usable, self._paused, self._stopped = True, False, False
         self._task: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class EmbeddedEngine(Engine):
         self._usable = False
         load_units(self.model, self._inputs.taking(units), self.codec.decode)
         self._version, self._usable = version, True
-        self._prompts.retire()
+        self._prefixes.retire()
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._paused = True
@@ -164,7 +164,7 @@ class EmbeddedEngine(Engine):
         if self.rows:
             raise RuntimeError(f"sleep with {len(self.rows)} requests in the cache: abort or retract them first")
         self.runner.clear()
-        self._prompts.clear()
+        self._prefixes.clear()
 
     async def rebuild(self, layout: dict[str, Any]) -> None:
         """Weights always lie here as plain numbers, beside the codes of native products: a precision is how they are
@@ -177,7 +177,7 @@ class EmbeddedEngine(Engine):
         self.codec = self.settings.codec_of(layout["precision"])
         self._inputs = self._rounded_inputs()
         self._usable = False
-        self._prompts.retire()
+        self._prefixes.retire()
 
     def quantizer(self, format: Format) -> FormatItself:
         """There is no other code here than the format's own."""
@@ -281,28 +281,28 @@ class EmbeddedEngine(Engine):
         wanted: dict[Key, set[str]] = {}
         for row in joining:
             wanted.setdefault(row.start, set()).update(row.fields)
-        found = self._prompts.compute(wanted)
+        found = self._prefixes.compute(wanted)
         for row in joining:
             if lacking := row.fields - found[row.start].fields:
                 row.future.set_exception(_not_recorded(lacking))
         joining = [row for row in joining if not row.future.done()]
         if not joining:
             return
-        prompts = [found[row.start] for row in joining]
-        slots = self.runner.cache.add_rows([p.slot for p in prompts])
+        prefixes = [found[row.start] for row in joining]
+        slots = self.runner.cache.add_rows([p.slot for p in prefixes])
         for row, slot in zip(joining, slots.tolist(), strict=True):
             row.slot = slot
         self.rows += joining
         self._changed()
-        self._first_tokens([(r, p) for r, p in zip(joining, prompts, strict=True) if not r.log_probs])
+        self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if not r.log_probs])
 
-    def _first_tokens(self, fresh: list[tuple[Row, Prompt]]) -> None:
-        """Sample what follows the prompts, whose logits are computed once for all rows that share one."""
+    def _first_tokens(self, fresh: list[tuple[Row, Prefix]]) -> None:
+        """Sample what follows the prefixes, whose logits are computed once for all rows that share one."""
         if not fresh:
             return
-        order = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt for _, prompt in fresh))}
-        logits = self.runner.head(torch.stack([prompt.hidden for prompt in order]))
-        index = torch.tensor([order[prompt] for _, prompt in fresh], device=logits.device)
+        order = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefix for _, prefix in fresh))}
+        logits = self.runner.head(torch.stack([prefix.hidden for prefix in order]))
+        index = torch.tensor([order[prefix] for _, prefix in fresh], device=logits.device)
         rows = [row for row, _ in fresh]
         sampled = self.sample(logits.index_select(0, index), rows)
         self._finish(self.scheduler.accept(rows, one_each(sampled), self._version))
@@ -335,11 +335,11 @@ class EmbeddedEngine(Engine):
         if not rows:
             return
         self.decoder.leave(rows)
-        where, whence, prompts = self.runner.cache.remove_rows(np.sort(self._slots(rows)))
+        where, whence, prefixes = self.runner.cache.remove_rows(np.sort(self._slots(rows)))
         for row in rows:
             row.slot = -1
         move_items(self.rows, where, whence, self.runner.cache.rows)
-        self._prompts.moved(*prompts)
+        self._prefixes.moved(*prefixes)
         self._changed()
 
     def _retract(self) -> None:
@@ -355,7 +355,7 @@ class EmbeddedEngine(Engine):
         self.rows.clear()
         self._joining = []
         self.scheduler.waiting.clear()
-        self._prompts.clear()
+        self._prefixes.clear()
         self.runner.clear()
         self._changed()
         for row in rows:

@@ -1,4 +1,7 @@
-"""The prompts in the cache: computed when the first row needs one, shared while any row does."""
+"""The prefixes in the cache, which rows share: a prompt, and behind a retract what was generated of it as well.
+
+A prefix is computed when the first row needs it, and kept while any row does.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.runner import Runner
 
 Key = tuple[int, ...]
-#: Prompt tokens, padding included, computed in one call.
+#: Prefix tokens, padding included, computed in one call.
 _TOKENS = 16384
 
 
 @dataclass(eq=False)
-class Prompt:
-    """One prompt: its tokens, its slot, its last token's hidden state [hidden], and the fields recorded for it."""
+class Prefix:
+    """One prefix: its tokens, its slot, its last token's hidden state [hidden], and the fields recorded for it."""
 
     key: Key
     slot: int
@@ -26,16 +29,16 @@ class Prompt:
     fields: set[str]
 
 
-class Prompts:
+class Prefixes:
     """Follows the prefix slots of ``runner``'s cache."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self._slots: list[Prompt] = []
-        self._known: dict[Key, Prompt] = {}
+        self._slots: list[Prefix] = []
+        self._known: dict[Key, Prefix] = {}
 
-    def compute(self, wanted: Mapping[Key, set[str]]) -> dict[Key, Prompt]:
-        """Find or compute prompts.
+    def compute(self, wanted: Mapping[Key, set[str]]) -> dict[Key, Prefix]:
+        """Find or compute prefixes.
 
         Args:
             wanted: tokens -> names of fields that must be recorded for them. A name that no module records is missing
@@ -47,22 +50,22 @@ class Prompts:
         names = set().union(*wanted.values())
         for chunk in chunks([len(k) for k in fresh]):
             keys = [fresh[i] for i in chunk]
-            slots, hidden, recorded = self.runner.prompts(keys, names)
+            slots, hidden, recorded = self.runner.prefixes(keys, names)
             for i, key in enumerate(keys):
-                prompt = found[key] = known[key] = Prompt(key, int(slots[i]), hidden[i], recorded)
-                self._slots.append(prompt)
+                prefix = found[key] = known[key] = Prefix(key, int(slots[i]), hidden[i], recorded)
+                self._slots.append(prefix)
         return found
 
     def moved(self, gone: np.ndarray, where: np.ndarray, whence: np.ndarray) -> None:
         """Slots were freed and others moved, see ``Cache.remove_rows``."""
         for slot in gone.tolist():
-            prompt = self._slots[slot]
-            if prompt.key in self._known and self._known[prompt.key] is prompt:
-                del self._known[prompt.key]
+            prefix = self._slots[slot]
+            if prefix.key in self._known and self._known[prefix.key] is prefix:
+                del self._known[prefix.key]
         move_items(self._slots, where, whence, self.runner.cache.prefixes.size)
 
     def retire(self) -> None:
-        """The weights changed: rows keep their prompts, but no new row may share one."""
+        """The weights changed: rows keep their prefixes, but no new row may share one."""
         self._known.clear()
 
     def clear(self) -> None:

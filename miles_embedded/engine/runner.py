@@ -62,15 +62,15 @@ class Runner:
         self.cache = Cache()
 
     @torch.no_grad()
-    def prompts(self, sequences: Sequence[Sequence[int]], names: set[str]) -> tuple[np.ndarray, Tensor, set[str]]:
-        """Compute prompts into new prefix slots.
+    def prefixes(self, sequences: Sequence[Sequence[int]], names: set[str]) -> tuple[np.ndarray, Tensor, set[str]]:
+        """Compute prefixes into new slots of the cache.
 
         Args:
-            sequences: the prompts.
+            sequences: their tokens.
             names: fields to keep if modules record them.
 
         Returns:
-            Their slots, the hidden state of their last tokens [prompts, hidden], and the names that were recorded.
+            Their slots, the hidden state of their last tokens [prefixes, hidden], and the names that were recorded.
         """
         lengths = [len(s) for s in sequences]
         slots = self.cache.add_prefixes(lengths)

@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
 from miles_embedded.model.grouped_experts import (
+    INPUT_ROUNDING,
     SortedChoices,
     combine,
     dispatch,
@@ -26,9 +27,6 @@ from miles_embedded.model.grouped_experts import (
 from miles_embedded.model.operations import operations_of
 
 _SILU = type(ACT2FN["silu"])
-
-#: Attribute of a module whose products read rounded rows (``quantized.activation``); absent or None is the usual case.
-INPUT_ROUNDING = "input_rounding"
 
 
 def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

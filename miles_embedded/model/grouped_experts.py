@@ -20,6 +20,9 @@ from torch.nn.functional import pad, silu
 
 from miles_embedded.model.onednn import available, padded, times
 
+#: Attribute of a module whose products read rounded rows (``quantized.activation``); absent or None is the usual case.
+INPUT_ROUNDING = "input_rounding"
+
 #: Up to this many (row, expert) pairs a CPU takes all experts at once when no gradient is asked for.
 _FEW = 4096
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
-from miles_embedded.model.experts import INPUT_ROUNDING
+from miles_embedded.model.grouped_experts import INPUT_ROUNDING
 
 
 def stacked_experts(module: Llama4TextExperts, hidden_states: Tensor) -> Tensor:

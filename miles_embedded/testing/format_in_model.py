@@ -54,7 +54,8 @@ class FormatInModelContract(FormatContract):
         copy = quantizer.value(source).clone().requires_grad_()
         read = format.fake_quantize_activation(hidden.detach()).requires_grad_()
         nn.functional.linear(read, copy, module.bias).square().sum().backward()
-        assert torch.equal(module.weight.grad, copy.grad) and torch.equal(hidden.grad, read.grad)
+        found, expected = (module.weight.grad, hidden.grad), (copy.grad, read.grad)
+        assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert not torch.equal(module.weight, quantizer.value(source)), "the parameter itself stays as it was"
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import save as save_tensors
 from miles_core import errors
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
-from miles_embedded import plugin as EMBEDDED
+from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.testing import frames
 
 
@@ -30,10 +30,10 @@ class ProcessEngine(Engine):
 
     Args:
         checkpoint: a checkpoint directory with a tokenizer.
-        limits: ``seed``, ``max_context`` and ``max_running_requests`` of ``embedded.engine.Settings``.
+        limits: ``seed``, ``max_context`` and ``max_running_requests`` of ``miles_embedded.engine.engine.Settings``.
     """
 
-    capabilities = frozenset(EMBEDDED.capabilities["engine"]) - {"draft", "rebuild"}
+    capabilities = frozenset(c.name for c in EMBEDDED.declared("engine")) - {"draft", "rebuild"}
 
     def __init__(self, checkpoint: str | Path, **limits: int) -> None:
         self._config = {"checkpoint": str(checkpoint), **limits}

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from miles_core.algorithm.advantage import (
     ADVANTAGES,
     KL_IN_REWARD,
-    NEEDS_WHOLE_GROUPS,
     AdvantageInputs,
     discounted_returns,
     gae,
@@ -226,7 +225,6 @@ def test_whitening_fewer_than_two_tokens_is_zero(mask):
 
 def test_tables_agree():
     assert set(ADVANTAGES) > KL_IN_REWARD
-    assert set(ADVANTAGES) - NEEDS_WHOLE_GROUPS == {"reinforce_plus_plus"}
 
 
 def test_unknown_comparison_is_refused():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.config.schema import collect, nearest
+from miles_core.config.schema import collect
 from miles_core.errors import PluginError
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.option import option
@@ -115,13 +115,6 @@ def test_the_longest_pass_through_prefix_wins():
     assert found.passthrough_of("--a-b-c-d") == ("ab", "c_d")
     assert found.passthrough_of("--a-c") == ("a", "c")
     assert found.passthrough_of("--a-") is None
-
-
-def test_nearest_finds_misspellings_and_endings():
-    names = ["--rollout-batch-size", "--lr", "--seed"]
-    assert nearest("--rollout-batchsize", names) == ["--rollout-batch-size"]
-    assert nearest("--batch-size", names) == ["--rollout-batch-size"]
-    assert nearest("--completely-else", names) == []
 
 
 def test_cores_own_manifest_adds_nothing():

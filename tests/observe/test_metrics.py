@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.errors import MilesError
-from miles_core.observe.metrics import MetricLog, mean_of, names, read, series
+from miles_core.observe.metrics import MetricLog, names, read, series
 
 
 def test_records_come_back_in_order(tmp_path):
@@ -96,11 +96,6 @@ def test_full_disk_is_one_sentence(tmp_path, monkeypatch):
 def test_reserved_name(tmp_path):
     with pytest.raises(ValueError, match="'step'"):
         MetricLog(tmp_path / "m.jsonl").append(1, {"step": 1})
-
-
-def test_means_are_weighted_and_skip_what_was_not_measured():
-    pairs = {"kl": (torch.tensor(6.0), 3), "none": (0.0, 0.0), "loss": (1.0, 4.0)}
-    assert mean_of(pairs) == {"kl": 2.0, "loss": 0.25}
 
 
 def test_sinks_get_finite_metrics(tmp_path):

@@ -1,8 +1,8 @@
 from published_manifests import ALL, chosen, facts
 
+from miles_core.plugin.check import check
 from miles_core.plugin.explain import explain, lint
 from miles_core.plugin.manifest import Plugin, Rule, Set
-from miles_core.plugin.resolve import check
 
 
 def told(name, *more, **given):

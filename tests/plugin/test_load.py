@@ -20,7 +20,7 @@ HERE = "miles_loaded_by_test"
 def load(monkeypatch):
     """``load({"a": Class, ...})`` resolves one plugin for each class and loads their hooks."""
 
-    def go(classes, config=None, core=(), hooks=None, facts=None, options=None, **parts):
+    def go(classes, config=None, hooks=None, facts=None, options=None, **parts):
         module = type(sys)(HERE)
         manifests = {}
         for name, holder in classes.items():
@@ -29,7 +29,7 @@ def load(monkeypatch):
             manifests[name] = Plugin(name, "test", "1.0", "~=0.1", hooks=targets, config=options, **parts)
         monkeypatch.setitem(sys.modules, HERE, module)
         plan = resolve(list(classes), manifests, facts or Facts())
-        return load_hooks(plan, manifests, config, core=core, facts=facts)
+        return load_hooks(plan, manifests, config, facts=facts)
 
     return go
 
@@ -48,15 +48,15 @@ def recording(mark, log):
     return Recorder
 
 
-def test_plugins_are_called_in_plan_order_and_core_last(load):
+def test_plugins_are_called_in_plan_order(load):
     log = []
-    hooks = load({"a": recording("a", log), "b": recording("b", log)}, core=(recording("core", log)(),))
+    hooks = load({"a": recording("a", log), "b": recording("b", log)})
     metrics = {}
     hooks.on("on_step", run=None, metrics=metrics)
-    assert log == ["a", "b", "core"]
-    assert metrics == {"a": 1.0, "b": 1.0, "core": 1.0}
-    assert hooks.implemented["on_step"] == ("a", "b", "core")
-    assert compose(str, hooks.chain("wrap_loss", run=None))(1) == "a(b(core(1)))"
+    assert log == ["a", "b"]
+    assert metrics == {"a": 1.0, "b": 1.0}
+    assert hooks.implemented["on_step"] == ("a", "b")
+    assert compose(str, hooks.chain("wrap_loss", run=None))(1) == "a(b(1))"
 
 
 def test_every_hook_can_be_told_and_every_spec_is_known(load):

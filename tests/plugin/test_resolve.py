@@ -7,11 +7,12 @@ from published_manifests import ALL, INSTALLED, chosen, facts
 
 from miles_core.data.field import Field
 from miles_core.errors import PlanError
+from miles_core.plugin.check import check
 from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.fixes import fixes
 from miles_core.plugin.manifest import Capability, Pair, Plugin, Rule, Set
 from miles_core.plugin.option import option
-from miles_core.plugin.resolve import check, resolve
+from miles_core.plugin.resolve import resolve
 
 NAMES = ("a", "b", "c", "d")
 FLAGS = ("x", "y", "z")

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.errors import DataError
+from miles_core.mismatch.budget import STALE
+from miles_core.observe.budget_table import BUDGET_FILE
 
 STEPS = 4
 OPTIONS = {"schedule": "ahead", "rollout_shuffle": True, "rollout_max_response_len": 6}
@@ -95,3 +97,12 @@ def test_a_filter_and_over_sampling_work_ahead(toy_run):
     run = toy_run(schedule="ahead", steps=STEPS, over_sampling_batch_size=4, dynamic_sampling_filter_path="nonzero_std")
     assert [m["rollout/samples"] for m in run.metrics] == [8] * STEPS
     assert not run.engine.rows
+
+
+def test_the_budget_charges_staleness_with_what_one_version_makes(toy_run):
+    run = toy_run(schedule="ahead", steps=2, lr=1e-2, verify_logprobs=True)
+    found = json.loads((run.directory / BUDGET_FILE).read_text())
+    shares = {cause["name"]: cause["share"] for cause in found["causes"] if not cause["why"]}
+    assert found["version"] == 1 and shares[STALE] == pytest.approx(1, abs=0.01)
+    fresh = toy_run(steps=2, lr=1e-2, verify_logprobs=True)
+    assert json.loads((fresh.directory / BUDGET_FILE).read_text())["total"]["mean_abs"] < 1e-4

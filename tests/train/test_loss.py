@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from miles_core.algorithm.kl import engine_gap
 from miles_core.algorithm.reduction import loss_weights
 from miles_core.config.load import load
 from miles_core.contracts.trainer import Context, Output
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_core.train.loss import mismatch, policy_loss, supervised_loss
+from miles_core.train.loss import policy_loss, supervised_loss
 
 CTX = Context("train", (), torch.zeros(0, dtype=torch.int64))
 
@@ -68,7 +69,7 @@ def test_the_mismatch_is_measured_where_nothing_else_computes_old_log_probs(batc
 
 
 def test_mismatch_estimators():
-    found = mismatch(torch.tensor([-1.0, -5.0]), torch.tensor([-1.5, 0.0]), torch.tensor([1.0, 0.0]))
+    found = engine_gap(torch.tensor([-1.0, -5.0]), torch.tensor([-1.5, 0.0]), torch.tensor([1.0, 0.0]))
     assert {name: float(total) for name, (total, _) in found.items()} == pytest.approx(
         {"mismatch/abs_log_prob": 0.5, "mismatch/kl_k1": -0.5, "mismatch/kl_k3": 0.1487212707}
     )

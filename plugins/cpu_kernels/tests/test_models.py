@@ -101,7 +101,7 @@ def decoded(model):
     """Logits of prompts and of rows that share them, one and several tokens a row."""
     runner, generator = Runner(model), np.random.default_rng(1)
     prompts = [generator.integers(2, 60, n).tolist() for n in (4, 11, 7)]
-    where, hidden, _ = runner.prompts(prompts, set())
+    where, hidden, _ = runner.prefixes(prompts, set())
     found = [runner.head(hidden)]
     slots = runner.cache.add_rows(where[generator.integers(0, 3, 66)])
     for most in (1, 3, 1):

@@ -102,7 +102,7 @@ def test_rows_fed_several_tokens_at_once_equal_transformers(case):
     """As a drafting decoder feeds them: another number of tokens for each row, some of which are dropped again."""
     checkpoint, reference, _ = case
     runner = Runner(load_model(checkpoint))
-    runner.prompts([PROMPTS[0], PROMPTS[2]], set())
+    runner.prefixes([PROMPTS[0], PROMPTS[2]], set())
     slots = runner.cache.add_rows([1, 0, 1])
     texts = [list(PROMPTS[i]) for i in (2, 0, 2)]
     generator = torch.Generator().manual_seed(5)

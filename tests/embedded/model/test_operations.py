@@ -55,7 +55,7 @@ def checkpoint(tmp_path_factory):
 
 def logits(model, tokens=range(2, 22)):
     runner = Runner(model)
-    slots, hidden, _ = runner.prompts([list(tokens)], set())
+    slots, hidden, _ = runner.prefixes([list(tokens)], set())
     rows = runner.cache.add_rows(slots)
     return torch.cat([runner.head(hidden), runner.forward(rows, [[5, 6, 7]], set()).logits])
 

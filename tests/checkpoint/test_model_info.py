@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from miles_core.checkpoint.model_info import inspect_model
 from miles_core.errors import CheckpointError
-from miles_core.observe.model_info import inspect_model
 
 LAYER = "model.layers.{}."
 
@@ -88,5 +88,5 @@ def test_damage_is_named(tmp_path):
         inspect_model(model)
     sharded = make_model(tmp_path / "s", shards=3)
     (sharded / "model-1.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"1 of 3 weight files are missing: model-1\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors is missing \(1 of the 3 weight files"):
         inspect_model(sharded)

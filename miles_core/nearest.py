@@ -1,0 +1,24 @@
+"""The names that are like one nobody knows, for the sentence that refuses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """At most three of the ``known`` names: those that look like ``word``, best first, then those that end with it, as
+    ``--rollout-batch-size`` does for ``--batch-size``."""
+    names = list(dict.fromkeys(known))
+    alike = 0.6 if len(word) < 9 else 0.7  # one wrong letter is much of a short name
+    found = get_close_matches(word, names, n=3, cutoff=alike)
+    bare = word.strip("-").replace("_", "-")
+    if len(bare) >= 4:
+        found += [name for name in names if name.replace("_", "-").endswith("-" + bare) and name not in found]
+    return found[:3]
+
+
+def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
+    """``did you mean a or b?`` with ``before`` in front of it, or nothing where no known name is like ``word``."""
+    names = nearest(word, known)
+    return f"{before}did you mean {' or '.join(names)}?" if names else ""

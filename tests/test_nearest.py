@@ -1,0 +1,16 @@
+"""The names that a refusal suggests."""
+
+from miles_core.nearest import did_you_mean, nearest
+
+
+def test_nearest_finds_misspellings_and_endings():
+    names = ["--rollout-batch-size", "--lr", "--seed"]
+    assert nearest("--rollout-batchsize", names) == ["--rollout-batch-size"]
+    assert nearest("--batch-size", names) == ["--rollout-batch-size"]
+    assert nearest("--completely-else", names) == []
+
+
+def test_a_short_name_may_have_one_wrong_letter():
+    assert nearest("fq8", ["fp8", "int4"]) == ["fp8"]
+    assert did_you_mean("fq8", ["fp8", "int4"], "; ") == "; did you mean fp8?"
+    assert did_you_mean("none", ["fp8", "int4"], "; ") == ""
