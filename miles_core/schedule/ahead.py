@@ -19,6 +19,7 @@ from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.versions import staleness
 from miles_core.schedule.paused import paused
+from miles_core.schedule.uncorrected import warn_uncorrected
 from miles_core.schedule.wrapped import wrapped
 
 
@@ -80,4 +81,5 @@ class AheadSchedule(Schedule):
 
 def make_schedule(run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> AheadSchedule:
     """The provider of ``--schedule ahead``."""
+    warn_uncorrected(run)
     return AheadSchedule(run, collector)

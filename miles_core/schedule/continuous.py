@@ -12,6 +12,7 @@ dropped and its prompt sent again, or trained on all the same (``--stale-samples
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +23,10 @@ from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.versions import age, staleness
 from miles_core.schedule.paused import paused
+from miles_core.schedule.uncorrected import warn_uncorrected
 from miles_core.schedule.wrapped import wrapped
+
+log = logging.getLogger(__name__)
 
 #: ``--max-weight-staleness`` where it is not given.
 STALENESS = 1
@@ -147,4 +151,10 @@ class AsyncSchedule(Schedule):
 
 def make_schedule(run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> AsyncSchedule:
     """The provider of ``--schedule async``."""
+    warn_uncorrected(run)
+    if not run.config.rollout.partial_rollout:
+        log.warning(
+            "--schedule async without --partial-rollout waits for the longest response in flight before every push, and is then "
+            "no faster than --schedule ahead"
+        )
     return AsyncSchedule(run, collector)
