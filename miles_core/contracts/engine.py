@@ -75,7 +75,7 @@ class Response:
         text: the decoded new text, cut before a stop string.
         weight_versions: (index into ``tokens`` of the first one, version), in order.
         extras: field name -> rows: for ``token-1`` fields len(prompt) + len(tokens) - 1, for ``response`` ones len(tokens).
-        metrics: engine's own numbers about this request.
+        metrics: engine's own numbers about this request; their means over a step's requests are the metrics ``engine/NAME``.
     """
 
     tokens: list[int]
