@@ -34,6 +34,7 @@ LAYERS: list[dict[str, str]] = [
         "train": "errors data plugin config checkpoint algorithm contracts",
         "sync": "data precision contracts",
     },
+    {"schedule": "plugin contracts rollout"},
     {"mismatch": "errors stash version data plugin observe precision contracts rollout sync"},
     {
         "run": "errors version data plugin config observe checkpoint reward precision contracts rollout train sync mismatch"

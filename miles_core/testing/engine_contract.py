@@ -233,6 +233,41 @@ class EngineContract:
             assert full.tokens[: len(got[0].tokens)] == got[0].tokens
         assert len(ask(runner, engine, [[5]], FREE)[0].tokens) == 10
 
+    def test_abort_of_some_requests_leaves_the_others_alone(self, engine: Engine, runner: asyncio.Runner) -> None:
+        long = Sampling(44, temperature=0.9, ignore_eos=True)
+
+        async def interrupted() -> list[Response]:
+            tasks = await under_way(engine, [[5]] * 8, long)  # four are decoded at once, the others wait
+            await engine.abort([0, 2, 5, 777])
+            return await asyncio.gather(*tasks)
+
+        got = runner.run(interrupted())
+        assert [r.finish for r in got] == ["abort" if key in (0, 2, 5) else "length" for key in range(8)]
+        if "keyed_sampling" in engine.capabilities:
+            alone = ask(runner, engine, [[5]] * 8, long)
+            assert [r.tokens for r in got] == [a.tokens[: len(r.tokens)] for a, r in zip(alone, got, strict=True)]
+
+    def test_requests_sent_while_it_is_paused_wait_for_the_new_weights(
+        self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path]
+    ) -> None:
+        old, long = engine.version, Sampling(44, temperature=0.9, ignore_eos=True)
+
+        async def updated() -> tuple[list[Response], Response]:
+            tasks = await under_way(engine, [[5], [6]], long)
+            await engine.pause("abort")
+            await engine.pause("abort")  # what is paused stays so
+            aborted = await asyncio.gather(*tasks)
+            (waiting,) = start(engine, [[5, *aborted[0].tokens]], FREE)
+            await engine.update_weights(stored_units(checkpoints[1]), old + 1)
+            assert not waiting.done()
+            await engine.resume()
+            return aborted, await waiting
+
+        aborted, late = runner.run(updated())
+        runner.run(engine.update_weights(stored_units(checkpoints[0]), old + 2))
+        assert aborted[0].finish == "abort" and 0 < len(aborted[0].tokens) < 44
+        assert aborted[0].weight_versions == [(0, old)] and late.weight_versions == [(0, old + 1)]
+
     @pytest.mark.parametrize("mode", ["retract", "in_place"])
     def test_pause_and_resume_across_an_update(
         self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path], mode: Any
@@ -310,10 +345,12 @@ class EngineContract:
         runner.run(engine.update_weights(units, version + 1))
         assert len(ask(runner, engine, PROMPTS[:1], FREE)[0].tokens) == 10
 
-    def test_sleep_and_wake(self, engine: Engine, runner: asyncio.Runner) -> None:
+    def test_sleep_and_wake(self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path]) -> None:
         before = ask(runner, engine, PROMPTS, GREEDY)
         runner.run(engine.sleep())
-        runner.run(engine.wake())
+        runner.run(engine.wake(["weights"]))
+        runner.run(engine.update_weights(stored_units(checkpoints[0]), engine.version + 1))
+        runner.run(engine.wake(["cache"]))
         assert [r.tokens for r in ask(runner, engine, PROMPTS, GREEDY)] == [r.tokens for r in before]
 
     def _needs(self, engine: Engine, *capabilities: str) -> None:

@@ -8,7 +8,7 @@ happens between two steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,13 +138,22 @@ class EmbeddedEngine(Engine):
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._paused = True
         if mode == "abort":
-            self._finish(self.rows, "abort")
-            while self.scheduler.waiting:
-                self.scheduler.respond(self.scheduler.waiting.popleft(), "abort", {})
+            await self.abort()
         elif mode == "retract":
             self._retract()
         elif mode != "in_place":
             raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
+
+    async def abort(self, keys: Collection[int] | None = None) -> None:
+        wanted = None if keys is None else frozenset(keys)
+
+        def meant(row: Row) -> bool:
+            return wanted is None or row.request.key in wanted
+
+        self._finish([row for row in self.rows if meant(row)], "abort")
+        for row in [row for row in self.scheduler.waiting if meant(row)]:
+            self.scheduler.waiting.remove(row)
+            self.scheduler.respond(row, "abort", row.kept)
 
     async def resume(self) -> None:
         self._paused = False

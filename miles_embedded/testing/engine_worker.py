@@ -56,7 +56,7 @@ class Worker:
         if method == "start":
             await self.engine.start()
             return dict(self.engine.model_facts()), b""
-        if method in ("stop", "pause", "resume", "sleep", "wake"):
+        if method in ("stop", "pause", "abort", "resume", "sleep", "wake"):
             await getattr(self.engine, method)(**arguments)
             return {}, b""
         raise ValueError(f"unknown method {method!r}")
