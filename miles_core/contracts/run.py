@@ -1,7 +1,8 @@
 """A run as plugins see it: what was asked for, what was resolved, and where the run stands.
 
-Complete when it exists. The parts that are built from it (engines, learners) are ``run.parts``, what it tells (metrics,
-progress, examples) is ``run.log``; neither is reached from here, because a worker of another process has a ``Run`` too.
+Complete when it exists. The parts that are built from it (engines, learners) are in ``PolicyParts``, what it tells (metrics,
+progress, examples) goes through the driver's log; neither is reached from here, because a worker of another process has a
+``Run`` too.
 """
 
 from __future__ import annotations
