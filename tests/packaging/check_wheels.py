@@ -132,7 +132,7 @@ def main() -> int:
         wheels.mkdir()
         inside = environment(checks, options.python, folder / "venv", options.torch)
         pip = [inside, "-m", "pip", "install", "--quiet"]
-        checks.run("pip install flit_core", [*pip, "flit_core>=3.11,<4"], silent=True)
+        checks.run("pip install the builders", [*pip, "flit_core>=3.11,<4", "hatchling>=1.26"], silent=True)
         built = build(checks, inside, wheels)
         contents(checks, built)
         miles = folder / "venv" / "bin" / "miles"
