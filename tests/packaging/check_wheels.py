@@ -33,7 +33,7 @@ import miles_tis
 from miles_core.testing import toy_run
 assert "site-packages" in miles_tis.__file__, miles_tis.__file__
 run = toy_run(plugins=["tis"])
-assert run.run.plan.order == ("tis",) and run.metrics[-1]["tis/weight_mean"] > 0
+assert run.run.plan.order == ("tis", "embedded") and run.metrics[-1]["tis/weight_mean"] > 0
 """
 #: The C sources are in the wheel, and compile from where it is installed.
 WITH_SOURCES = """
@@ -138,12 +138,12 @@ def main() -> int:
         miles = folder / "venv" / "bin" / "miles"
         checks.run("pip install core", [*pip, built["core"]], silent=True)
         checks.run("miles --help", [miles, "--help"], lambda out: "usage: miles COMMAND" in out)
-        checks.run("miles plugins, none", [miles, "plugins"], lambda out: "no plugin is installed" in out)
+        checks.run("miles plugins, core alone", [miles, "plugins"], lambda out: out.startswith("embedded "))
         checks.run("miles train --help", [miles, "train", "--help"], lambda out: "--rollout-batch-size" in out)
-        checks.run("miles plan", [miles, "plan"], lambda out: "plugins: none" in out)
+        checks.run("miles plan", [miles, "plan"], lambda out: "plugins: embedded " in out)
         checks.run("toy run of core alone", [inside, "-c", ALONE], silent=True)
         checks.run(f"pip install {PLUGIN}", [*pip, built[PLUGIN]], silent=True)
-        checks.run("miles plugins, one", [miles, "plugins"], lambda out: out.startswith(f"{PLUGIN} "))
+        checks.run("miles plugins, one", [miles, "plugins"], lambda out: f"\n{PLUGIN} " in out)
         checks.run("miles plan with it", [miles, "plan", "--plugins", PLUGIN], lambda out: PLUGIN in out)
         checks.run("toy run with it", [inside, "-c", WITH_PLUGIN], silent=True)
         checks.run("pip install cpu_kernels", [*pip, built["cpu_kernels"]], silent=True)
