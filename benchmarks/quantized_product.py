@@ -35,7 +35,8 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.installed import format_class
 from miles_core.precision.product import Products, emulated
 from miles_core.testing.yardstick import weighted
-from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import NAME, prepare
 from miles_embedded.model.views import export
 from miles_embedded.quantized.weights import install

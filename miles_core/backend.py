@@ -1,4 +1,4 @@
-"""What engines, trainers, transports and runtimes import; their manifests are made with ``miles_core.Plugin``.
+"""What engines, trainers, transports, runtimes and schedules import; their manifests are made with ``miles_core.Plugin``.
 
 The contracts, the data that crosses them, what a backend says about a number format, and what a runtime runs on every
 trainer rank. ``miles_core.testing`` has the contracts as tests.
@@ -9,6 +9,7 @@ from miles_core.contracts.engine import Engine, PauseMode, Request, Response, Sa
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
+from miles_core.contracts.schedule import Position, Schedule
 from miles_core.contracts.trainer import (
     Callbacks,
     Context,
@@ -36,9 +37,13 @@ from miles_core.precision.projection import project
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, Parity, Quantizer, SideParity, bounded
 from miles_core.precision.schedule import PLAIN, Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
+from miles_core.rollout.collect import Collector, Interrupted
+from miles_core.rollout.versions import age, staleness
 from miles_core.run.inline import InlineLearner, InlineRuntime
 from miles_core.run.prepare import accept
 from miles_core.run.rank import Rank, Share, combined, divided
+from miles_core.schedule.paused import paused
+from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.copy import CopyTransport
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
@@ -55,6 +60,7 @@ __all__ = [
     "Batch",
     "Callbacks",
     "Codec",
+    "Collector",
     "Context",
     "CopyTransport",
     "Emulation",
@@ -64,6 +70,7 @@ __all__ = [
     "Forward",
     "InlineLearner",
     "InlineRuntime",
+    "Interrupted",
     "Learned",
     "Learner",
     "LearnerHandle",
@@ -77,6 +84,7 @@ __all__ = [
     "Plan",
     "Policy",
     "PolicyParts",
+    "Position",
     "Precisions",
     "Products",
     "Quantizer",
@@ -88,15 +96,18 @@ __all__ = [
     "Runtime",
     "Sample",
     "Sampling",
+    "Schedule",
     "Share",
     "SideParity",
     "Snapshot",
     "SyncReport",
+    "SyncSchedule",
     "Trainer",
     "Transport",
     "Unit",
     "World",
     "accept",
+    "age",
     "bounded",
     "check_same_model",
     "check_sides",
@@ -105,11 +116,13 @@ __all__ = [
     "divided",
     "make_codec",
     "optimiser_steps",
+    "paused",
     "precisions",
     "project",
     "same_plan",
     "shares",
     "snapshot",
+    "staleness",
     "step_count",
     "trained_tokens",
     "with_auxiliary",

@@ -1,7 +1,7 @@
 """The loop: everything a plugin can change is a line that mentions a hook.
 
-One step: roll out groups of samples, learn from them, sync the new weights to the engine. The synchronous schedule is the only
-one here, so a step's samples always come from the weights of the step before. ``miles_core.contracts.hooks`` is the map.
+One step: take groups of samples, learn from them, sync the new weights to the engine. When the groups are generated, and with
+which weights, is the schedule's business. ``miles_core.contracts.hooks`` is the map.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from pathlib import Path
 
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
+from miles_core.contracts.schedule import Schedule
 from miles_core.mismatch.at_sync import verify_sync
 from miles_core.rollout.collect import Interrupted
-from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.summary import rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
+from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
-from miles_core.run.parts import Inputs, Rollout, built, told
+from miles_core.run.parts import Inputs, built, told
 from miles_core.run.warm_start import warm_start
 from miles_core.sync.precision import switch_when_due
 
@@ -26,36 +27,35 @@ async def train(run: Run, log: RunLog, resume_from: Path | None = None) -> list[
     parts: list[PolicyParts] = []
     with told(run, log.hints.known):  # on_start ... on_stop
         inputs = Inputs(run)
-        async with built(run) as parts:
-            checkpoints = RunCheckpoints(run, parts, inputs.prompts, resume_from)
+        async with built(run) as parts, inputs.scheduled(run, log, parts) as (schedule, evaluation):
+            checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
             if not await checkpoints.resume():
                 await warm_start(run, parts, log)
             for each in parts:
-                await sync(run, each)
-            rollout = inputs.rollout(run, log, parts)
-            evaluator = inputs.evaluator(run, log, parts)
-            if run.step == 0 and (found := await evaluate(run, evaluator)):
+                await sync(run, schedule, each)
+            if run.step == 0 and (found := await evaluation.due()):
                 log.record(0, found)
             run.clock.metrics()  # building the parts is no step's time
             while run.step < run.config.rollout.num_rollout and not run.stop_requested:
                 try:
-                    await step(run, log, parts, rollout, evaluator)
+                    await step(run, log, parts, schedule, evaluation)
                     await checkpoints.commit()
                 except Interrupted:
                     checkpoints.roll_back()
+            await evaluation.done()
             await checkpoints.finish()
     return parts
 
 
-async def step(run: Run, log: RunLog, parts: list[PolicyParts], rollout: Rollout, evaluator: Evaluator | None) -> None:
+async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedule, evaluation: Evaluation) -> None:
     """One step, complete or not at all: an interrupted rollout leaves nothing behind."""
     metrics: dict[str, float] = {}
     with log.step(run):
         with run.clock.phase("rollout"):
             options = run.config.rollout
             log.progress.phase("rollout", total=options.batch_size * options.n_samples_per_prompt)
-            groups = await rollout(run.step)
-        metrics |= rollout_metrics(run, groups)
+            groups = await schedule.take(run.step)
+        metrics |= rollout_metrics(run, groups) | schedule.metrics()
         log.progress.phase("train")
         for each in parts:
             learned = await each.learner.learn(each.policy.own(groups), run.step)
@@ -63,34 +63,26 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], rollout: Rollout
             each.policy.trained += learned.steps
         run.step += 1
         log.progress.phase("sync")
+        await evaluation.done()  # of the weights that are now replaced
         for each in parts:
-            metrics |= run.named(each.policy, await sync(run, each))
+            metrics |= run.named(each.policy, await sync(run, schedule, each))
     metrics |= run.clock.metrics()
-    metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
-    metrics |= await evaluate(run, evaluator)
+    if schedule.seconds:
+        metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / schedule.seconds
+    metrics |= await evaluation.due()
     run.hooks.on("on_step", run=run, metrics=metrics)
     log.record(run.step, metrics)
     log.example(run.step, groups[0][0])
 
 
-async def sync(run: Run, parts: PolicyParts) -> dict[str, float]:
+async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, float]:
     """Give the engine the learner's weights as version ``run.step``, in the precision that is due."""
     policy = parts.policy
     with run.clock.phase("sync"):
-        await switch_when_due(run, parts)
-        report = await parts.learner.push(run.step)
+        async with schedule.quiet(parts):
+            await switch_when_due(run, parts)
+            report = await parts.learner.push(run.step)
     policy.version = report.version
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
     metrics = {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
     return metrics | await verify_sync(run, parts)
-
-
-async def evaluate(run: Run, evaluator: Evaluator | None) -> dict[str, float]:
-    """Score the held-out prompts every ``--eval-interval`` steps, before the first and after the last."""
-    interval = run.config.evaluation.interval
-    if evaluator is None or not interval or run.stop_requested:
-        return {}
-    if run.step % interval and run.step < run.config.rollout.num_rollout:
-        return {}
-    with run.clock.phase("evaluation"):
-        return await evaluator()

@@ -34,6 +34,7 @@ LAYERS: list[dict[str, str]] = [
         "train": "errors data plugin config checkpoint algorithm contracts",
         "sync": "data precision contracts",
     },
+    {"schedule": "plugin contracts rollout"},
     {"mismatch": "errors stash version data plugin observe precision contracts rollout sync"},
     {
         "run": "errors version data plugin config observe checkpoint reward precision contracts rollout train sync mismatch"
@@ -70,7 +71,12 @@ PUBLIC = ("miles_core", "miles_core.format", "miles_core.backend", "miles_embedd
 #: Files that import each other, and why they are one idea.
 CIRCLES: dict[tuple[str, ...], str] = {
     ("precision.format", "precision.product"): "a format offers its product, a product multiplies a format's codes",
-    ("engine.decoder", "engine.engine", "engine.scheduler"): "a decoder is one step of the engine over its rows",
+    (
+        "engine.decoder",
+        "engine.engine",
+        "engine.scheduler",
+        "engine.settings",
+    ): "a decoder is one step of the engine over its rows",
     (
         "trainer.emulate",
         "trainer.nonfinite",

@@ -114,6 +114,8 @@ BUILT = [
     "wrap_optimizer_step",
     "wrap_weights",
     "on_model(rollout)",
+    "wrap_generate",
+    "wrap_rollout",
 ]
 STEP = [
     "rollout",
@@ -154,8 +156,6 @@ def test_every_hook_in_the_order_of_the_map(toy_run, tmp_path):
         *BUILT,
         "weights",
         "on_weights_synced(0)",
-        "wrap_generate",
-        "wrap_rollout",
         *step,
         "on_weights_synced(1)",
         "on_step",
@@ -306,6 +306,7 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
         trainer="mine",
         engine="mine",
         transport="mine",
+        schedule="mine",
         advantage_estimator="mine",
         rm_type="mine",
         custom_rm_path=None,
@@ -321,6 +322,7 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
         "model for rollout",
         "decoder",
         "transport",
+        "schedule",
     ]
     assert {kind.split()[0] for kind in made} == set(MAKERS)
     assert run.metrics[0]["reward/mean"] == pytest.approx(run.metrics[0]["rollout/length_mean"])
@@ -334,9 +336,10 @@ from miles_embedded.model.load import make_model
 from miles_embedded.trainer.build import make_trainer
 from miles_core.plugin.manifest import Plugin
 from miles_core.run.inline import InlineRuntime
+from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.copy import make_transport
 
-KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "advantage", "reward")
+KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward")
 plugin = Plugin(
     name="parts", summary="every part", version="1", core=">=0",
     provides={kind: {"mine": kind} for kind in KINDS},
@@ -372,6 +375,11 @@ def decoder(run):
 def transport(run, policy, engine):
     note(run, "transport")
     return make_transport(engine)
+
+
+def schedule(run, collector, parts):
+    note(run, "schedule")
+    return SyncSchedule(run, collector, parts)
 
 
 def model(run, policy, role):

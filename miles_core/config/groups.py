@@ -27,6 +27,12 @@ class Run:
     runtime: str = option(
         "inline", help="where the parts run; inline is this process", choices=("inline", "*"), part="runtime"
     )
+    schedule: str = option(
+        "sync",
+        help="when samples are generated: sync, then trained on; ahead, while the step before them is trained; async, all the time",
+        choices=("sync", "ahead", "async", "*"),
+        part="schedule",
+    )
     transport: str = option("copy", help="how weights travel to the engine", choices=("copy", "*"), part="transport")
     save: Path | None = option(
         None, help="run directory: configuration, plan, metrics, checkpoints, report (default: runs/<name>-<time>)"
@@ -107,6 +113,27 @@ class Rollout:
     )
     dynamic_sampling_filter_path: str | None = option(
         None, help="keep(args, group) -> bool; groups for which it is false are replaced", metavar="FILE.py:FN"
+    )
+    partial_rollout: bool = option(
+        False,
+        help="responses that are not finished when a collection ends or weights change go on under the new weights",
+    )
+    mask_offpolicy_in_partial_rollout: bool = option(
+        False, help="train only on those tokens of such a response that its newest weights generated"
+    )
+    pause_generation_mode: Literal["abort", "retract", "in_place"] = option(
+        "abort",
+        help="how the engine stops for new weights: return what there is and be asked again; keep the requests and compute their "
+        "cache anew; keep the cache of the old weights",
+    )
+    max_weight_staleness: int | None = option(
+        None,
+        help="with --schedule async: versions by which samples may be older than the weights they train (default: 1)",
+        ge=0,
+    )
+    stale_samples: Literal["drop", "train"] = option(
+        "drop",
+        help="what becomes of groups that are older all the same: their prompts are sent again, or they are trained on",
     )
     custom_generate_function_path: str | None = option(
         None, help="async generate(args, sample, sampling_params) -> Sample or list of siblings", metavar="FILE.py:FN"

@@ -72,6 +72,37 @@ RULES: tuple[Rule, ...] = (
         "a native product needs the tensor cores that a run with --emulate-precision does without",
         when="precision.quantized_product == native",
     ),
+    Rule(
+        "schedule == async",
+        "with sync no sample is older than its weights, and with ahead every sample is one version older",
+        when="rollout.max_weight_staleness != none",
+    ),
+    Rule(
+        "rollout.max_weight_staleness != 0",
+        "a sample that is generated beside the training of a step is one version old when it is trained on; "
+        "--schedule sync trains on none that is older",
+        when="schedule == async",
+    ),
+    Rule(
+        "rollout.over_sampling_batch_size == none",
+        "generation goes on all the time, and --max-weight-staleness bounds what is asked for",
+        when="schedule == async",
+    ),
+    Rule(
+        "schedule == async or rollout.over_sampling_batch_size",
+        "a collection that asks for no more prompts than it needs leaves nothing unfinished",
+        when="rollout.partial_rollout and schedule in {sync, ahead}",
+    ),
+    Rule(
+        "rollout.partial_rollout",
+        "only then is a response in flight while weights change",
+        when="rollout.pause_generation_mode != abort or rollout.mask_offpolicy_in_partial_rollout",
+    ),
+    Rule(
+        "schedule == async and rollout.partial_rollout",
+        "only a response that goes on under new weights gets older than --max-weight-staleness allows",
+        when="rollout.stale_samples != drop",
+    ),
     Rule("profile", "traces are only recorded then", when="profile_dir"),
 )
 

@@ -7,7 +7,7 @@ method may be called only between ``start`` and ``stop``. ``miles_core.testing.E
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,7 +75,7 @@ class Response:
         text: the decoded new text, cut before a stop string.
         weight_versions: (index into ``tokens`` of the first one, version), in order.
         extras: field name -> rows: for ``token-1`` fields len(prompt) + len(tokens) - 1, for ``response`` ones len(tokens).
-        metrics: engine's own numbers about this request.
+        metrics: engine's own numbers about this request; their means over a step's requests are the metrics ``engine/NAME``.
     """
 
     tokens: list[int]
@@ -153,16 +153,17 @@ class Engine(ABC):
     @abstractmethod
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Stop stepping. ``abort`` returns every request with finish ``abort``; ``retract`` drops their cache and resumes
-        them from their tokens under the next weights; ``in_place`` keeps the cache. New requests wait for ``resume``."""
+        them from their tokens under the next weights; ``in_place`` keeps the cache. New requests wait for ``resume``. Core
+        pauses around every update of the weights; an engine that is paused already stays so until the first ``resume``."""
 
     @abstractmethod
     async def resume(self) -> None:
         """Continue after ``pause``."""
 
-    async def abort(self) -> None:
-        """Return every request in flight with finish ``abort`` and its partial result."""
-        await self.pause("abort")
-        await self.resume()
+    @abstractmethod
+    async def abort(self, keys: Collection[int] | None = None) -> None:
+        """Return requests in flight with finish ``abort`` and their partial results: those with these keys (others go on, and
+        a key that is not in flight is none's), or all. An engine that is paused stays paused."""
 
     async def sleep(self) -> None:
         """Give memory back between rollouts; the next call needs ``wake``. Nothing to do by default."""

@@ -5,6 +5,7 @@ One run, in order; every name below is a hook, indented under the moment it belo
     start            on_start                                   every process
       build          make_runtime make_model on_model make_trainer make_engine make_decoder make_transport
                      wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (asked once, then plain functions)
+                     make_schedule wrap_rollout wrap_generate
       first sync     wrap_weights -> encode -> transport -> on_weights_synced
     each step
       rollout        wrap_rollout( groups: wrap_generate( on_request -> engine -> on_sample ) -> make_reward )
@@ -64,6 +65,7 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "trainer": (("run", "policy"), "miles_core.contracts.trainer.Trainer", "every trainer rank"),
     "engine": (("run", "policy"), "miles_core.contracts.engine.Engine", "rollout worker"),
     "decoder": (("run", "policy", "engine"), "what the engine's scheduler calls at each step", "rollout worker"),
+    "schedule": (("run", "collector", "parts"), "miles_core.contracts.schedule.Schedule", "driver"),
     "transport": (("run", "policy", "engine"), "miles_core.contracts.transport.Transport", "every trainer rank"),
     "advantage": (("run",), "f(AdvantageInputs) -> Tensor[tokens]", "every trainer rank"),
     "reward": (("run",), "async f(args, sample) -> float | dict", "rollout worker"),
@@ -86,7 +88,10 @@ class HookSpecs:
 
     @hookspec
     def wrap_rollout(self, run: Run) -> Wrap[Rollout] | None:
-        """Around ``async rollout(step) -> list[group]`` (a group is a list of samples of one prompt). Runs in: driver."""
+        """Around ``async rollout(step) -> list[group]``, the collection of one step's groups (a group is a list of samples of one
+        prompt), whatever the schedule: with ``ahead`` it runs a step early, with ``async`` it takes groups that are ready. A filter,
+        which may call ``rollout`` again for more, and not a place to keep groups: no checkpoint would know of them. Runs in:
+        driver."""
 
     @hookspec
     def wrap_generate(self, run: Run) -> Wrap[Generate] | None:

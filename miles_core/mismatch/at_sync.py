@@ -46,13 +46,15 @@ _VISIBLE = 0.1
 
 @dataclass
 class Earlier:
-    """The probe of the sync before: its tokens, what both sides said of them then, each by itself, and in which number
-    formats they computed."""
+    """The probe of the sync before: its samples as recorded and bare, what both sides said of those then, each by itself, and in
+    which number formats they computed. ``first``: nothing was synced before it."""
 
+    recorded: list[Sample]
     samples: list[Sample]
     trainer: LogProbs
     engine: LogProbs | None
     formats: Any
+    first: bool
 
 
 _PROMPTS = StashKey[Sequence[Sequence[int]]]()
@@ -79,13 +81,15 @@ async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.text)
     if gap.mean_abs > options.verify_logprobs_tolerance:
         raise MismatchError(await _sentence(run, parts, gap, options.verify_logprobs_tolerance), gap)
+    older = trains_on_older(run)
     if last is None:
-        await write_budget(run, parts)
+        await write_budget(run, parts, await probe(run, parts.engine, run.stash[_PROMPTS], support=True))
+    elif older and last.first and parts.precisions == last.formats:
+        await write_budget(run, parts, last.recorded)  # of samples as old as those of most steps
     alone = [bare(s) for s in samples]
-    earlier[policy.name] = Earlier(
-        alone, await parts.learner.log_probs(alone), await score(run, parts, alone), parts.precisions
-    )
-    if not in_this_process(parts.engine):  # else the engine is asked for its weights
+    trainer, engine = await parts.learner.log_probs(alone), await score(run, parts, alone)
+    earlier[policy.name] = Earlier(samples, alone, trainer, engine, parts.precisions, first=last is None)
+    if older or not in_this_process(parts.engine):  # else the engine is asked for its weights
         await parts.learner.take_snapshot(policy.version)
     return gap.metrics("verify") | ({} if moved is None else {"verify/moved": moved})
 
@@ -154,9 +158,13 @@ async def movement(run: Run, parts: PolicyParts, last: Earlier) -> float | None:
     return moved if error < KNOWN else None
 
 
-async def write_budget(run: Run, parts: PolicyParts) -> None:
-    """Measure the budget and keep it in the run directory for the report."""
-    samples = await probe(run, parts.engine, run.stash[_PROMPTS], support=True)
+def trains_on_older(run: Run) -> bool:
+    """Whether samples are older than the weights they train: under any schedule but core's ``sync``."""
+    return run.config.run.schedule != "sync" or run.config.rollout.partial_rollout
+
+
+async def write_budget(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> None:
+    """Measure the budget of ``samples`` and keep it in the run directory for the report."""
     found = await budget(run, parts, samples)
     content = {"policy": parts.policy.name, "version": parts.policy.version, **found.to_dict()}
     (run.directory / BUDGET_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

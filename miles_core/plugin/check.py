@@ -78,6 +78,7 @@ def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, 
         _hooks(checked, plugin)
     _orphans(checked, facts)
     _warm_up(checked)
+    _pause_mode(checked)
     _backends(checked)
     _transport(checked)
     for policy in checked.facts.policies:
@@ -198,6 +199,14 @@ def _warm_up(checked: Checked) -> None:
                 f"after {steps.value} optimiser steps it changes its precision while the run goes on ({steps.origin})"
             )
             _capability(checked, f"a warm-up to {side} {checked.facts.value(side)}", kind, "rebuild", reason)
+
+
+def _pause_mode(checked: Checked) -> None:
+    """A response that goes on while weights change must say which tokens came from which."""
+    mode = checked.facts.get("rollout.pause_generation_mode")
+    if mode is not None and mode.value in ("retract", "in_place"):
+        reason = "one response then has tokens of several weight versions; --pause-generation-mode abort works with any engine"
+        _capability(checked, f"--pause-generation-mode {mode.value}", "engine", "token_versions", reason)
 
 
 def _transport(checked: Checked) -> None:

@@ -1,11 +1,13 @@
-"""Collecting one rollout: groups of samples with rewards, filtered, over-sampled, in a fixed order."""
+"""Groups of samples on their way: in flight, finished, filtered, collected for a step in a fixed order."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from miles_core.contracts.schedule import Position
+from miles_core.data.means import means
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError
 from miles_core.observe.progress import Progress
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from miles_core.contracts.run import Run
 
 Group = list[Sample]
+Rollout = Callable[[int], Awaitable[list[Group]]]
+Pairs = dict[str, tuple[float, float]]
 Score = Callable[[list[Sample]], Awaitable[None]]
 
 
@@ -27,16 +31,22 @@ class Interrupted(Exception):
 
 
 class Collector:
-    """Produces the groups of one step.
+    """Produces groups. A schedule decides when, and how many are under way.
 
     Args:
         run: for configuration, and whether the user asked to stop.
         prompts: where they come from; unused ones go back.
         generate: ``async (sample) -> [samples]``.
         score: ``async (samples) -> None``, sets rewards.
-        abort: ``async () -> None``, stops what the engines are doing.
+        abort: ``async (keys) -> None``, makes the engines drop these requests.
         progress: told about every finished group.
         accept: group filter, or None to take every group.
+        answers: what engines say about requests, as (sum, number) pairs; read by ``metrics``.
+
+    Attributes:
+        pending: groups in flight and their prompts.
+        ready: finished groups that passed the filter.
+        popped: prompts of the groups that were taken, until ``used``.
     """
 
     def __init__(
@@ -45,54 +55,134 @@ class Collector:
         prompts: PromptQueue,
         generate: Callable[[Sample], Awaitable[list[Sample]]],
         score: Score,
-        abort: Callable[[], Awaitable[None]],
+        abort: Callable[[Collection[int]], Awaitable[None]],
         progress: Progress,
         accept: Callable[[Any, Group], bool] | None = None,
+        answers: Pairs | None = None,
     ) -> None:
         self.run, self.prompts, self.generate, self.score = run, prompts, generate, score
-        self.abort, self.progress, self.accept = abort, progress, accept
-        self.dropped = 0
+        self.abort, self.progress, self.accept, self.answers = (
+            abort,
+            progress,
+            accept,
+            {} if answers is None else answers,
+        )
+        self.pending: dict[asyncio.Task[Group], Prompt] = {}
+        self.ready: list[tuple[Prompt, Group]] = []
+        self.popped: list[Prompt] = []
+        self._refused = 0
+        self._news = asyncio.Event()
 
     async def rollout(self, step: int) -> list[Group]:
         """``--rollout-batch-size`` groups that passed the filter, ordered by group number.
 
         ``--over-sampling-batch-size`` prompts are in flight at first; as groups are refused, more are sent until enough
-        are accepted. Groups then unfinished are aborted and their prompts go back to the front of the queue.
+        are accepted. Groups then unfinished are aborted and their prompts go back to the front of the queue; with
+        ``--partial-rollout`` they stay in flight, and finished ones that are too many wait for the next collection.
         """
         options = self.run.config.rollout
         want = options.batch_size
-        ahead = max(want, options.over_sampling_batch_size or want)
-        accepted: list[tuple[Prompt, Group]] = []
-        refused = 0
-        pending: dict[asyncio.Task[Group], Prompt] = {}
-        self._launch(pending, ahead)
+        self.refill(max(want, options.over_sampling_batch_size or want))
         try:
-            while len(accepted) < want:
-                if self.run.stop_requested:
-                    raise Interrupted
-                done, _ = await asyncio.wait(pending, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=lambda t: pending[t].group_index):
-                    prompt = pending.pop(task)
-                    group = task.result()
-                    if self.accept is None or self.accept(self.run.config.args, group):
-                        accepted.append((prompt, group))
-                    else:
-                        refused += 1
-                        self._give_up_when_nothing_passes(refused, len(accepted))
-                missing = want - len(accepted)
-                if len(pending) < missing:
-                    self._launch(pending, missing - len(pending))
-        finally:
-            await self._abort(pending)
-        accepted.sort(key=lambda item: item[0].group_index)
-        self.prompts.put_back([prompt for prompt, _ in accepted[want:]])
-        self.dropped = refused
-        return [group for _, group in accepted[:want]]
+            while len(self.ready) < want:
+                await self.advance()
+                self.refill(want)
+        except BaseException:
+            await self.drop()
+            raise
+        groups = self.pop(want)
+        if not options.partial_rollout:
+            await self.drop()
+        return groups
 
-    def _launch(self, pending: dict[asyncio.Task[Group], Prompt], count: int) -> None:
-        for prompt in self.prompts.next(count):
+    def refill(self, count: int) -> None:
+        """Send prompts until ``count`` groups are in flight or ready."""
+        for prompt in self.prompts.next(max(0, count - len(self.pending) - len(self.ready))):
             samples = prompt.samples(self.run.config.rollout.n_samples_per_prompt)
-            pending[asyncio.create_task(self._group(samples))] = prompt
+            task = asyncio.create_task(self._group(samples))
+            task.add_done_callback(lambda _: self._news.set())
+            self.pending[task] = prompt
+
+    async def advance(self) -> None:
+        """Wait until some group in flight finishes (or a moment); those the filter accepts are ready then."""
+        if self.run.stop_requested:
+            raise Interrupted
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await self._news.wait()
+        except TimeoutError:
+            return
+        self._news.clear()
+        for task in sorted((t for t in self.pending if t.done()), key=lambda t: self.pending[t].group_index):
+            prompt, group = self.pending[task], task.result()
+            del self.pending[task]
+            if self.accept is None or self.accept(self.run.config.args, group):
+                self.ready.append((prompt, group))
+            else:
+                self.prompts.used([prompt])
+                self._refused += 1
+                self._give_up_when_nothing_passes()
+
+    def pop(self, count: int) -> list[Group]:
+        """Take the ``count`` ready groups with the lowest numbers."""
+        self._refused = 0
+        self.ready.sort(key=lambda item: _number(item[0]))
+        return self.take_out([_number(prompt) for prompt, _ in self.ready[:count]])
+
+    def take_out(self, numbers: Collection[int]) -> list[Group]:
+        """Take the ready groups with these numbers."""
+        taken = [item for item in self.ready if item[0].group_index in numbers]
+        self.ready = [item for item in self.ready if item[0].group_index not in numbers]
+        self.popped += [prompt for prompt, _ in taken]
+        return [group for _, group in taken]
+
+    def used(self) -> None:
+        """A step trains on everything that was taken so far."""
+        self.prompts.used(self.popped)
+        self.popped = []
+
+    async def drop(self) -> None:
+        """Stop what is in flight; its prompts, and those of groups that are ready, are generated first next time."""
+        if self.pending:
+            gone, self.pending = self.pending, {}
+            for task in gone:
+                task.cancel()
+            await asyncio.gather(*gone, return_exceptions=True)
+            count = self.run.config.rollout.n_samples_per_prompt
+            await self.abort([key for prompt in gone.values() for key in prompt.indexes(count)])
+            self.prompts.put_back(sorted(gone.values(), key=_number))
+        left, self.ready = [prompt for prompt, _ in self.ready], []
+        self.prompts.put_back(sorted(left, key=_number))
+
+    def metrics(self) -> dict[str, float]:
+        """``engine/NAME``: the mean of what engines said about each request since the last call (``Response.metrics``)."""
+        found = means(self.answers)
+        self.answers.clear()
+        return {f"engine/{name}": value for name, value in found.items()}
+
+    def state(self, taken: Sequence[Group] = ()) -> Position:
+        """What a checkpoint keeps: ready groups, and ``taken`` ones that no step has trained on yet, with their samples;
+        every other prompt that is out is generated again."""
+        prompts = {p.group_index: p for p in (*self.popped, *(prompt for prompt, _ in self.ready))}
+        groups = {g[0].group_index: g for g in (*taken, *(group for _, group in self.ready)) if g}
+        data: dict[str, Any] = {"prompts": self.prompts.state(held=prompts)}
+        if groups:
+            data["held"] = [{**prompts[n].to_json(), "group_index": n} for n in groups]
+        return Position(data, tuple(sample for group in groups.values() for sample in group))
+
+    def load_state(self, position: Position, keep: bool = False) -> None:
+        """Inverse of ``state``: groups whose samples were kept are ready with ``keep``, else they are generated again."""
+        self.ready, self.popped = [], []
+        self.prompts.load_state(position.data["prompts"])
+        groups: dict[int, Group] = {}
+        for sample in position.samples:
+            groups.setdefault(sample.group_index, []).append(sample)
+        held = [Prompt.from_json(data, data["group_index"]) for data in position.data.get("held", ())]
+        if keep:
+            self.prompts.out |= {prompt.group_index: prompt for prompt in held}
+            self.ready = [(prompt, groups[prompt.group_index]) for prompt in held]
+        else:
+            self.prompts.put_back(held)
 
     async def _group(self, samples: Group) -> Group:
         made = await asyncio.gather(*(self.generate(s) for s in samples))
@@ -105,20 +195,14 @@ class Collector:
         self.progress.advance(len(group))
         return usable
 
-    async def _abort(self, pending: dict[asyncio.Task[Group], Prompt]) -> None:
-        """Stop what is still running; unused prompts are generated first next time."""
-        if not pending:
-            return
-        await self.abort()
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        self.prompts.put_back(sorted(pending.values(), key=lambda p: p.group_index))
-
-    def _give_up_when_nothing_passes(self, refused: int, accepted: int) -> None:
+    def _give_up_when_nothing_passes(self) -> None:
         limit = 20 * self.run.config.rollout.batch_size
-        if accepted == 0 and refused >= limit:
+        if not self.ready and self._refused >= limit:
             raise DataError(
-                f"the group filter refused all of {refused} groups; loosen --dynamic-sampling-filter-path, use easier or "
-                "harder prompts, or raise --n-samples-per-prompt"
+                f"the group filter refused all of {self._refused} groups; loosen --dynamic-sampling-filter-path, use "
+                "easier or harder prompts, or raise --n-samples-per-prompt"
             )
+
+
+def _number(prompt: Prompt) -> int:
+    return prompt.group_index

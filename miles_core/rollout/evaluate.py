@@ -30,21 +30,24 @@ class Evaluator:
     Args:
         run: for configuration and rendering.
         generate, score: as in training, with evaluation's sampling parameters.
-        progress: told about every finished group.
+        progress: told about every finished group; None when it shows something else meanwhile.
     """
 
-    def __init__(self, run: Run, generate: Generate, score: Score, progress: Progress) -> None:
+    def __init__(self, run: Run, generate: Generate, score: Score, progress: Progress | None) -> None:
         self.run, self.generate, self.score, self.progress = run, generate, score, progress
         self.sets: dict[str, Prompts] = {}
         for entry in run.config.evaluation.prompt_data:
             name, _, path = entry.rpartition("=")
             self.sets[name] = prompt_source(run.config, run.render, path, "--eval-prompt-data")
 
+    @property
+    def count(self) -> int:
+        """Samples of one evaluation."""
+        return sum(map(len, self.sets.values())) * self.run.config.evaluation.n_samples
+
     async def __call__(self) -> dict[str, float]:
         """``eval/reward`` (mean over samples), ``eval/accuracy`` (fraction with reward >= 1) and ``eval/length_mean`` over
         all samples, and ``eval/NAME/...`` for each named data set."""
-        count = self.run.config.evaluation.n_samples
-        self.progress.phase("evaluation", total=sum(map(len, self.sets.values())) * count)
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         for name, source in self.sets.items():
@@ -72,7 +75,8 @@ class Evaluator:
             if sample.status is Status.FAILED:
                 sample.reward = 0.0
         await self.score(made)
-        self.progress.advance(len(group))
+        if self.progress is not None:
+            self.progress.advance(len(group))
         return made
 
     def _metrics(self, samples: list[Sample], prefix: str) -> dict[str, float]:

@@ -5,40 +5,41 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 from miles_core.checkpoint.directory import Checkpoints
 from miles_core.checkpoint.rng import get_rng, put_rng
+from miles_core.checkpoint.samples import get_samples, put_samples
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
-from miles_core.rollout.queue import PromptQueue
+from miles_core.contracts.schedule import Position, Schedule
 
 log = logging.getLogger(__name__)
+
+#: The entry of samples that are finished and not trained on.
+HELD = "held"
 
 
 class RunCheckpoints:
     """Saves complete steps and nothing else.
 
-    What a rollout changes while it is under way (the position in the prompts) is committed when its step is complete; an
-    interrupted rollout is rolled back to the last commit.
+    What generation changes while a step is under way (the position in the prompts, finished samples) is committed when the
+    step is complete; an interrupted rollout is rolled back to the last commit.
 
     Args:
-        run, parts, prompts: what is saved and restored.
+        run, parts, schedule: what is saved and restored.
         resume_from: a verified checkpoint to continue from.
     """
 
-    def __init__(
-        self, run: Run, parts: list[PolicyParts], prompts: PromptQueue, resume_from: Path | None = None
-    ) -> None:
-        self.run, self.parts, self.prompts, self.resume_from = run, parts, prompts, resume_from
+    def __init__(self, run: Run, parts: list[PolicyParts], schedule: Schedule, resume_from: Path | None = None) -> None:
+        self.run, self.parts, self.schedule, self.resume_from = run, parts, schedule, resume_from
         self.directories = Checkpoints(run.directory / "checkpoints")
         self.saved_step: int | None = None
-        self._committed = self._position()
+        self._committed = schedule.state()
 
     async def commit(self) -> None:
         """The step is complete: from here an interrupted run goes on. Saves when a checkpoint is due."""
-        self._committed = self._position()
+        self._committed = self.schedule.state()
         interval = self.run.config.run.save_interval
         if interval and self.run.step % interval == 0:
             await self.save()
@@ -46,7 +47,7 @@ class RunCheckpoints:
     def roll_back(self) -> None:
         """Forget an unfinished rollout: the run stands where the last completed step left it."""
         log.info("interrupted: the unfinished rollout is dropped; the run stands at step %d", self.run.step)
-        self.prompts.load_state(self._committed["prompts"])
+        self.schedule.load_state(self._committed)
 
     async def finish(self) -> None:
         """Write what a finished or interrupted run leaves behind."""
@@ -63,7 +64,9 @@ class RunCheckpoints:
                 await each.learner.save(directory / each.policy.name)
             store = Store(directory / "state")
             trained = {policy.name: policy.trained for policy in run.policies}
-            store.put("run", data={"step": run.step, "trained": trained, **self._committed})
+            store.put("run", data={"step": run.step, "trained": trained, **self._committed.data})
+            if self._committed.samples:
+                put_samples(store, HELD, self._committed.samples)
             put_rng(store)
             run.hooks.on("on_save", run=run, policy=None, store=store)
         self.saved_step = run.step
@@ -80,14 +83,11 @@ class RunCheckpoints:
         run.step = int(state["step"])
         for policy in run.policies:
             policy.trained = int(state["trained"][policy.name])
-        self.prompts.load_state(state["prompts"])
+        self.schedule.load_state(Position(state, tuple(get_samples(store, HELD)) if HELD in store else ()))
         get_rng(store)
         if directory.parent.resolve() == self.directories.directory.resolve():
             self.saved_step = run.step
         run.hooks.on("on_load", run=run, policy=None, store=store)
-        self._committed = self._position()
+        self._committed = self.schedule.state()
         log.info("continuing %s: %d steps are complete", directory, run.step)
         return True
-
-    def _position(self) -> dict[str, Any]:
-        return {"prompts": self.prompts.state()}

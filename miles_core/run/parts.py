@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from miles_core.contracts.engine import Sampling
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts, Runtime
+from miles_core.contracts.schedule import Schedule
 from miles_core.data.sample import Sample
 from miles_core.observe.hints import for_error
+from miles_core.observe.progress import Progress
 from miles_core.plugin.chain import compose
 from miles_core.plugin.hint import Hint
 from miles_core.reward.reward import RewardFunction, make_reward, score
-from miles_core.rollout.collect import Collector, Group, Interrupted, Score
+from miles_core.rollout.collect import Collector, Interrupted, Pairs, Score
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import load_filter
 from miles_core.rollout.generate import Generate, Generator, load_generate
 from miles_core.rollout.queue import PromptQueue
 from miles_core.rollout.sampling import evaluation_sampling, training_sampling
 from miles_core.rollout.source import prompt_source
+from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
 
 log = logging.getLogger(__name__)
-
-Rollout = Callable[[int], Awaitable[list[Group]]]
 
 
 @contextmanager
@@ -71,29 +72,45 @@ class Inputs:
             prompt_source(run.config, run.render, run.config.data.prompt_data, "--prompt-data"), run.render
         )
 
-    def rollout(self, run: Run, log: RunLog, parts: list[PolicyParts]) -> Rollout:
-        """``async rollout(step) -> groups``: core's collector with the plugins' wrappers around it."""
+    @asynccontextmanager
+    async def scheduled(
+        self, run: Run, log: RunLog, parts: list[PolicyParts]
+    ) -> AsyncIterator[tuple[Schedule, Evaluation]]:
+        """Who says when samples are generated and when held-out prompts are scored; both are stopped in every case."""
+        schedule: Schedule = run.hooks.make(
+            "schedule", run.config.run.schedule, run=run, collector=self._collector(run, log, parts), parts=parts
+        )
+        evaluator = self._evaluator(run, None if schedule.beside else log.progress, parts)
+        evaluation = Evaluation(run, log, evaluator, schedule.beside)
+        try:
+            yield schedule, evaluation
+        finally:
+            await evaluation.close()
+            await schedule.close()
+
+    def _collector(self, run: Run, log: RunLog, parts: list[PolicyParts]) -> Collector:
         path = run.config.rollout.dynamic_sampling_filter_path
         accept = load_filter(path) if path else None
-        generate, score = self._generation(run, parts, training_sampling(run.config))
+        answers: Pairs = {}
+        generate, score = self._generation(run, parts, training_sampling(run.config), answers)
 
-        async def abort() -> None:
+        async def abort(keys: Collection[int]) -> None:
             for each in parts:
-                await each.engine.abort()
+                await each.engine.abort(keys)
 
-        collector = Collector(run, self.prompts, generate, score, abort, log.progress, accept)
-        return compose(collector.rollout, run.hooks.chain("wrap_rollout", run=run))
+        return Collector(run, self.prompts, generate, score, abort, log.progress, accept, answers)
 
-    def evaluator(self, run: Run, log: RunLog, parts: list[PolicyParts]) -> Evaluator | None:
-        """Scores the held-out prompts; None when there are none."""
+    def _evaluator(self, run: Run, progress: Progress | None, parts: list[PolicyParts]) -> Evaluator | None:
         if not run.config.evaluation.prompt_data:
             return None
-        return Evaluator(run, *self._generation(run, parts, evaluation_sampling(run.config)), log.progress)
+        return Evaluator(run, *self._generation(run, parts, evaluation_sampling(run.config)), progress)
 
-    def _generation(self, run: Run, parts: list[PolicyParts], sampling: Sampling) -> tuple[Generate, Score]:
+    def _generation(
+        self, run: Run, parts: list[PolicyParts], sampling: Sampling, answers: Pairs | None = None
+    ) -> tuple[Generate, Score]:
         path = run.config.rollout.custom_generate_function_path
         generate = compose(
-            Generator(run, parts[0].engine, sampling, load_generate(path) if path else None),
+            Generator(run, parts[0].engine, sampling, load_generate(path) if path else None, answers),
             run.hooks.chain("wrap_generate", run=run),
         )
 

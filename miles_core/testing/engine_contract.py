@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_core.contracts.engine import Engine, Request, Response, Sampling
+from miles_core.contracts.engine import Engine, Response, Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.mismatch.same_model import COMPARED
 from miles_core.plugin.detect import model_facts
+from miles_core.testing.asking import ask, start, under_way
 from miles_core.testing.tiny import tiny_checkpoint, tiny_tokenizer
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4, 5, 6], [3, 4, 5, 6]]
@@ -233,6 +234,41 @@ class EngineContract:
             assert full.tokens[: len(got[0].tokens)] == got[0].tokens
         assert len(ask(runner, engine, [[5]], FREE)[0].tokens) == 10
 
+    def test_abort_of_some_requests_leaves_the_others_alone(self, engine: Engine, runner: asyncio.Runner) -> None:
+        long = Sampling(44, temperature=0.9, ignore_eos=True)
+
+        async def interrupted() -> list[Response]:
+            tasks = await under_way(engine, [[5]] * 8, long)  # four are decoded at once, the others wait
+            await engine.abort([0, 2, 5, 777])
+            return await asyncio.gather(*tasks)
+
+        got = runner.run(interrupted())
+        assert [r.finish for r in got] == ["abort" if key in (0, 2, 5) else "length" for key in range(8)]
+        if "keyed_sampling" in engine.capabilities:
+            alone = ask(runner, engine, [[5]] * 8, long)
+            assert [r.tokens for r in got] == [a.tokens[: len(r.tokens)] for a, r in zip(alone, got, strict=True)]
+
+    def test_requests_sent_while_it_is_paused_wait_for_the_new_weights(
+        self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path]
+    ) -> None:
+        old, long = engine.version, Sampling(44, temperature=0.9, ignore_eos=True)
+
+        async def updated() -> tuple[list[Response], Response]:
+            tasks = await under_way(engine, [[5], [6]], long)
+            await engine.pause("abort")
+            await engine.pause("abort")  # what is paused stays so
+            aborted = await asyncio.gather(*tasks)
+            (waiting,) = start(engine, [[5, *aborted[0].tokens]], FREE)
+            await engine.update_weights(stored_units(checkpoints[1]), old + 1)
+            assert not waiting.done()
+            await engine.resume()
+            return aborted, await waiting
+
+        aborted, late = runner.run(updated())
+        runner.run(engine.update_weights(stored_units(checkpoints[0]), old + 2))
+        assert aborted[0].finish == "abort" and 0 < len(aborted[0].tokens) < 44
+        assert aborted[0].weight_versions == [(0, old)] and late.weight_versions == [(0, old + 1)]
+
     @pytest.mark.parametrize("mode", ["retract", "in_place"])
     def test_pause_and_resume_across_an_update(
         self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path], mode: Any
@@ -310,54 +346,18 @@ class EngineContract:
         runner.run(engine.update_weights(units, version + 1))
         assert len(ask(runner, engine, PROMPTS[:1], FREE)[0].tokens) == 10
 
-    def test_sleep_and_wake(self, engine: Engine, runner: asyncio.Runner) -> None:
+    def test_sleep_and_wake(self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path]) -> None:
         before = ask(runner, engine, PROMPTS, GREEDY)
         runner.run(engine.sleep())
-        runner.run(engine.wake())
+        runner.run(engine.wake(["weights"]))
+        runner.run(engine.update_weights(stored_units(checkpoints[0]), engine.version + 1))
+        runner.run(engine.wake(["cache"]))
         assert [r.tokens for r in ask(runner, engine, PROMPTS, GREEDY)] == [r.tokens for r in before]
 
     def _needs(self, engine: Engine, *capabilities: str) -> None:
         lacking = set(capabilities) - engine.capabilities
         if lacking:
             pytest.skip(f"the engine lacks {', '.join(sorted(lacking))}")
-
-
-def start(
-    engine: Engine, prompts: list[list[int]], sampling: Sampling, first_key: int = 0, extras: set[str] | None = None
-) -> list[asyncio.Task[Response]]:
-    """Put requests in flight; keys count up from ``first_key``."""
-    loop = asyncio.get_running_loop()
-    return [
-        loop.create_task(engine.generate(Request(list(p), sampling, key=first_key + i, extras=set(extras or ()))))
-        for i, p in enumerate(prompts)
-    ]
-
-
-async def under_way(
-    engine: Engine, prompts: list[list[int]], sampling: Sampling, extras: set[str] | None = None
-) -> list[asyncio.Task[Response]]:
-    """Put requests in flight and wait until the first of them have made a few steps: until a short one that shares
-    their batch is done."""
-    short = start(engine, [[9]], replace(sampling, max_new_tokens=5), first_key=999, extras=extras)
-    tasks = start(engine, prompts, sampling, extras=extras)
-    await short[0]
-    return tasks
-
-
-def ask(
-    runner: asyncio.Runner,
-    engine: Engine,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    first_key: int = 0,
-    extras: set[str] | None = None,
-) -> list[Response]:
-    """Generate and wait."""
-
-    async def main() -> list[Response]:
-        return await asyncio.gather(*start(engine, prompts, sampling, first_key, extras))
-
-    return runner.run(main())
 
 
 def stored_units(checkpoint: Path) -> list[Encoded]:

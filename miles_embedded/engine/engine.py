@@ -8,9 +8,8 @@ happens between two steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,15 @@ from torch import Tensor, nn
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
-from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
-from miles_core.precision.product import Products
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.cache import move_items
-from miles_embedded.engine.decoder import Decoder, PlainDecoder, one_each
+from miles_embedded.engine.decoder import one_each
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks
 from miles_embedded.engine.runner import Fed, Runner
 from miles_embedded.engine.scheduler import Row, Scheduler
+from miles_embedded.engine.settings import Settings
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import facts_of
@@ -37,35 +35,6 @@ from miles_embedded.model.load_units import load_units
 from miles_embedded.model.nonfinite import first_nonfinite
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.linear import linear_shapes
-
-
-@dataclass
-class Settings:
-    """Limits of the engine.
-
-    Attributes:
-        seed: the run's seed.
-        max_running_requests: rows in the batch at most.
-        max_context: longest sequence; 0 takes the model's own limit.
-        eos: ids that end a response.
-        detokenize: token ids to text.
-        kv_cache_dtype: keys and values hold what this type can (``kv_dtype.KV_DTYPES``); "" is the model's own.
-        codec: reads encoded weights, and rounds the inputs of layers where their format says so.
-        codec_of: precision -> codec, for ``rebuild``.
-        products: how quantised layers multiply.
-        decoder: one scheduler step; core's emits one token a row.
-    """
-
-    detokenize: Callable[[list[int]], str]
-    eos: Sequence[int] = ()
-    seed: int = 0
-    max_running_requests: int = 512
-    max_context: int = 0
-    kv_cache_dtype: str = ""
-    codec: Codec = field(default_factory=Codec)
-    codec_of: Callable[[str], Codec] | None = None
-    products: Products = field(default_factory=Products)
-    decoder: Decoder = field(default_factory=PlainDecoder)
 
 
 class EmbeddedEngine(Engine):
@@ -138,13 +107,22 @@ class EmbeddedEngine(Engine):
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._paused = True
         if mode == "abort":
-            self._finish(self.rows, "abort")
-            while self.scheduler.waiting:
-                self.scheduler.respond(self.scheduler.waiting.popleft(), "abort", {})
+            await self.abort()
         elif mode == "retract":
             self._retract()
         elif mode != "in_place":
             raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
+
+    async def abort(self, keys: Collection[int] | None = None) -> None:
+        wanted = None if keys is None else frozenset(keys)
+
+        def meant(row: Row) -> bool:
+            return wanted is None or row.request.key in wanted
+
+        self._finish([row for row in self.rows if meant(row)], "abort")
+        for row in [row for row in self.scheduler.waiting if meant(row)]:
+            self.scheduler.waiting.remove(row)
+            self.scheduler.respond(row, "abort", row.kept)
 
     async def resume(self) -> None:
         self._paused = False

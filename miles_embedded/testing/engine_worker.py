@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from miles_core.data.unit import Encoded
 from miles_embedded.engine.build import detokenizer, end_tokens
-from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
 from miles_embedded.model.configuration import configuration
 from miles_embedded.model.load import load_model
 from miles_embedded.testing import frames
@@ -56,7 +57,7 @@ class Worker:
         if method == "start":
             await self.engine.start()
             return dict(self.engine.model_facts()), b""
-        if method in ("stop", "pause", "resume", "sleep", "wake"):
+        if method in ("stop", "pause", "abort", "resume", "sleep", "wake"):
             await getattr(self.engine, method)(**arguments)
             return {}, b""
         raise ValueError(f"unknown method {method!r}")

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,6 +89,9 @@ class ProcessEngine(Engine):
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         await self._call("pause", {"mode": mode})
+
+    async def abort(self, keys: Collection[int] | None = None) -> None:
+        await self._call("abort", {"keys": None if keys is None else list(keys)})
 
     async def resume(self) -> None:
         await self._call("resume")

@@ -16,7 +16,7 @@ from miles_core.plugin.manifest import Plugin
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ("--partial-rollout", "does not exist here: "),
+        ("--moe-capacity-factor", "does not exist here: "),
         ("--colocate", "drop the flag"),
         ("--rollout_batch_size", "it is spelt --rollout-batch-size"),
         ("--use-kl-loss", "--kl-loss-coef"),

@@ -87,3 +87,25 @@ def test_relations_name_options_of_core():
     schema = collect([])
     for left, _, right, because in RELATIONS:
         assert schema.options[left].group in GROUPS and schema.options[right].group in GROUPS and because
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--max-weight-staleness", "2"], "it needs schedule == async, and --schedule is sync"),
+        (["--fully-async", "--max-weight-staleness", "0"], "--schedule sync trains on none that is older"),
+        (["--fully-async", "--over-sampling-batch-size", "64"], "--max-weight-staleness bounds what is asked for"),
+        (["--partial-rollout"], "a collection that asks for no more prompts than it needs leaves nothing unfinished"),
+        (["--fully-async", "--pause-generation-mode", "in_place"], "it needs rollout.partial_rollout"),
+        (["--mask-offpolicy-in-partial-rollout"], "only then is a response in flight while weights change"),
+        (["--fully-async", "--stale-samples", "train"], "it needs schedule == async and rollout.partial_rollout"),
+    ],
+)
+def test_options_of_schedules_that_would_do_nothing(words, says):
+    assert says in refused(*words)
+
+
+def test_options_of_schedules_that_go_together():
+    load(["--partial-rollout", "--over-sampling-batch-size", "64"], manifests=[])
+    config = load(["--fully-async", "--partial-rollout", "--stale-samples", "train"], manifests=[])
+    assert config.run.schedule == "async" and config.rollout.max_weight_staleness is None

@@ -389,3 +389,14 @@ def test_a_transport_that_the_engine_does_not_take_is_refused():
         resolve(["pigeon"], {"server": server(), "pigeon": pigeon}, facts)
     knows = server(capabilities={"engine": ("transport:pigeon",)})
     assert resolve(["pigeon"], {"server": knows, "pigeon": pigeon}, facts).order == ("pigeon", "server")
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_response_that_goes_on_in_the_engine_needs_versions_of_its_tokens(mode):
+    facts = Facts([chosen("engine", "server"), chosen("rollout.pause_generation_mode", mode)])
+    with pytest.raises(PlanError) as refused:
+        resolve(["server"], {"server": server()}, facts)
+    text = str(refused.value)
+    assert f"--pause-generation-mode {mode} needs the engine capability token_versions" in text
+    assert "--pause-generation-mode abort works with any engine" in text
+    assert resolve(["server"], {"server": server(capabilities={"engine": ("token_versions",)})}, facts)

@@ -51,7 +51,9 @@ def test_state_goes_through_json_and_back():
     import json
 
     one, two = queue(), queue()
-    one.put_back(one.next(3)[2:])
+    first = one.next(3)
+    one.put_back(first[2:])
+    one.used(first[:2])
     two.load_state(json.loads(json.dumps(one.state())))
     assert [(p.text, p.group_index, p.tokens) for p in one.next(2)] == [
         (p.text, p.group_index, p.tokens) for p in two.next(2)

@@ -10,7 +10,8 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product, Products
 from miles_core.testing.doubles.product import ExactProduct
 from miles_core.testing.tiny import tiny_checkpoint
-from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.views import export

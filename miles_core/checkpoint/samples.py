@@ -1,0 +1,93 @@
+"""Samples in a checkpoint: buffered ones, with all their recorded fields.
+
+Both directions go through a ``Store`` as tensors and JSON, so a checkpoint can be read anywhere and runs no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from miles_core.checkpoint.store import Store
+from miles_core.data.sample import Sample
+from miles_core.errors import CheckpointError
+
+
+def put_samples(store: Store, name: str, samples: Sequence[Sample]) -> None:
+    """Save samples with all their recorded fields (arrays, lists of arrays, numbers).
+
+    Raises CheckpointError naming the sample and the entry that neither JSON nor a tensor can hold.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    rows = []
+    for position, sample in enumerate(samples):
+        row = sample.to_dict()
+        row["fields"] = {key: _pack(value, f"{position}.{key}", tensors) for key, value in row["fields"].items()}
+        for key, value in row.items():
+            if key != "fields":
+                row[key] = _plain(value, f"sample {sample.index}: {key}")
+        rows.append(row)
+    store.put(name, tensors, rows)
+
+
+def get_samples(store: Store, name: str) -> list[Sample]:
+    """The samples ``put_samples`` saved, equal to them (arrays with their dtypes)."""
+    tensors, rows = store.get(name)
+    samples = []
+    for position, row in enumerate(rows):
+        fields = {key: _unpack(packed, f"{position}.{key}", tensors) for key, packed in row["fields"].items()}
+        samples.append(Sample.from_dict({**row, "fields": fields}))
+    return samples
+
+
+def _pack(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Put a field's arrays into ``tensors``; returns how to rebuild it."""
+    if isinstance(value, torch.Tensor):
+        tensors[key] = value
+        return {"kind": "tensor"}
+    if isinstance(value, np.ndarray):
+        tensors[key] = _tensor(value, key)
+        return {"kind": "array"}
+    if isinstance(value, list) and value and all(isinstance(row, np.ndarray) for row in value):
+        tensors[key] = _tensor(np.concatenate(value), key)
+        return {"kind": "ragged", "lengths": [len(row) for row in value]}
+    if hasattr(value, "__array__"):  # stands for an array that is elsewhere
+        return _pack(np.asarray(value), key, tensors)
+    return {"kind": "plain", "value": _plain(value, f"field {key}")}
+
+
+def _unpack(packed: Mapping[str, Any], key: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if packed["kind"] == "plain":
+        return packed["value"]
+    if packed["kind"] == "tensor":
+        return tensors[key]
+    array = tensors[key].numpy()
+    if packed["kind"] == "array":
+        return array
+    return np.split(array, np.cumsum(packed["lengths"])[:-1])
+
+
+def _tensor(array: np.ndarray, key: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+    except TypeError as error:
+        raise CheckpointError(f"sample field {key}: an array of {array.dtype} cannot be saved; use numbers") from error
+
+
+def _plain(value: Any, where: str) -> Any:
+    """``value`` as JSON data, NumPy's and torch's scalars unwrapped."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return str(value) if isinstance(value, str) else value
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.ndim == 0):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    raise CheckpointError(
+        f"{where} holds a {type(value).__name__}, which a checkpoint cannot save; "
+        "keep plain numbers, text, lists and dicts with text keys there, and arrays in declared fields"
+    )

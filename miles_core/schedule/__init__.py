@@ -1,0 +1,1 @@
+"""Core's schedules: when samples are generated, seen from the training of the steps before them."""

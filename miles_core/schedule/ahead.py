@@ -1,0 +1,85 @@
+"""``--schedule ahead``: while the trainer learns from one step, the engine generates the next.
+
+A collection begins under the weights of its time and ends under them: the next push waits for it. So every step but the
+first trains on samples that are exactly one version old, and a run gives the same numbers each time. What
+``--partial-rollout`` leaves in flight between two collections goes on under the new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts
+from miles_core.contracts.schedule import Position, Schedule
+from miles_core.rollout.collect import Collector, Group, Interrupted
+from miles_core.rollout.versions import staleness
+from miles_core.schedule.paused import paused
+from miles_core.schedule.uncorrected import warn_uncorrected
+from miles_core.schedule.wrapped import wrapped
+
+
+class AheadSchedule(Schedule):
+    """Generates the next step while the trainer learns from this one."""
+
+    beside = True
+
+    def __init__(self, run: Run, collector: Collector) -> None:
+        self.run, self.collector = run, collector
+        self._wrapped = wrapped(run, collector.rollout)
+        self._next: asyncio.Task[list[Group]] | None = None
+        self._held: list[Group] | None = None
+        self._taken: dict[str, float] = {}
+
+    async def take(self, step: int) -> list[Group]:
+        groups, self._held = self._held, None
+        if groups is None:  # the first step, or one whose collection was interrupted
+            groups = await self._collect(step)
+        self.collector.used()
+        self._taken = staleness([sample for group in groups for sample in group], step)
+        if step + 1 < self.run.config.rollout.num_rollout:
+            self._next = asyncio.create_task(self._collect(step + 1))
+        return groups
+
+    @asynccontextmanager
+    async def quiet(self, parts: PolicyParts) -> AsyncIterator[None]:
+        if self._next is not None:
+            collected, self._next = self._next, None
+            with suppress(Interrupted):  # the collector gave its prompts back
+                self._held = await collected
+        async with paused(self.run, parts):
+            yield
+
+    def metrics(self) -> dict[str, float]:
+        return self.collector.metrics() | self._taken
+
+    def state(self) -> Position:
+        position = self.collector.state(self._held or ())
+        numbers = [group[0].group_index for group in self._held or ()]
+        return replace(position, data={**position.data, "next": numbers}) if numbers else position
+
+    def load_state(self, position: Position) -> None:
+        self.collector.load_state(position, keep=True)
+        self._held = self.collector.take_out(position.data.get("next", ())) or None
+
+    async def close(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.wait([self._next])
+        await self.collector.drop()
+
+    async def _collect(self, step: int) -> list[Group]:
+        start = time.perf_counter()
+        groups = await self._wrapped(step)
+        self.seconds = time.perf_counter() - start
+        return groups
+
+
+def make_schedule(run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> AheadSchedule:
+    """The provider of ``--schedule ahead``."""
+    warn_uncorrected(run)
+    return AheadSchedule(run, collector)

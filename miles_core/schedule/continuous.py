@@ -1,0 +1,160 @@
+"""``--schedule async``: generation never waits for training.
+
+Groups are generated into a buffer all the time and a step takes the oldest that are ready. With B groups a step and
+``--max-weight-staleness N``, (N + 1) B groups are in flight or ready at most before a step takes its own, and N B until the
+weights trained on them are served: so what is sent now is trained on at most N versions later, in the order it was sent.
+
+At a push, groups in flight are finished first, each under the version it began with; with ``--partial-rollout`` they go on under
+the new weights instead. A response that lives through several pushes can then be older than N versions: its group is
+dropped and its prompt sent again, or trained on all the same (``--stale-samples``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts
+from miles_core.contracts.schedule import Position, Schedule
+from miles_core.rollout.collect import Collector, Group, Interrupted
+from miles_core.rollout.versions import age, staleness
+from miles_core.schedule.paused import paused
+from miles_core.schedule.uncorrected import warn_uncorrected
+from miles_core.schedule.wrapped import wrapped
+
+log = logging.getLogger(__name__)
+
+#: ``--max-weight-staleness`` where it is not given.
+STALENESS = 1
+
+
+class AsyncSchedule(Schedule):
+    """Generates all the time, into a buffer that ``--max-weight-staleness`` bounds."""
+
+    beside = True
+
+    def __init__(self, run: Run, collector: Collector) -> None:
+        self.run, self.collector = run, collector
+        self.bound = run.config.rollout.max_weight_staleness or STALENESS
+        self._wrapped = wrapped(run, self._oldest)
+        self._generation: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self._taken_steps = run.step
+        self._learning = self._draining = False
+        self._since = time.perf_counter()
+        self._dropped = 0
+        self._taken: dict[str, float] = {}
+
+    async def take(self, step: int) -> list[Group]:
+        if self._generation is None:
+            self._taken_steps = step
+            self._since = time.perf_counter()
+            self._generation = asyncio.create_task(self._generate())
+        try:
+            groups = await self._wrapped(step)
+        except Interrupted:
+            await self.collector.drop()
+            raise
+        self.collector.used()
+        self._taken_steps, self._learning = step + 1, True
+        self._refill()
+        self._taken = staleness([sample for group in groups for sample in group], step)
+        self._taken["rollout/dropped_groups"], self._dropped = float(self._dropped), 0
+        now = time.perf_counter()
+        self.seconds, self._since = now - self._since, now
+        return groups
+
+    @asynccontextmanager
+    async def quiet(self, parts: PolicyParts) -> AsyncIterator[None]:
+        if not self.run.config.rollout.partial_rollout:
+            await self._drained()
+        async with paused(self.run, parts):
+            yield
+        self._learning = self._draining = False
+        self._refill()
+
+    def metrics(self) -> dict[str, float]:
+        return self.collector.metrics() | self._taken
+
+    def state(self) -> Position:
+        return self.collector.state()
+
+    def load_state(self, position: Position) -> None:
+        self.collector.load_state(position, keep=True)
+
+    async def close(self) -> None:
+        if self._generation is not None:
+            self._generation.cancel()
+            await asyncio.wait([self._generation])
+        await self.collector.drop()
+
+    async def _generate(self) -> None:
+        """Keep as many groups under way as there is room for, until the user asks to stop or a group fails."""
+        try:
+            while True:
+                self._refill()
+                await self.collector.advance()
+                self._news.set()
+        finally:
+            self._news.set()
+
+    def _refill(self) -> None:
+        """Send as many groups as the bound allows, and no more than the steps to come need."""
+        ended = self._generation is None or self._generation.done()
+        if ended or self._draining or self.run.stop_requested:
+            return
+        options = self.run.config.rollout
+        steps = self.bound if self._learning else self.bound + 1
+        self.collector.refill(options.batch_size * min(steps, options.num_rollout - self._taken_steps))
+
+    async def _oldest(self, step: int) -> list[Group]:
+        """The oldest groups that are ready, once there are enough of them for a step."""
+        want = self.run.config.rollout.batch_size
+        while True:
+            if self.run.config.rollout.stale_samples == "drop":
+                self._drop_stale(step)
+            if len(self.collector.ready) >= want:
+                return self.collector.pop(want)
+            self._refill()
+            await self._next_news()
+
+    def _drop_stale(self, step: int) -> None:
+        def fresh(group: Group) -> bool:
+            return max(age(sample, step) for sample in group) <= self.bound
+
+        ready = self.collector.ready
+        stale = [prompt for prompt, group in ready if not fresh(group)]
+        self.collector.ready = [item for item in ready if fresh(item[1])]
+        self.collector.prompts.put_back(stale)
+        self._dropped += len(stale)
+
+    async def _drained(self) -> None:
+        """Finish what is in flight; after a request to stop, give it up."""
+        self._draining = True
+        try:
+            while self.collector.pending:
+                await self._next_news()
+        except Interrupted:
+            await self.collector.drop()
+
+    async def _next_news(self) -> None:
+        """Wait until a group finishes. Raises what ended the generation."""
+        if self._generation is not None and self._generation.done():
+            await self._generation
+        await self._news.wait()
+        self._news.clear()
+
+
+def make_schedule(run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> AsyncSchedule:
+    """The provider of ``--schedule async``."""
+    warn_uncorrected(run)
+    if not run.config.rollout.partial_rollout:
+        log.warning(
+            "--schedule async without --partial-rollout waits for the longest response in flight before every push, and is then "
+            "no faster than --schedule ahead"
+        )
+    return AsyncSchedule(run, collector)

@@ -1,0 +1,18 @@
+"""An engine that is paused while its weights change."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts
+
+
+@asynccontextmanager
+async def paused(run: Run, parts: PolicyParts) -> AsyncIterator[None]:
+    """Paused as ``--pause-generation-mode`` says; resumed when the body succeeds, because after a failed push the engine has no
+    complete weights."""
+    await parts.engine.pause(run.config.rollout.pause_generation_mode)
+    yield
+    await parts.engine.resume()

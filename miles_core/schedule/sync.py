@@ -1,0 +1,61 @@
+"""``--schedule sync``: rollout and training take turns, and every step trains on samples of the newest weights.
+
+With ``--partial-rollout`` what a collection leaves unfinished stays in flight: its engines are paused while the trainer
+learns, and go on with it under the new weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts
+from miles_core.contracts.schedule import Position, Schedule
+from miles_core.rollout.collect import Collector, Group
+from miles_core.rollout.versions import staleness
+from miles_core.schedule.paused import paused
+from miles_core.schedule.wrapped import wrapped
+
+
+class SyncSchedule(Schedule):
+    """Generates a step's groups when they are asked for."""
+
+    def __init__(self, run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> None:
+        self.run, self.collector, self.parts = run, collector, parts
+        self._collect = wrapped(run, collector.rollout)
+        self._taken: dict[str, float] = {}
+
+    async def take(self, step: int) -> list[Group]:
+        start = time.perf_counter()
+        groups = await self._collect(step)
+        self.collector.used()
+        self.seconds = time.perf_counter() - start
+        if self.run.config.rollout.partial_rollout:
+            for each in self.parts:
+                await each.engine.pause(self.run.config.rollout.pause_generation_mode)
+            self._taken = staleness([sample for group in groups for sample in group], step)
+        return groups
+
+    @asynccontextmanager
+    async def quiet(self, parts: PolicyParts) -> AsyncIterator[None]:
+        async with paused(self.run, parts):
+            yield
+
+    def metrics(self) -> dict[str, float]:
+        return self.collector.metrics() | self._taken
+
+    def state(self) -> Position:
+        return self.collector.state()
+
+    def load_state(self, position: Position) -> None:
+        self.collector.load_state(position, keep=self.run.config.rollout.partial_rollout)
+
+    async def close(self) -> None:
+        await self.collector.drop()
+
+
+def make_schedule(run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> SyncSchedule:
+    """The provider of ``--schedule sync``."""
+    return SyncSchedule(run, collector, parts)

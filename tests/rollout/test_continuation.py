@@ -1,0 +1,170 @@
+"""An aborted response goes on: the same tokens, log-probabilities and recorded rows as one that was never aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+
+from miles_core.contracts.engine import Request, Response, Sampling
+from miles_core.data.field import Field
+from miles_core.errors import MilesError
+from miles_core.rollout.continuation import cut_at_stop, joined, usable
+from miles_embedded.engine.engine import EmbeddedEngine
+
+ROUTES = Field("routes", "int32", "token-1")
+SUPPORT = Field("support", "int32", "response", ragged=True)
+
+
+def letters(tokens):
+    return "".join(chr(97 + t) for t in tokens)
+
+
+def response(tokens, finish="abort", first=0, prompt=2, versions=((0, 1),), **changes):
+    extras = {
+        "routes": np.arange(first, first + prompt + len(tokens) - 1),
+        "support": [np.array([t]) for t in tokens],
+    }
+    given = {"text": letters(tokens), "weight_versions": list(versions), "extras": extras, **changes}
+    return Response(list(tokens), [-float(t) for t in tokens], finish, **given)
+
+
+def request():
+    return Request([9, 9], Sampling(8), extras={"routes", "support"})
+
+
+def test_a_stop_string_that_began_before_the_abort_ends_the_response():
+    parts = [response([0, 1]), response([2, 3, 4], first=0, prompt=4)]
+    cut_at_stop(parts, ("bcd", "zz"), (ROUTES, SUPPORT), letters)
+    assert (parts[1].tokens, parts[1].log_probs, parts[1].finish) == ([2, 3], [-2.0, -3.0], "stop")
+    assert len(parts[1].extras["routes"]) == 4 + 2 - 1 and len(parts[1].extras["support"]) == 2
+    whole = joined(parts, ("bcd", "zz"), (ROUTES, SUPPORT), letters)
+    assert (whole.tokens, whole.text, whole.finish) == ([0, 1, 2, 3], "a", "stop")
+    untouched = [response([0, 1]), response([2, 3], prompt=4)]
+    cut_at_stop(untouched, ("zz",), (ROUTES, SUPPORT), letters)
+    assert untouched[1].tokens == [2, 3] and untouched[1].finish == "abort"
+
+
+def test_nothing_goes_on_from_a_response_without_tokens_or_without_its_fields():
+    assert usable(response([0, 1]), request())
+    assert not usable(response([]), request())
+    assert not usable(response([0, 1], extras={"support": []}), request())
+
+
+def test_parts_become_one_response_in_which_the_earliest_row_stays():
+    first = response([0, 1], first=0)
+    last = response([2, 3], "stop", first=100, prompt=4, versions=[(0, 1), (1, 2)])
+    whole = joined([first, last], (), (ROUTES, SUPPORT), letters)
+    assert whole.tokens == [0, 1, 2, 3] and whole.finish == "stop" and whole.text == "abcd"
+    assert whole.weight_versions == [(0, 1), (3, 2)]
+    # two rows of the prompt and one of the first token from the first part, then the second's
+    assert whole.extras["routes"].tolist() == [0, 1, 2, 103, 104]
+    assert [row.tolist() for row in whole.extras["support"]] == [[0], [1], [2], [3]]
+
+
+WATCH = """
+from miles_core import hookimpl
+
+@hookimpl
+def on_start(run):
+    run.stash["samples"] = []
+
+@hookimpl
+def on_sample(run, sample):
+    run.stash["samples"].append(sample)
+"""
+
+TURNS = """
+async def generate(args, sample, sampling_params):
+    first = await args.generate(sample.tokens, {**sampling_params, "max_new_tokens": 9})
+    tokens = sample.tokens + first.tokens + [70, 71]
+    second = await args.generate(tokens)
+    sample.tokens = tokens + second.tokens
+    sample.response_length = len(first.tokens) + 2 + len(second.tokens)
+    sample.response = first.text + second.text
+    return sample
+"""
+
+
+@pytest.fixture
+def aborting(monkeypatch):
+    """From now on engines abort each request by themselves after a few steps, again and again; how often they did."""
+    plain, ticks, aborted = EmbeddedEngine.generate, itertools.cycle([2, 5, 3]), []
+
+    async def generate(self, request):
+        task = asyncio.create_task(plain(self, request))
+        for _ in range(next(ticks)):
+            await asyncio.sleep(0)
+        await self.abort([request.key])
+        answer = await task
+        aborted.append(answer.finish == "abort")
+        return answer
+
+    def start():
+        monkeypatch.setattr(EmbeddedEngine, "generate", generate)
+        return aborted
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("plugins", "options"),
+    [
+        ([], {}),
+        (["r3", "tis"], {"rollout_top_k": 5}),
+        ([], {"rollout_stop": "e,ab"}),
+        (["r3"], {"custom": True}),
+    ],
+    ids=["bare", "r3+tis", "stop strings", "turns"],
+)
+def test_a_run_whose_engine_aborts_by_itself_has_the_samples_of_one_that_does_not(
+    toy_run, tmp_path, aborting, plugins, options
+):
+    options = dict(options)
+    (tmp_path / "watch.py").write_text(WATCH)
+    (tmp_path / "turns.py").write_text(TURNS)
+    if options.pop("custom", False):
+        options["custom_generate_function_path"] = tmp_path / "turns.py"
+    given = {"steps": 1, "rollout_max_response_len": 12, **options}
+    runs = [toy_run([*plugins, str(tmp_path / "watch.py")], **given)]
+    aborted = aborting()
+    runs.append(toy_run([*plugins, str(tmp_path / "watch.py")], **given))
+    assert sum(aborted) >= 8
+    for one, two in zip(*(sorted(run.run.stash["samples"], key=lambda s: s.index) for run in runs), strict=True):
+        assert (one.tokens, one.response, one.status) == (two.tokens, two.response, two.status)
+        np.testing.assert_allclose(one.rollout_log_probs, two.rollout_log_probs, atol=1e-4)
+        assert one.mask == two.mask and {v for _, v in two.weight_versions} == {0}
+        assert one.fields.keys() == two.fields.keys()
+        for name, rows in one.fields.items():
+            for a, b in zip(rows, two.fields[name], strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_an_engine_that_never_gets_anywhere_is_named(toy_run, monkeypatch):
+    async def generate(self, request):
+        return Response([], [], "abort")
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", generate)
+    with pytest.raises(MilesError, match=r"aborted the request of sample \d 100 times in a row"):
+        toy_run(steps=1)
+
+
+def test_without_partial_rollout_no_response_has_tokens_of_two_versions(toy_run, tmp_path, monkeypatch):
+    """An engine that aborts and has new weights when it is asked again: the request starts from its prompt."""
+    (tmp_path / "watch.py").write_text(WATCH)
+    plain, asked = EmbeddedEngine.generate, []
+
+    async def generate(self, request):
+        answer = await plain(self, request)
+        asked.append(len(request.tokens))
+        if len(asked) <= 8:  # the first answer of each sample is cut, as if weights had changed after it
+            short = Response(answer.tokens[:2], answer.log_probs[:2], "abort", "", [(0, -7)])
+            return short
+        return answer
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", generate)
+    run = toy_run([str(tmp_path / "watch.py")], steps=1)
+    assert all({v for _, v in s.weight_versions} == {0} for s in run.run.stash["samples"])
+    assert len(asked) == 24 and len(set(asked[:8])) == 1 and sorted(asked[8:])[:8] == asked[:8]

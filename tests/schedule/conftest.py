@@ -1,0 +1,39 @@
+"""What the schedules' tests watch a run with."""
+
+from __future__ import annotations
+
+import pytest
+
+WATCH = """
+from miles_core import hookimpl
+
+@hookimpl
+def on_start(run):
+    run.stash["samples"] = {}
+    run.stash["trained"] = []
+    run.stash["log"] = []
+
+@hookimpl
+def on_sample(run, sample):
+    run.stash["samples"][sample.index] = sample
+
+@hookimpl
+def on_batch(run, batch):
+    run.stash["trained"].append(batch.index.tolist())
+
+@hookimpl
+def on_weights_synced(run, version):
+    run.stash["log"].append(version)
+"""
+
+
+@pytest.fixture
+def watched(toy_run, tmp_path):
+    """``watched(plugins, **options)``: a toy run whose stash has ``samples`` by number, and the numbers ``trained`` step by
+    step."""
+    (tmp_path / "watch.py").write_text(WATCH)
+
+    def call(plugins=(), **options):
+        return toy_run([*plugins, str(tmp_path / "watch.py")], **options)
+
+    return call
