@@ -146,7 +146,7 @@ def picture() -> str:
 
 def layer_table() -> str:
     """Every package with what it imports, the top layer first."""
-    lines = ["| | package | imports |", "|--:|---|---|"]
+    lines = ["| row | package | imports |", "|--:|---|---|"]
     for root, table in (("miles_embedded", TABLE["ROOMS"]), ("miles_core", TABLE["LAYERS"])):
         for number, row in reversed(list(enumerate(table, 1))):
             for index, (package, entry) in enumerate(row.items()):

@@ -135,7 +135,7 @@ class StagedTrainer(EmbeddedTrainer):
         """See ``Trainer.step``: one forward, one backward, ``AHEAD`` micro-batches deep."""
         loss = loss or self.callbacks.loss
         tokens = self.sum(trained_tokens(batch))
-        totals: dict[str, list[Tensor]] = {}
+        totals: dict[str, tuple[Tensor, Tensor]] = {}
         self.optimizer.zero_grad()
         self.optimizer.fixed_lr = lr
         flights: deque[_Flight] = deque()
@@ -147,7 +147,9 @@ class StagedTrainer(EmbeddedTrainer):
             self._finish(flights.popleft(), loss, tokens, totals)
         return self.step_metrics(totals, self.callbacks.optimizer_step())
 
-    def _send(self, micro_batch: Batch, base: Context, tokens: Tensor, totals: dict[str, list[Tensor]]) -> _Flight:
+    def _send(
+        self, micro_batch: Batch, base: Context, tokens: Tensor, totals: dict[str, tuple[Tensor, Tensor]]
+    ) -> _Flight:
         first, last = self.stages
         ctx = self._context(base, first)
         output = self.callbacks.forward(first, micro_batch, ctx)
@@ -160,7 +162,9 @@ class StagedTrainer(EmbeddedTrainer):
             micro_batch, self._context(base, last, received), sent, received, extra.value if output.aux else None
         )
 
-    def _finish(self, flight: _Flight, loss: LossFunction, tokens: Tensor, totals: dict[str, list[Tensor]]) -> None:
+    def _finish(
+        self, flight: _Flight, loss: LossFunction, tokens: Tensor, totals: dict[str, tuple[Tensor, Tensor]]
+    ) -> None:
         output = self.callbacks.forward(self.stages[1], flight.micro_batch, flight.ctx)
         share = with_auxiliary(loss(output, flight.micro_batch, flight.ctx), output, tokens)
         add_pairs(totals, share.metrics | flight.ctx.metrics)

@@ -20,6 +20,7 @@ from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer
 from miles_core.data.batch import Batch, Ragged
 from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.means import add, as_floats
 from miles_core.data.unit import Unit
 from miles_core.errors import NonFiniteError
 from miles_core.precision.codec import Codec
@@ -177,7 +178,7 @@ class EmbeddedTrainer(Trainer):
         """See ``Trainer.step``."""
         loss = loss or self.callbacks.loss
         tokens = self.sum(trained_tokens(batch))
-        totals: dict[str, list[Tensor]] = {}
+        totals: dict[str, tuple[Tensor, Tensor]] = {}
         self.optimizer.zero_grad()
         self.optimizer.fixed_lr = lr
         for samples in self.split(batch):
@@ -195,10 +196,10 @@ class EmbeddedTrainer(Trainer):
         return self.step_metrics(totals, stepped)
 
     def step_metrics(
-        self, totals: dict[str, list[Tensor]], stepped: dict[str, float]
+        self, totals: dict[str, tuple[Tensor, Tensor]], stepped: dict[str, float]
     ) -> dict[str, tuple[float, float]]:
         """What ``step`` returns: the sums over its micro-batches, the loads of experts, and what the optimiser step said."""
-        metrics = {n: (float(a), float(b)) for n, (a, b) in totals.items()} | self.loads.take(self.sum)
+        metrics = as_floats(totals) | self.loads.take(self.sum)
         return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
 
     def split(self, batch: Batch) -> list[list[int]]:
@@ -295,11 +296,13 @@ class EmbeddedTrainer(Trainer):
         return out
 
 
-def add_pairs(totals: dict[str, list[Tensor]], pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+def add_pairs(totals: dict[str, tuple[Tensor, Tensor]], pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Add the (sum, weight) pairs of one micro-batch to those of its step, in float64."""
-    for name, pair in pairs.items():
-        new = [torch.as_tensor(x, dtype=torch.float64).detach() for x in pair]
-        totals[name] = [a + b for a, b in zip(totals[name], new, strict=True)] if name in totals else new
+    add(totals, {name: (_double(total), _double(weight)) for name, (total, weight) in pairs.items()})
+
+
+def _double(value: Tensor | float) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).detach()
 
 
 def _flat(batch: Batch, samples: list[int]) -> Tensor:
