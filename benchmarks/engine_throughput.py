@@ -31,7 +31,8 @@ def embedded(checkpoint: str, limit: int, kernels: bool) -> Generate:
 
     from miles_core.contracts.engine import Request, Sampling
     from miles_embedded.engine.build import detokenizer, end_tokens
-    from miles_embedded.engine.engine import EmbeddedEngine, Settings
+    from miles_embedded.engine.engine import EmbeddedEngine
+    from miles_embedded.engine.settings import Settings
     from miles_embedded.model.load import load_model
 
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), load_model(checkpoint, "float32")

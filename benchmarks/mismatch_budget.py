@@ -67,6 +67,7 @@ async def measured(directory: Path, given: Any, flags: tuple[str, ...]) -> dict[
     from miles_core.mismatch.budget import budget
     from miles_core.mismatch.probe import bare, probe, probe_prompts
     from miles_core.run.make import make_run
+    from miles_core.run.parts import built
     from miles_core.run.prepare import applied, prepare
 
     words = f"""--hf-checkpoint {directory}/trained --prompt-data {directory}/data/train.jsonl --input-key prompt
@@ -75,19 +76,15 @@ async def measured(directory: Path, given: Any, flags: tuple[str, ...]) -> dict[
     config = load([*words.split(), *flags])
     plan, catalogue = prepare(config)
     run = make_run(applied(config, plan), plan, catalogue, directory / "run")
-    await run.build_policies()
-    try:
-        policy = run.policy
-        policy.version = (await policy.learner.push(0)).version
-        samples = await probe(run, policy, probe_prompts(run, given.prompts), support=True)
-        result = (await budget(run, policy, samples)).to_dict()
-        plain = await policy.learner.log_probs([bare(s) for s in samples])
+    async with built(run) as (parts,):
+        parts.policy.version = (await parts.learner.push(0)).version
+        samples = await probe(run, parts.engine, probe_prompts(run, given.prompts), support=True)
+        result = (await budget(run, parts, samples)).to_dict()
+        plain = await parts.learner.log_probs([bare(s) for s in samples])
         per_prompt = [np.abs(t - np.asarray(s.rollout_log_probs)).sum() for t, s in zip(plain, samples, strict=True)]
         counts = [s.response_length for s in samples]
         result["total_interval_95"] = interval(np.asarray(per_prompt), np.asarray(counts), given.seed)
         return result
-    finally:
-        await run.close()
 
 
 def interval(sums: np.ndarray, counts: np.ndarray, seed: int) -> list[float]:

@@ -28,14 +28,15 @@ from measure import finish, installed, options
 from torch import nn
 
 from miles_core.contracts.engine import Request, Response, Sampling
-from miles_core.contracts.trainer import Parts
+from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
 from miles_core.precision.codec import Codec
 from miles_core.precision.installed import format_class
 from miles_core.precision.product import Products, emulated
 from miles_core.testing.yardstick import weighted
-from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import NAME, prepare
 from miles_embedded.model.views import export
 from miles_embedded.quantized.weights import install
@@ -252,7 +253,7 @@ def make_trainer(model: nn.Module, side: str, codec: Codec) -> EmbeddedTrainer:
         wanted = Products("native" if side == "native" else "emulated")
         install(model, codec, wanted.of(codec.format, model))
     trainer = EmbeddedTrainer(model, TrainerConfig(micro_batch_size=None, max_tokens=16384))
-    trainer.bind(Parts(trainer.forward, weighted, trainer.optimizer_step))
+    trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     return trainer
 
 

@@ -85,7 +85,7 @@ def interval(values: list[float], digits: int = 5) -> list[float | None]:
 
 
 def summary(runs: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Per arm: mismatch, routers, reward; see the module's paragraph."""
+    """Mismatch, routers and reward of each arm: means over runs with the half-widths of their intervals."""
 
     def over(arm: str, name: str, last: int = 0) -> list[float]:
         return [statistics.fmean(r[name] for r in run[-last:]) for run in runs[arm] if name in run[0]]

@@ -237,7 +237,8 @@ def engine_for(case: Case, path: Path, rounds: bool, given: Any, dtype: str = "b
     from miles_core.precision.codec import Codec
     from miles_core.precision.installed import format_class
     from miles_core.precision.options import codec_for
-    from miles_embedded.engine.engine import EmbeddedEngine, Settings
+    from miles_embedded.engine.engine import EmbeddedEngine
+    from miles_embedded.engine.settings import Settings
     from miles_embedded.model.load import load_model, resolve_device
 
     codec = Codec()

@@ -11,13 +11,13 @@ from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.contracts.trainer import (
+    Callbacks,
     Context,
     Forward,
     Loss,
     LossFunction,
     OptimizerStep,
     Output,
-    Parts,
     Pass,
     Trainer,
 )
@@ -58,6 +58,7 @@ __all__ = [
     "SAMPLING_SUPPORT",
     "VALUES",
     "Batch",
+    "Callbacks",
     "Codec",
     "Collector",
     "Context",
@@ -78,7 +79,6 @@ __all__ = [
     "OptimizerStep",
     "Output",
     "Parity",
-    "Parts",
     "Pass",
     "PauseMode",
     "Plan",

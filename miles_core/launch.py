@@ -1,4 +1,4 @@
-"""Starting a run from an accepted plan: its directory, its log, its signals, its event loop."""
+"""Starting a run: its directory, its log, its signals, its event loop."""
 
 from __future__ import annotations
 

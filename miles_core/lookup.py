@@ -1,4 +1,7 @@
-"""Public names that are looked up when they are first used, so that importing a module does not import torch."""
+"""Public names, looked up when they are first used.
+
+So importing a module that only names them does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop. Everything a plugin can change is a line that mentions a hook.
+"""The loop: everything a plugin can change is a line that mentions a hook.
 
 One step: take groups of samples, learn from them, sync the new weights to the engine. When the groups are generated, and with
 which weights, is the schedule's business. ``miles_core.contracts.hooks`` is the map.
@@ -11,7 +11,7 @@ from pathlib import Path
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Schedule
-from miles_core.mismatch.at_sync import verify
+from miles_core.mismatch.at_sync import verify_sync
 from miles_core.rollout.collect import Interrupted
 from miles_core.rollout.summary import rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
@@ -85,4 +85,4 @@ async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, fl
     policy.version = report.version
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
     metrics = {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
-    return metrics | await verify(run, parts)
+    return metrics | await verify_sync(run, parts)

@@ -1,4 +1,4 @@
-"""The names that are like one nobody knows, for the sentence that refuses it."""
+"""The known names that an unknown one is like."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typed state that plugins hang on shared objects without a god namespace."""
+"""Typed values that plugins hang on shared objects."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""The version of miles-core, which its manifests and checkpoints name."""
+"""The version of miles-core."""
 
 __version__ = "0.1.0"

@@ -71,7 +71,12 @@ PUBLIC = ("miles_core", "miles_core.format", "miles_core.backend", "miles_embedd
 #: Files that import each other, and why they are one idea.
 CIRCLES: dict[tuple[str, ...], str] = {
     ("precision.format", "precision.product"): "a format offers its product, a product multiplies a format's codes",
-    ("engine.decoder", "engine.engine", "engine.scheduler"): "a decoder is one step of the engine over its rows",
+    (
+        "engine.decoder",
+        "engine.engine",
+        "engine.scheduler",
+        "engine.settings",
+    ): "a decoder is one step of the engine over its rows",
     (
         "trainer.emulate",
         "trainer.nonfinite",

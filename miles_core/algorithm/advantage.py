@@ -30,7 +30,7 @@ def local_sum(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """All local samples of one rollout batch in the flat layout (see ``ragged``).
+    """All local samples of one rollout batch as flat columns (see ``ragged``).
 
     Attributes:
         rewards: [samples] float64 or float32, finite.

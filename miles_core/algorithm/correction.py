@@ -19,7 +19,7 @@ from miles_core.algorithm.advantage import local_sum
 
 @dataclass(frozen=True)
 class CorrectionInputs:
-    """All local tokens of one optimiser step in the flat layout (see ``ragged``); nothing here has a gradient. A correction
+    """All local tokens of one optimiser step as flat columns (see ``ragged``); nothing here has a gradient. A correction
     that does not need the whole step may be given a micro-batch instead.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Reductions over the flat layout: the tokens of all samples concatenated, ``lengths [samples]`` saying where one ends.
+"""Reductions over flat columns: the tokens of all samples concatenated, ``lengths [samples]`` saying where one ends.
 
 Index t of a sample refers to token t as *target* (prompt tokens are there, with mask 0). Sums run in float64 and in a
 fixed order inside each sample, so a value does not depend on which other samples share the batch or the micro-batch.

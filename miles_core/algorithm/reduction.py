@@ -38,7 +38,7 @@ def loss_weights(
     correction rejects, because the mask here is the original one. Without any unmasked token all weights are 0.
 
     Args:
-        mask: [tokens] of the flat layout (``ragged``), all local samples of the step.
+        mask: [tokens] as a flat column (``ragged``), all local samples of the step.
         lengths: [samples] int64.
         rollout_ids: [samples] int64. Siblings must be on one rank; ids must not repeat between ranks.
         how: one of ``REDUCTIONS``.

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,23 +56,16 @@ class Difference:
 #: Facts without which saved weights and optimiser states fit no model: its shape, and what it is trained in.
 FATAL = ("model.type", "model.hidden_size", "model.layers", "model.num_experts", "model.vocab_size", "train.precision")
 
-#: Compares (saved plan, current plan), both plain JSON data.
-Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[Difference]]
-
 
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
         directory: where they are; made at the first save.
-        keep: how many of the newest to keep; 0 keeps all.
     """
 
-    def __init__(self, directory: Path | str, keep: int = 0) -> None:
-        if keep < 0:
-            raise ValueError(f"keep must be 0 (all) or more, got {keep}")
+    def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self.keep = keep
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of ``step`` is or would be."""
@@ -117,17 +110,14 @@ class Checkpoints:
             if isinstance(error, CheckpointError) or not _is_io(error):
                 raise
             raise self._cannot_save(step, written, error) from error
-        self._prune(step)
 
-    def load(
-        self, step: int | None = None, plan: Mapping[str, Any] | None = None, compare: Compare | None = None
-    ) -> Path:
+    def load(self, step: int | None = None, plan: Mapping[str, Any] | None = None) -> Path:
         """The verified directory of ``step`` (by default the latest).
 
         Args:
             step: which one.
-            plan: the current plan as JSON data; without it nothing is compared.
-            compare: tells what differs between the saved plan and ``plan``; differences that are not fatal are logged.
+            plan: the current plan as JSON data, compared with the saved one (``compare_plans``); differences that are not
+                fatal are logged. Without it nothing is compared.
 
         Raises:
             CheckpointError: none there, incomplete, damaged (the file is named), or saved under a plan that training
@@ -140,9 +130,9 @@ class Checkpoints:
             wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
             raise CheckpointError(f"{wanted} was asked for in {self.directory}, but {have}; check --load")
         path = self.path(chosen)
-        manifest = verify(path)
-        if plan is not None and compare is not None:
-            _check_plan(path, manifest.get("plan"), plan, compare)
+        manifest = check_files(path)
+        if plan is not None:
+            _check_plan(path, manifest.get("plan"), plan)
         return path
 
     def _replace(self, work: Path, final: Path) -> None:
@@ -162,13 +152,6 @@ class Checkpoints:
             else:
                 aside.rename(final)
 
-    def _prune(self, saved: int) -> None:
-        """Delete all but the newest ``keep``, never the one just saved."""
-        if not self.keep:
-            return
-        for step in [s for s in self.steps() if s != saved][: -(self.keep - 1) or None]:
-            shutil.rmtree(self.path(step))
-
     def _cannot_save(self, step: int, written: int, error: BaseException) -> CheckpointError:
         earlier = [_size(self.path(s)) for s in self.steps()]
         needed = max([written, *earlier])
@@ -182,7 +165,7 @@ class Checkpoints:
         return CheckpointError(f"cannot save step {step} in {self.directory}: {error}; {safe}")
 
 
-def verify(path: Path | str) -> dict[str, Any]:
+def check_files(path: Path | str) -> dict[str, Any]:
     """Check every file of the checkpoint at ``path`` against its manifest, and return the manifest.
 
     Raises CheckpointError naming the first file that is missing, truncated or changed.
@@ -224,10 +207,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return {**manifest, "files": files}
 
 
-def _check_plan(path: Path, saved: Mapping[str, Any] | None, plan: Mapping[str, Any], compare: Compare) -> None:
+def _check_plan(path: Path, saved: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> None:
     if saved is None:
         raise CheckpointError(f"checkpoint {path} records no plan, so it cannot be compared with this run's")
-    differences = list(compare(saved, plan))
+    differences = compare_plans(saved, plan)
     for difference in differences:
         if not difference.fatal:
             log.info("continuing from %s: %s", path, difference)
@@ -261,15 +244,12 @@ def _parts(plan: Mapping[str, Any], consulted: set[str]) -> dict[str, Any]:
     return parts | {f["name"]: f["value"] for f in facts}
 
 
-def locate_checkpoint(
-    source: Path | str, plan: Mapping[str, Any] | None = None, compare: Compare = compare_plans
-) -> Path:
+def locate_checkpoint(source: Path | str, plan: Mapping[str, Any] | None = None) -> Path:
     """The verified checkpoint directory that ``--load`` means.
 
     Args:
         source: a run directory, its ``checkpoints`` directory (the latest step of either), or one step's directory.
         plan: the current plan as JSON data, compared with the saved one.
-        compare: see ``Checkpoints.load``.
 
     Raises:
         CheckpointError: nothing there to resume from, a damaged file, or a plan that cannot continue.
@@ -279,9 +259,9 @@ def locate_checkpoint(
         raise CheckpointError(f"--load {source}: no such directory; give a run directory or one of its checkpoints")
     match = _STEP.fullmatch(source.resolve().name)
     if match:
-        return Checkpoints(source.resolve().parent).load(int(match[1]), plan, compare)
+        return Checkpoints(source.resolve().parent).load(int(match[1]), plan)
     inside = source / "checkpoints"
-    return Checkpoints(inside if inside.is_dir() else source).load(None, plan, compare)
+    return Checkpoints(inside if inside.is_dir() else source).load(None, plan)
 
 
 def checkpoint_step(directory: Path) -> int:

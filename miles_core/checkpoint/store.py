@@ -24,7 +24,7 @@ _SHARD = re.compile(r"\.(\d+)-of-(\d+)\.json$")
 
 
 class Store:
-    """See the module's paragraph.
+    """Tensors and JSON under names, in one directory of a checkpoint.
 
     Args:
         directory: where the files are; made when missing.

@@ -16,7 +16,7 @@ from miles_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
-    from miles_core.convert.job import Conversion, Outcome
+    from miles_core.convert.conversion import Conversion, Outcome
     from miles_core.plugin.manifest import Plugin
 
 USAGE = "miles convert --to FORMAT --model-dir DIR --save-dir DIR [--dry-run] [options of the format]"
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(_as_json(conversion) if options.json else _listing(conversion, options.verbose))
         return 0
-    from miles_core.convert.job import run as convert
+    from miles_core.convert.conversion import run as convert
 
     with _progress(conversion.before) as advance:
         outcome = convert(conversion, options.save_dir, options.workers, options.shard_size, advance)
@@ -107,15 +107,15 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
     config = load(["--rollout-precision", options.to, *rest])
     _refuse_foreign(config, known[options.to])
     from miles_core.checkpoint.hf_files import CheckpointFiles
-    from miles_core.convert.encode import plan
+    from miles_core.convert.encode import to_format
     from miles_core.precision.options import codec_for
 
     codec = codec_for(format_class(options.to, manifests), config, str(options.model_dir))
-    return plan(CheckpointFiles(options.model_dir), codec)
+    return to_format(CheckpointFiles(options.model_dir), codec)
 
 
 def _plan_plain(directory: Path) -> Conversion:
-    from miles_core.convert.decode import open_quantized, plan
+    from miles_core.convert.decode import open_quantized, to_bf16
     from miles_core.errors import CheckpointError
 
     source = open_quantized(directory)
@@ -124,7 +124,7 @@ def _plan_plain(directory: Path) -> Conversion:
             f"--model-dir {directory} is not quantised (its config.json has no quantization_config), so there is "
             "nothing to dequantise; name a number format after --to"
         )
-    return plan(source)
+    return to_bf16(source)
 
 
 def _refuse_foreign(config: Config, plugin: Plugin) -> None:
@@ -188,7 +188,7 @@ def _totals(conversion: Conversion) -> str:
 
 
 def _summary(conversion: Conversion, outcome: Outcome, as_json: bool) -> str:
-    pace = (outcome.before - outcome.kept) / max(outcome.seconds, 1e-9) / 1e6
+    pace = (outcome.before - outcome.resumed) / max(outcome.seconds, 1e-9) / 1e6
     if as_json:
         content = {
             "to": conversion.to,
@@ -196,12 +196,12 @@ def _summary(conversion: Conversion, outcome: Outcome, as_json: bool) -> str:
             "files": outcome.shards,
             "bytes_before": outcome.before,
             "bytes_after": outcome.after,
-            "bytes_resumed": outcome.kept,
+            "bytes_resumed": outcome.resumed,
             "seconds": round(outcome.seconds, 3),
             "notes": [*conversion.notes, *outcome.notes],
         }
         return json.dumps(content)
-    resumed = f", {_bytes(outcome.kept)} of it done before" if outcome.kept else ""
+    resumed = f", {_bytes(outcome.resumed)} of it done before" if outcome.resumed else ""
     notes = [f"note: {note}" for note in outcome.notes]
     took = f"{outcome.seconds:.1f} s, {pace:.0f} MB/s{resumed}"
     return "\n".join(

@@ -87,14 +87,14 @@ def memory_in(model: str, precision: str, options: Sequence[str]) -> list[Row]:
     """
     from miles_core.checkpoint.hf_files import CheckpointFiles
     from miles_core.config.load import load
-    from miles_core.convert.encode import plan
+    from miles_core.convert.encode import to_format
     from miles_core.convert.memory import memory_table
     from miles_core.precision.installed import format_class
     from miles_core.precision.options import codec_for
 
     format = format_class(precision)
     config = load(["--rollout-precision", precision, *options])
-    return memory_table(plan(CheckpointFiles(Path(model)), codec_for(format, config, model)).items)
+    return memory_table(to_format(CheckpointFiles(Path(model)), codec_for(format, config, model)).items)
 
 
 def requirements() -> list[Requirement]:

@@ -37,8 +37,8 @@ def run(argv: Sequence[str]) -> int:
     import asyncio
 
     from miles_core.checkpoint.directory import checkpoint_step, locate_checkpoint
-    from miles_core.mismatch.command import Verification, check
     from miles_core.mismatch.page import tables, verdict, write_page
+    from miles_core.mismatch.verify import Verification, verify
     from miles_core.observe import log as logs
     from miles_core.observe.hints import hints_of
     from miles_core.run.make import make_run
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     async def verified() -> list[Verification]:
         with told(made_run, hints_of(catalogue.values(), plan.holds)):
             async with built(made_run) as parts:
-                return await check(made_run, parts, resume, options.budget)
+                return await verify(made_run, parts, resume, options.budget)
 
     found = asyncio.run(verified())
     page = write_page(directory, found, directory.name, shlex.join(["miles", "verify", *argv]))

@@ -104,7 +104,7 @@ class Engine(ABC):
 
     def quantizer(self, format: Format) -> Quantizer | None:
         """This backend's own code for a number format, with the parity it declares; None when it declares nothing,
-        which stops a run in that format (``precision.parity``)."""
+        which stops a run in that format (``mismatch.parity``)."""
         return None
 
     def model_facts(self) -> Mapping[str, object]:
@@ -172,9 +172,9 @@ class Engine(ABC):
         """Undo ``sleep``, in one call or ``weights`` first, so that an update needs no cache beside it. Weights hold
         nothing defined until the next update."""
 
-    async def rebuild(self, layout: dict[str, Any]) -> None:
-        """Change the weight layout, ``{"precision": name}`` (a number format or ``bf16``); needs ``update_weights``
-        afterwards. In-flight requests must be paused or absent. Capability ``rebuild``."""
+    async def rebuild(self, precision: str) -> None:
+        """Serve weights in another precision (a number format's name, or ``bf16``) from the next ``update_weights`` on, which
+        must follow. In-flight requests must be paused or absent. Capability ``rebuild``."""
         raise NotImplementedError(
-            f"{type(self).__name__} cannot change its weight layout while running: leave --warmup-steps out"
+            f"{type(self).__name__} cannot change its precision while running: leave --warmup-steps out"
         )

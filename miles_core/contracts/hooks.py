@@ -114,7 +114,7 @@ class HookSpecs:
     @hookspec
     def wrap_forward(self, run: Run, policy: Policy) -> Wrap[Forward] | None:
         """Around ``forward(chunk, micro_batch, ctx) -> Output``, one micro-batch through one model chunk, in every pass
-        (see ``Context``). What a recomputation needs goes into ``ctx.state``. Runs in: every trainer rank."""
+        (see ``Context``). What a recomputation needs goes into ``ctx.attached``. Runs in: every trainer rank."""
 
     @hookspec
     def wrap_correction(self, run: Run) -> Wrap[Correct] | None:

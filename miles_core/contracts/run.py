@@ -1,14 +1,15 @@
 """A run as plugins see it: what was asked for, what was resolved, and where the run stands.
 
-Complete when it exists. The parts that are built from it (engines, learners) are ``run.parts``, what it tells (metrics,
-progress, examples) is ``run.log``; neither is reached from here, because a worker of another process has a ``Run`` too.
+Complete when it exists. The parts that are built from it (engines, learners) are in ``PolicyParts``, what it tells (metrics,
+progress, examples) goes through the driver's log; neither is reached from here, because a worker of another process has a
+``Run`` too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from miles_core.config.config import Config
 from miles_core.contracts.policy import Policy
@@ -18,6 +19,9 @@ from miles_core.observe.timer import Clock
 from miles_core.plugin.load import Hooks
 from miles_core.plugin.plan import Plan
 from miles_core.stash import Stash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,7 +45,7 @@ class Run:
     hooks: Hooks
     fields: tuple[Field, ...]
     directory: Path
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     render: PromptTemplate
     policies: list[Policy]
     step: int = 0
@@ -53,6 +57,10 @@ class Run:
     def policy(self) -> Policy:
         """The policy of a run that has one."""
         return self.policies[0]
+
+    def text(self, tokens: list[int]) -> str:
+        """Decoded token ids, special tokens included."""
+        return str(self.tokenizer.decode(tokens))
 
     def named(self, policy: Policy, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics of one policy, prefixed when there are several."""

@@ -31,7 +31,7 @@ class Position:
 
 
 class Schedule(ABC):
-    """Made by the provider of ``--schedule NAME``, ``make_schedule(run, collector, parts)``; see the module's paragraph.
+    """Made by the provider of ``--schedule NAME``, ``make_schedule(run, collector, parts)``: it decides when groups are generated.
 
     Attributes:
         beside: whether an evaluation may run beside generation and training; it ends before the next push.

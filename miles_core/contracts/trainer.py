@@ -27,6 +27,8 @@ from miles_core.data.world import ALONE, World
 from miles_core.errors import MilesError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from miles_core.precision.codec import Codec
     from miles_core.precision.format import Format
     from miles_core.precision.quantizer import Quantizer
@@ -46,8 +48,8 @@ class Context:
             index in the micro-batch's flat columns (packing, sharing and sequence or context parallelism all end
             here). -1 marks a padding row; ``take`` looks a column up.
         recompute: activation checkpointing runs the chunk's layers again in the backward pass.
-        state: values plugins attach for the duration of this call. The context travels with the call, so a
-            recomputation in the backward thread sees the same state; modules must not keep any. A backend whose layers
+        attached: values that plugins attach for the duration of this pass. The context travels with the call, so a
+            recomputation in the backward thread sees the same values; modules must not keep any. A backend whose layers
             take no call object shows it to wrappers only.
         extras: declared field name -> [physical tokens, ...] that modules recorded in this call; an engine keeps them for
             the rows of requests that asked for that field.
@@ -58,7 +60,7 @@ class Context:
     layers: tuple[int, ...]
     rows: Tensor
     recompute: bool = False
-    state: dict[str, Any] = field(default_factory=dict)
+    attached: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -109,7 +111,7 @@ OptimizerStep = Callable[[], dict[str, float]]
 
 
 @dataclass
-class Parts:
+class Callbacks:
     """The composed functions a trainer's schedule calls back."""
 
     forward: Forward
@@ -123,11 +125,11 @@ class Trainer(ABC):
     capabilities: frozenset[str] = frozenset()
     #: this rank among those that train the policy
     world: World = ALONE
-    parts: Parts
+    callbacks: Callbacks
 
-    def bind(self, parts: Parts) -> None:
+    def bind(self, callbacks: Callbacks) -> None:
         """Take the composed callbacks; called once, before any pass."""
-        self.parts = parts
+        self.callbacks = callbacks
 
     @property
     @abstractmethod
@@ -144,14 +146,14 @@ class Trainer(ABC):
 
     @abstractmethod
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
-        """``{"log_probs": [T], "entropy": [T]}`` without gradient, through ``parts.forward``. ``ref`` uses the reference weights."""
+        """``{"log_probs": [T], "entropy": [T]}`` without gradient, through ``callbacks.forward``. ``ref`` uses the reference weights."""
 
     @abstractmethod
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
     ) -> dict[str, tuple[float, float]]:
         """One optimiser step over ``batch`` (all of this rank's samples), split into micro-batches as the trainer
-        sees fit. Gradients are summed, never averaged. ``loss`` replaces ``parts.loss`` and ``lr`` the schedule's rate,
+        sees fit. Gradients are summed, never averaged. ``loss`` replaces ``callbacks.loss`` and ``lr`` the schedule's rate,
         which then does not advance (supervised warm start). Returns (sum, weight) pairs over this replica's samples;
         the learner handle adds replicas."""
 
@@ -166,7 +168,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write weights, optimiser, schedule and random-number state of all ranks into ``directory``, in any layout
+        """Write weights, optimiser, schedule and random-number state of all ranks into ``directory``, in any form
         that ``load`` reads; ``export`` is for others."""
 
     @abstractmethod
@@ -174,8 +176,8 @@ class Trainer(ABC):
         """Inverse of ``save``."""
 
     @abstractmethod
-    def export(self, directory: Path, tokenizer: Any) -> None:
-        """Write a Hugging Face checkpoint with the tokenizer."""
+    def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Write a Hugging Face checkpoint, with the tokenizer where one is given."""
 
     def emulating(
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
@@ -188,16 +190,16 @@ class Trainer(ABC):
 
     def quantizer(self, format: Format) -> Quantizer | None:
         """This backend's own code for a number format, with the parity it declares; None when it declares nothing,
-        which stops a run in that format (``precision.parity``)."""
+        which stops a run in that format (``mismatch.parity``)."""
         return None
 
     def model_facts(self) -> Mapping[str, object]:
         """What it trains, as facts; see ``Engine.model_facts``."""
         return {}
 
-    def rebuild(self, layout: dict[str, Any]) -> None:
-        """Compute in another precision from the next pass on: ``{"precision": name}``, as for ``Engine.rebuild``. Asked
-        for by a precision warm-up. Capability ``rebuild``."""
+    def rebuild(self, precision: str) -> None:
+        """Compute in another precision (a number format's name, or ``bf16``) from the next pass on. Asked for by a precision
+        warm-up. Capability ``rebuild``."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot change its precision while running: leave --warmup-steps out"
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles_core.checkpoint.hf_files import CheckpointFiles, Entry
-from miles_core.convert.job import Conversion, Item, Job, Step, check_finite, copy_steps
+from miles_core.convert.conversion import Conversion, Item, Job, Piece, check_finite, copy_pieces
 from miles_core.convert.json_files import other_files, plain_files, quantization_block
 from miles_core.convert.writer import Target, Write
 from miles_core.errors import CheckpointError
@@ -108,7 +108,7 @@ def open_quantized(directory: Path | str, flag: str = "--model-dir") -> Quantize
     return None if block is None else QuantizedFiles(files, recognise(block, f"{flag} {directory}"))
 
 
-def plan(source: QuantizedFiles) -> Conversion:
+def to_bf16(source: QuantizedFiles) -> Conversion:
     """What is to be done to store the checkpoint in BF16; tensors that are not quantised keep their dtype."""
     files = source.files
     jobs, items = [], []
@@ -135,7 +135,7 @@ def _job(source: QuantizedFiles, name: str) -> Job:
     entry = source.files.entries.get(name)
     if name not in source.encoded:
         assert entry is not None
-        return Job([Target(name, entry.dtype, entry.shape)], copy_steps(source.files, name), entry.nbytes)
+        return Job([Target(name, entry.dtype, entry.shape)], copy_pieces(source.files, name), entry.nbytes)
 
     def decode() -> list[Write]:
         return [Write(name, source.read(name).to(torch.bfloat16))]
@@ -147,7 +147,7 @@ def _joined_job(source: QuantizedFiles, joined: Joined) -> Job:
     target = Target(joined.name, torch.bfloat16, joined.shape)
     size = target.nbytes // joined.shape[0]
 
-    def one(expert: int) -> Step:
+    def one(expert: int) -> Piece:
         return lambda: [Write(joined.name, source.slab(joined, expert, torch.bfloat16), expert * size)]
 
     before = sum(source.nbytes(m) for group in joined.members for m in group)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles_core.checkpoint.hf_files import CheckpointFiles, Entry
-from miles_core.convert.job import Conversion, Item, Job, Step, copy_steps
+from miles_core.convert.conversion import Conversion, Item, Job, Piece, copy_pieces
 from miles_core.convert.json_files import (
     other_files,
     quantization_block,
@@ -51,7 +51,7 @@ class _Weight:
         return (self.entry.name, -1 if self.expert is None else self.expert.index)
 
 
-def plan(files: CheckpointFiles, codec: Codec) -> Conversion:
+def to_format(files: CheckpointFiles, codec: Codec) -> Conversion:
     """What is to be done to store the checkpoint in the codec's format.
 
     Raises:
@@ -75,8 +75,8 @@ def plan(files: CheckpointFiles, codec: Codec) -> Conversion:
     if rounded:
         notes.append(f"{rounded} weights are not stored in BF16 and are rounded to it first: BF16 is what is quantised")
     notes += _divided(shapes, set(chosen))
-    if codec.family.layout and codec.family.layout.caution and any(w.expert for w in weights.values()):
-        notes.append(codec.family.layout.caution)
+    if codec.family.joining and codec.family.joining.caution and any(w.expert for w in weights.values()):
+        notes.append(codec.family.joining.caution)
     modules = unquantized_modules(shapes, chosen)
     texts = quantized_files(files.config, format, modules)
     return Conversion(format.name, files, jobs, items, texts, other_files(files.directory, texts), notes)
@@ -168,13 +168,13 @@ def _job(files: CheckpointFiles, codec: Codec, unit: list[_Weight], chosen: set[
     before = sum(w.nbytes for w in unit)
     if len(unit) == 1 and unit[0].expert is None and unit[0].name not in chosen:
         entry = unit[0].entry
-        return Job([Target(entry.name, entry.dtype, entry.shape)], copy_steps(files, entry.name), before)
+        return Job([Target(entry.name, entry.dtype, entry.shape)], copy_pieces(files, entry.name), before)
     targets = [t for w in unit for t in _targets(codec, w, w.name in chosen)]
     return Job(targets, [_encode(files, codec, unit)], before)
 
 
-def _encode(files: CheckpointFiles, codec: Codec, unit: list[_Weight]) -> Step:
-    def step() -> list[Write]:
+def _encode(files: CheckpointFiles, codec: Codec, unit: list[_Weight]) -> Piece:
+    def piece() -> list[Write]:
         slabs: dict[tuple[str, int], Tensor] = {}
         tensors = {}
         for weight in unit:
@@ -187,7 +187,7 @@ def _encode(files: CheckpointFiles, codec: Codec, unit: list[_Weight]) -> Step:
         encoded = codec.encode_unit(Unit(tensors))
         return [Write(name, tensor) for e in encoded for name, tensor in e.parts.items()]
 
-    return step
+    return piece
 
 
 def _targets(codec: Codec, weight: _Weight, chosen: bool) -> list[Target]:

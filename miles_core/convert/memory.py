@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from miles_core.convert.job import Item
+    from miles_core.convert.conversion import Item
 
 #: What a tensor is, by the first pattern found in its name.
 CLASSES: tuple[tuple[str, str], ...] = (

@@ -116,7 +116,7 @@ def plan_shards(groups: Iterable[list[Target]], limit: int = SHARD_BYTES) -> lis
 
 
 class WorkDirectory:
-    """The hidden directory a conversion fills; see the module's paragraph.
+    """The hidden directory that a conversion fills, renamed to its final name when everything is in it.
 
     Args:
         final: what it becomes; must not exist, or be empty.
@@ -227,7 +227,7 @@ class WorkDirectory:
         _flush(temporary)
         temporary.replace(self.path / JOURNAL)
 
-    def kept(self) -> str:
+    def left(self) -> str:
         """What an interrupted conversion leaves, for messages."""
         if not self._done:
             return "nothing was finished"
@@ -243,7 +243,7 @@ def told(work: WorkDirectory) -> Iterator[None]:
         if error.errno in _FULL:
             free = shutil.disk_usage(work.path if work.path.exists() else Path.cwd()).free
             raise CheckpointError(
-                f"the disk of {work.final} is full ({free:,} bytes free): the conversion stopped; {work.kept()}. Free "
+                f"the disk of {work.final} is full ({free:,} bytes free): the conversion stopped; {work.left()}. Free "
                 "some space, or choose another --save-dir"
             ) from error
         where = f" ({error.filename})" if error.filename else ""

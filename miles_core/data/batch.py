@@ -4,7 +4,7 @@ All samples' tokens are concatenated. A column has one row a token; row t of a s
 (``log_probs[t] = log p(token t | tokens before it)``), except fields declared ``token-1``, whose row t belongs to token t
 *as an input*. Prompt rows of response columns hold the field's padding value, and ``loss_mask`` is 0 there.
 A trainer may lay tokens out as it likes (packed, padded, prompts shared); it reads columns through
-``Context.rows`` and returns its results in this layout.
+``Context.rows`` and returns its results as flat columns.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Prompts:
                 self._epoch, self._offset, self._order = self._epoch + 1, 0, None
         return rows
 
-    def keep(self, indices: Sequence[int]) -> None:
+    def restrict(self, indices: Sequence[int]) -> None:
         """Restrict the data set to these positions, in this order; call it before the first ``next``."""
         if not indices:
             raise DataError("no prompt is left: the data set would be empty")
@@ -208,7 +208,7 @@ def drop_long(prompts: Prompts, render: Render, limit: int) -> int:
     if not short:
         raise DataError(f"all {dropped} prompts are longer than --rollout-max-prompt-len {limit}")
     if dropped:
-        prompts.keep(short)
+        prompts.restrict(short)
     return dropped
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import ConfigError, DataError
@@ -21,19 +20,13 @@ class PromptTemplate:
     Args:
         tokenizer: of the model that is trained.
         apply_chat_template: ``--apply-chat-template``.
-        options: passed to the chat template (``{"enable_thinking": False}``).
 
     Raises:
         ConfigError: the chat template is asked for and the tokenizer has none.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        apply_chat_template: bool = False,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.tokenizer, self.apply_chat_template, self.options = tokenizer, apply_chat_template, dict(options or {})
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool = False) -> None:
+        self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
         if apply_chat_template and not tokenizer.chat_template:
             name = tokenizer.name_or_path or "this model"
             raise ConfigError(
@@ -67,9 +60,7 @@ class PromptTemplate:
 
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.options
-            )
+            rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise DataError(f"the chat template refuses the prompt {messages!r:.200}: {error}") from error
         return str(rendered)

@@ -1,1 +1,4 @@
-"""The demonstration: a small mixture-of-experts model and a task it learns in minutes on a CPU."""
+"""The demonstration: a small model, and a task it learns in minutes.
+
+A mixture of experts, a tokenizer and a two-digit addition task, all made on the spot.
+"""

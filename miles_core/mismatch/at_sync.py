@@ -61,7 +61,7 @@ _PROMPTS = StashKey[Sequence[Sequence[int]]]()
 _EARLIER = StashKey[dict[str, Earlier]]()
 
 
-async def verify(run: Run, parts: PolicyParts) -> dict[str, float]:
+async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     """Check the weights that were synced last; returns metrics, nothing without ``--verify-logprobs``.
 
     Raises:
@@ -78,7 +78,7 @@ async def verify(run: Run, parts: PolicyParts) -> dict[str, float]:
     moved = None if last is None else await movement(run, parts, last)
     samples = await probe(run, parts.engine, run.stash[_PROMPTS], key=policy.version * len(run.stash[_PROMPTS]))
     check_versions_of(samples, policy)
-    gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.tokenizer.decode)
+    gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.text)
     if gap.mean_abs > options.verify_logprobs_tolerance:
         raise MismatchError(await _sentence(run, parts, gap, options.verify_logprobs_tolerance), gap)
     older = trains_on_older(run)

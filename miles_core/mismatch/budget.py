@@ -45,7 +45,7 @@ UNEXPLAINED = "kernels and unexplained"
 
 @dataclass(frozen=True)
 class Cause:
-    """One row; see the module's paragraph.
+    """One cause of the gap, and its part of it.
 
     Attributes:
         abs_delta, kl: nats a token. share: of the whole gap.
@@ -111,7 +111,7 @@ class _Chain:
         self.engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
         now = parts.precisions
         self.quantised, self.mixed = now.rollout != PLAIN, now.rollout != now.train
-        self.keep: list[str] = []
+        self.replayed: list[str] = []
         self.emulation = Emulation()
         self.stale = np.zeros(len(samples), bool)
         self.passes: list[tuple[str, bool, list[np.ndarray]]] = []
@@ -140,7 +140,7 @@ class _Chain:
         """What the engine recorded and the trainer can replay: supports, then the plugins' input fields."""
         fields = self._fields()
         for field in fields:
-            self.keep.append(field.name)
+            self.replayed.append(field.name)
             self.passes.append((field.label or field.name, self._corrected(field.name), await self.score()))
         if self.run.plan.fact("model.moe", False) and ROUTING not in {field.label for field in fields}:
             self.missing.append(Cause(ROUTING, why="no active plugin records and replays the engine's routes"))
@@ -212,7 +212,7 @@ class _Chain:
         return True
 
     async def score(self) -> list[np.ndarray]:
-        samples = [bare(s, self.keep) for s in self.samples]
+        samples = [bare(s, self.replayed) for s in self.samples]
         found = await self.parts.learner.log_probs(samples, self.emulation)
         if self.stale.any():
             old = await self.parts.learner.log_probs(samples, replace(self.emulation, snapshot=True))

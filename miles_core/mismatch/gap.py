@@ -112,22 +112,22 @@ def measure(engine: LogProbs, trainer: LogProbs, samples: Sequence[Sample] = (),
     )
 
 
-def along(change: np.ndarray, step: np.ndarray) -> tuple[float, float]:
-    """How far ``change`` goes along ``step`` (both [tokens]): the least-squares coefficient and its standard error,
+def along(change: np.ndarray, shift: np.ndarray) -> tuple[float, float]:
+    """How far ``change`` goes along ``shift`` (both [tokens]): the least-squares coefficient and its standard error,
     without the tenth of the tokens that moved most on either side: on a mixture of experts a token whose route flipped
-    moves by more than all others together. NaN where there is no step."""
-    if not len(step):
+    moves by more than all others together. NaN where there is no shift."""
+    if not len(shift):
         return math.nan, math.nan
-    kept = np.ones(len(step), bool)
-    for values in (np.abs(change), np.abs(step)):
+    kept = np.ones(len(shift), bool)
+    for values in (np.abs(change), np.abs(shift)):
         kept &= values <= np.quantile(values, 0.9)
-    change, step = change[kept], step[kept]
-    length = float(step @ step)
+    change, shift = change[kept], shift[kept]
+    length = float(shift @ shift)
     if not length:
         return math.nan, math.nan
-    moved = float(change @ step) / length
-    rest = change - moved * step
-    return moved, math.sqrt(float(rest @ rest) / max(len(step) - 1, 1) / length)
+    moved = float(change @ shift) / length
+    rest = change - moved * shift
+    return moved, math.sqrt(float(rest @ rest) / max(len(shift) - 1, 1) / length)
 
 
 def _flat(values: LogProbs, masks: Sequence[np.ndarray]) -> np.ndarray:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_core.mismatch.command import Verification
 from miles_core.mismatch.gap import Gap
+from miles_core.mismatch.verify import Verification
 from miles_core.observe.budget_table import BUDGET_COLUMNS, budget_rows
 from miles_core.observe.mismatch_plots import draw_budget, draw_gap
 from miles_core.precision.quantizer import TENSORS

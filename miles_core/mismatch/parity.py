@@ -5,7 +5,7 @@ divides, a library that rounds a scale up. A backend therefore declares, for eac
 (``bytes``, ``values``, or within ``bounded(eps)``), for weights and for activations apart. Before the first step both
 sides quantise a few small probes (random, with a tile of zeros, with heavy tails, a piece of a real layer) and are
 compared with the ``Format``; a result worse than declared stops the run. A backend that calls the format
-itself declares ``bytes``. Where products read the codes, they are measured too (``precision.product_probe``).
+itself declares ``bytes``. Where products read the codes, they are measured too (``mismatch.product_probe``).
 """
 
 from __future__ import annotations

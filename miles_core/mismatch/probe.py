@@ -89,8 +89,8 @@ async def probe(
     return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
 
 
-def bare(sample: Sample, keep: Sequence[str] = ()) -> Sample:
+def bare(sample: Sample, fields: Sequence[str] = ()) -> Sample:
     """``sample`` as nobody's rollout: without what the engine recorded, except the fields named. A trainer then
     computes everything by itself."""
-    fields = {name: value for name, value in sample.fields.items() if name in keep}
-    return dataclasses.replace(sample, fields=fields, rollout_log_probs=None)
+    recorded = {name: value for name, value in sample.fields.items() if name in fields}
+    return dataclasses.replace(sample, fields=recorded, rollout_log_probs=None)

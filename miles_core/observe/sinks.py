@@ -30,23 +30,23 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends scalars to a Weights & Biases run. Raises MilesError without the package.
+    """Sends scalars to a Weights & Biases run of the project that ``WANDB_PROJECT`` names, else ``miles``. Raises MilesError
+    without the package.
 
     Args:
         directory: where its local files go.
         name: the run's name there.
         config: the effective configuration.
-        project: the project's name there; by default the one of the ``WANDB_PROJECT`` variable, else ``miles``.
     """
 
-    def __init__(self, directory: Path | str, name: str, config: Mapping[str, Any], project: str | None = None) -> None:
+    def __init__(self, directory: Path | str, name: str, config: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
             raise _missing("--use-wandb", "wandb", error) from error
         import os
 
-        project = project or os.environ.get("WANDB_PROJECT", "miles")
+        project = os.environ.get("WANDB_PROJECT", "miles")
         self._run = wandb.init(project=project, name=name, dir=str(directory), config=dict(config), resume="allow")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

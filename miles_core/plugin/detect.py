@@ -153,22 +153,21 @@ def _amd() -> list[Fact]:
     return known + [Fact(n, None, "not read from AMD drivers", State.UNKNOWN) for n in ("gpu.count", "gpu.memory_gb")]
 
 
-def model_facts(checkpoint: str | None, flag: str = "--hf-checkpoint") -> list[Fact]:
+def model_facts(checkpoint: str | None) -> list[Fact]:
     """Facts of a model from the ``config.json`` of its checkpoint.
 
     Args:
         checkpoint: a directory, or a hub name that is in the local cache; otherwise the facts are unknown here.
-        flag: how the user gave it, for messages.
 
     Raises:
         CheckpointError: a directory without a readable ``config.json``, or a path that does not exist.
     """
     if not checkpoint:
-        return _unknown_model(f"no {flag} was given")
+        return _unknown_model("no --hf-checkpoint was given")
     directory = Path(checkpoint).expanduser()
     if not directory.is_dir():
         if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
-            raise CheckpointError(f"{flag} {checkpoint}: no such directory")
+            raise CheckpointError(f"--hf-checkpoint {checkpoint}: no such directory")
         cached = _cached(checkpoint)
         if cached is None:
             return _unknown_model(f"{checkpoint} is neither a directory nor in the local hub cache")
@@ -178,12 +177,14 @@ def model_facts(checkpoint: str | None, flag: str = "--hf-checkpoint") -> list[F
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{flag} {checkpoint}: it holds no config.json, so it is not a Hugging Face checkpoint"
+            f"--hf-checkpoint {checkpoint}: it holds no config.json, so it is not a Hugging Face checkpoint"
         ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{flag} {checkpoint}: its config.json cannot be read ({error})") from error
+        raise CheckpointError(f"--hf-checkpoint {checkpoint}: its config.json cannot be read ({error})") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{flag} {checkpoint}: its config.json holds {type(config).__name__}, not an object")
+        raise CheckpointError(
+            f"--hf-checkpoint {checkpoint}: its config.json holds {type(config).__name__}, not an object"
+        )
     return config_facts(config)
 
 

@@ -37,35 +37,27 @@ def format_plugin(
         format: ``"module:Class"``, a ``miles_core.format.Format``.
         hardware: what the format's tensor cores need, e.g. ``Rule("gpu.sm >= 90", "its products need ...")``;
             ``--emulate-precision`` waives it. None where it computes on any device.
-        rollout_alone: the engine may use the format while the trainer computes in BF16.
-        rollout_alone_recommends: advice for that case, printed and never enforced.
+        rollout_alone, rollout_alone_recommends: the engine may use it while the trainer computes in BF16; advice on that.
         experimental: say so when both sides use it.
-        both_when: a condition under which both sides use the format, e.g. an option of the plugin that says so.
-        both_because: shown when a user's own choice contradicts it.
-        more: further entries of ``Plugin``, which are added to those above.
-
-    Raises:
-        TypeError: ``more`` holds an entry that ``Plugin`` does not have.
+        both_when, both_because: a condition under which both sides use the format (an option of the plugin that says so),
+            and what is shown when a user's own choice contradicts it.
+        more: further entries of ``Plugin``, added to those above; TypeError for one that it does not have.
     """
     rules = () if hardware is None else (replace(hardware, hardware=True),)
-    pairs = [Pair(name, name, rules=rules, experimental=experimental)]
-    if rollout_alone:
-        pairs.insert(0, Pair(name, "bf16", rules=rules, recommends=rollout_alone_recommends))
+    alone = (Pair(name, "bf16", rules=rules, recommends=rollout_alone_recommends),) if rollout_alone else ()
+    pairs = (*alone, Pair(name, name, rules=rules, experimental=experimental), *more.pop("pairs", ()))
     both = Set(name, when=both_when, because=both_because)
-    dashed = name.replace("_", "-")
+    sides = ("rollout", "train")
     return Plugin(
         name=name,
         summary=summary,
         version=version,
         core=core,
         formats={name: format},
-        pairs=(*pairs, *more.pop("pairs", ())),
-        claims={**CLAIM, **more.pop("claims", {})},
-        sets={**({"rollout.precision": both, "train.precision": both} if both_when else {}), **more.pop("sets", {})},
-        aliases={
-            f"--rollout-{dashed}": {"rollout.precision": name},
-            f"--train-{dashed}": {"train.precision": name},
-            **more.pop("aliases", {}),
-        },
+        pairs=pairs,
+        claims=CLAIM | more.pop("claims", {}),
+        sets={f"{side}.precision": both for side in sides if both_when} | more.pop("sets", {}),
+        aliases={f"--{side}-{name.replace('_', '-')}": {f"{side}.precision": name} for side in sides}
+        | more.pop("aliases", {}),
         **more,
     )

@@ -27,7 +27,7 @@ from miles_core.plugin.rule import Truth, evaluate
 
 __all__ = ["Hooks", "Wrapper", "compose", "import_target", "register"]
 
-Call = tuple[str, Callable[..., Any], tuple[str, ...]]  # plugin, implementation, the arguments it takes
+Implementation = tuple[str, Callable[..., Any], tuple[str, ...]]  # plugin, implementation, the arguments it takes
 
 
 class Hooks:
@@ -40,7 +40,7 @@ class Hooks:
     def __init__(self, plan: Plan, manifests: Mapping[str, Plugin], manager: pluggy.PluginManager, specs: type) -> None:
         self._specs = specified(specs)
         self._active = [*(manifests[name] for name in plan.order), CORE]
-        self._calls: dict[str, list[Call]] = {}
+        self._calls: dict[str, list[Implementation]] = {}
         for hook in self._specs:
             # pluggy calls the last registered first
             implementations = reversed(getattr(manager.hook, hook).get_hookimpls())
@@ -108,7 +108,7 @@ class Hooks:
                 return import_target(plugin.name, plugin.formats[name])
         raise PluginError(f"no active plugin has the number format {name!r}; {_known(self.provided('format'), name)}")
 
-    def _chosen(self, name: str, arguments: Mapping[str, Any]) -> list[Call]:
+    def _chosen(self, name: str, arguments: Mapping[str, Any]) -> list[Implementation]:
         if name not in self._calls:
             raise TypeError(f"there is no hook {name!r}; {did_you_mean(name, self._specs)}")
         if arguments.keys() != set(self._specs[name]):

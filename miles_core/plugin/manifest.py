@@ -75,7 +75,7 @@ class Plugin:
         hooks: condition -> ``"module:Class"`` or several of them; only those whose condition holds are imported. In a
             single-file plugin ``"Class"`` is a class of that file.
         fields: columns added to samples and batches.
-        formats: number formats, name -> ``"module:Class"`` (``miles_core.precision.Format``).
+        formats: number formats, name -> ``"module:Class"`` (``miles_core.format.Format``).
         provides: parts made by name, kind -> {name: ``"module:callable"``}; kinds are the ``make_*`` hooks' nouns.
         sets: option path -> value (or ``Set(value, when)``) applied before anything is built.
         uses: capabilities of the engine or trainer this plugin depends on, capability -> reason; ``"engine.x"`` or

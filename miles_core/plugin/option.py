@@ -15,7 +15,7 @@ METADATA_KEY = "miles"
 
 @dataclass(frozen=True)
 class OptionInfo:
-    """What ``option(...)`` adds to a dataclass field; see there."""
+    """What ``option`` adds to a dataclass field; the attributes are its arguments."""
 
     help: str
     flag: str = ""

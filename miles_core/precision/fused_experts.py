@@ -22,7 +22,7 @@ from miles_core.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Layout:
+class Joining:
     """How a family joins its experts.
 
     Attributes:
@@ -37,7 +37,7 @@ class Layout:
     caution: str = ""
 
 
-_GPT_OSS = Layout(
+_GPT_OSS = Joining(
     True,
     interleaved=True,
     caution="production engines read experts of gpt_oss only joined, as its own checkpoints have them: one with quantised "
@@ -45,16 +45,16 @@ _GPT_OSS = Layout(
 )
 
 #: ``model_type`` -> how its published checkpoints join experts.
-LAYOUTS = {
-    "gemma4": Layout(False),
-    "gemma4_text": Layout(False),
+JOININGS = {
+    "gemma4": Joining(False),
+    "gemma4_text": Joining(False),
     "gpt_oss": _GPT_OSS,
-    "llama4": Layout(True),
-    "llama4_text": Layout(True),
-    "qwen3_5_moe": Layout(False),
-    "qwen3_5_moe_text": Layout(False),
-    "qwen3_vl_moe": Layout(True),
-    "qwen3_vl_moe_text": Layout(True),
+    "llama4": Joining(True),
+    "llama4_text": Joining(True),
+    "qwen3_5_moe": Joining(False),
+    "qwen3_5_moe_text": Joining(False),
+    "qwen3_vl_moe": Joining(True),
+    "qwen3_vl_moe_text": Joining(True),
 }
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _JOINED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
@@ -80,12 +80,12 @@ class Family:
         text = text if isinstance(text, Mapping) else {}
         names = [str(part.get("model_type", "")) for part in (config, text)]
         hidden = config.get("hidden_size") or text.get("hidden_size") or 0
-        return cls(next((n for n in names if n in LAYOUTS), names[0]), int(hidden))
+        return cls(next((n for n in names if n in JOININGS), names[0]), int(hidden))
 
     @property
-    def layout(self) -> Layout | None:
+    def joining(self) -> Joining | None:
         """How it joins experts; None when it does not, or nobody knows."""
-        return LAYOUTS.get(self.model_type)
+        return JOININGS.get(self.model_type)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Expert:
         source: the joined tensor.
         index: which expert.
         half: 0 gate, 1 up, None the whole slab.
-        transposed, interleaved: as in ``Layout``.
+        transposed, interleaved: as in ``Joining``.
     """
 
     name: str
@@ -135,40 +135,40 @@ def take_apart(name: str, shape: tuple[int, ...], family: Family) -> list[Expert
     Raises:
         CheckpointError: a family, a name or a shape that is not known.
     """
-    found, layout = _JOINED.fullmatch(name), family.layout
-    if layout is None or found is None or len(shape) != 3:
+    found, joining = _JOINED.fullmatch(name), family.joining
+    if joining is None or found is None or len(shape) != 3:
         raise CheckpointError(
             f"{name} {list(shape)} holds all experts of a layer, and how model_type {family.model_type!r} joins them is "
-            f"not known (known: {', '.join(sorted(LAYOUTS))}, with experts.gate_up_proj and experts.down_proj); use a "
+            f"not known (known: {', '.join(sorted(JOININGS))}, with experts.gate_up_proj and experts.down_proj); use a "
             "checkpoint with a tensor for each expert, or leave the experts alone"
         )
     stem, down = found[1], found[2] == DOWN
-    transposed = _transposed(name, shape, family, layout, down)
+    transposed = _transposed(name, shape, family, joining, down)
     rows, columns = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
     if not down and rows % 2:
         raise CheckpointError(f"{name} {list(shape)} should hold gate and up in equal halves of {rows}")
     parts: tuple[tuple[int | None, str], ...] = ((None, "down_proj"),) if down else ((0, "gate_proj"), (1, "up_proj"))
     size = (rows, columns) if down else (rows // 2, columns)
     return [
-        Expert(f"{stem}.{e}.{part}.weight", size, name, e, half, transposed, layout.interleaved)
+        Expert(f"{stem}.{e}.{part}.weight", size, name, e, half, transposed, joining.interleaved)
         for e in range(shape[0])
         for half, part in parts
     ]
 
 
-def _transposed(name: str, shape: tuple[int, ...], family: Family, layout: Layout, down: bool) -> bool:
+def _transposed(name: str, shape: tuple[int, ...], family: Family, joining: Joining, down: bool) -> bool:
     """Whether this tensor is stored transposed: as the family does, unless only the other way fits the model's width.
 
     Transformers saves qwen3_vl_moe the other way round than its published checkpoints are."""
     if not family.hidden:
-        return layout.transposed
+        return joining.transposed
     fits = {way: shape[1 if way != down else 2] == family.hidden for way in (True, False)}
     if not any(fits.values()):
         raise CheckpointError(
             f"{name} {list(shape)} does not fit the model's hidden_size of {family.hidden} either way round; "
             "config.json and weights are of different models"
         )
-    return layout.transposed if fits[layout.transposed] else not layout.transposed
+    return joining.transposed if fits[joining.transposed] else not joining.transposed
 
 
 @dataclass(frozen=True)
@@ -178,15 +178,15 @@ class Joined:
     name: str
     shape: tuple[int, int, int]
     members: tuple[tuple[str, ...], ...]
-    layout: Layout
+    joining: Joining
 
     def slab(self, matrices: list[Tensor]) -> Tensor:
         """The slab of one expert from its members."""
         if len(matrices) > 1:
-            whole = torch.stack(matrices, 1).flatten(0, 1) if self.layout.interleaved else torch.cat(matrices)
+            whole = torch.stack(matrices, 1).flatten(0, 1) if self.joining.interleaved else torch.cat(matrices)
         else:
             whole = matrices[0]
-        return whole.T.contiguous() if self.layout.transposed else whole
+        return whole.T.contiguous() if self.joining.transposed else whole
 
 
 def put_together(shapes: dict[str, tuple[int, ...]], family: Family) -> list[Joined]:
@@ -198,8 +198,8 @@ def put_together(shapes: dict[str, tuple[int, ...]], family: Family) -> list[Joi
     Raises:
         CheckpointError: an expert is missing.
     """
-    layout = family.layout
-    if layout is None:
+    joining = family.joining
+    if joining is None:
         return []
     count: dict[str, int] = {}
     for name in shapes:
@@ -214,6 +214,6 @@ def put_together(shapes: dict[str, tuple[int, ...]], family: Family) -> list[Joi
                 raise CheckpointError(f"{lost} is missing: {stem} has {experts} experts elsewhere in the checkpoint")
             rows = sum(shapes[m][0] for m in members[0])
             columns = shapes[members[0][0]][1]
-            shape = (experts, columns, rows) if layout.transposed else (experts, rows, columns)
-            made.append(Joined(f"{stem}.{joined}", shape, members, layout))
+            shape = (experts, columns, rows) if joining.transposed else (experts, rows, columns)
+            made.append(Joined(f"{stem}.{joined}", shape, members, joining))
     return made

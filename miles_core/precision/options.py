@@ -11,7 +11,7 @@ from miles_core.plugin.detect import model_facts
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.fused_experts import Family
-from miles_core.precision.selector import Keep, Selector, Shape
+from miles_core.precision.selector import Exclusion, Selector, Shape
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
@@ -30,8 +30,8 @@ def codec_for(format: type[Format], config: Config, checkpoint: str | None = Non
         ConfigError: a layer range that does not fit the model.
     """
     made = format.from_config(config)
-    keep = kept(config.precision, checkpoint)
-    codec = Codec(made, Selector(made.skip, made.skip_origin, made.only, made.only_origin, keep))
+    excluded = exclusions(config.precision, checkpoint)
+    codec = Codec(made, Selector(made.skip, made.skip_origin, made.only, made.only_origin, excluded))
     if checkpoint and (Path(checkpoint) / CONFIG).is_file():
         family = Family.of(read_json(Path(checkpoint) / CONFIG))
         codec.settle(_stored_shapes(checkpoint), family)
@@ -47,11 +47,11 @@ def _stored_shapes(checkpoint: str) -> dict[str, Shape]:
     return {e.name: e.shape for e in entries if e.dtype.is_floating_point}
 
 
-def kept(options: Precision, checkpoint: str | None) -> tuple[Keep, ...]:
+def exclusions(options: Precision, checkpoint: str | None) -> tuple[Exclusion, ...]:
     """What core's options leave alone; ``checkpoint`` and errors as for ``codec_for``."""
     found = []
     if options.extra_high_precision_layers:
-        found.append(Keep("--extra-high-precision-layers-hf", tuple(options.extra_high_precision_layers)))
+        found.append(Exclusion("--extra-high-precision-layers-hf", tuple(options.extra_high_precision_layers)))
     start, end = options.num_layers_at_start_in_bf16, options.num_layers_at_end_in_bf16
     if not start and not end:
         return tuple(found)
@@ -67,7 +67,7 @@ def kept(options: Precision, checkpoint: str | None) -> tuple[Keep, ...]:
             f"{layers} layers to quantise; give smaller numbers, or use bf16"
         )
     if start:
-        found.append(Keep("--num-layers-at-start-in-bf16", layers=range(start)))
+        found.append(Exclusion("--num-layers-at-start-in-bf16", layers=range(start)))
     if end:
-        found.append(Keep("--num-layers-at-end-in-bf16", layers=range(layers - end, layers)))
+        found.append(Exclusion("--num-layers-at-end-in-bf16", layers=range(layers - end, layers)))
     return tuple(found)

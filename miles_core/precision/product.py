@@ -5,7 +5,7 @@ sides on one machine then call the same function with the same numbers. Tensor c
 themselves and apply each block's scale to its partial sum, which is faster and rounds less: the operands are not
 rounded to BF16 once more after dequantisation. The codes are the same bytes either way; the result is not, so a format
 declares how far its native product may be from the emulated one, and every run measures that before its first step
-(``precision.product_probe``).
+(``mismatch.product_probe``).
 
 Which of the two runs is decided once for a model, by what the user asked for, the device and its libraries; never by
 the number of rows, because then a token's result would depend on who else is in the batch. Engine and trainer of a

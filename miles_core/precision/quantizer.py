@@ -58,7 +58,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def weight(self, weight: Tensor) -> Parts:
-        """weight [N, K] as the backend stores it: suffix -> tensor, in the format's own layout."""
+        """weight [N, K] as the backend stores it: suffix -> tensor, as ``Format.storage`` declares."""
 
     @abstractmethod
     def activation(self, x: Tensor) -> Tensor:

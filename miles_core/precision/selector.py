@@ -52,7 +52,7 @@ _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)
 
 
 @dataclass(frozen=True)
-class Keep:
+class Exclusion:
     """Weights the user wants left alone: those that selectors find, or those of some decoder layers.
 
     Attributes:
@@ -101,7 +101,7 @@ class Selector:
         origin: the flag they came from, for messages.
         only: selectors of what the format is for; empty is every matrix.
         only_origin: what limits it to ``only``, for messages.
-        keep: more that is left alone, from other flags.
+        exclusions: more that is left alone, from other flags.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class Selector:
         origin: str = "the list of weights to leave alone",
         only: Iterable[str] = (),
         only_origin: str = "the weights the format is for",
-        keep: Iterable[Keep] = (),
+        exclusions: Iterable[Exclusion] = (),
     ) -> None:
         self.skip = tuple(skip)
         self.origin = origin
         self.only = tuple(only)
         self.only_origin = only_origin
-        self.keep = (Keep(origin, self.skip), *keep)
+        self.exclusions = (Exclusion(origin, self.skip), *exclusions)
 
     def __call__(self, name: str, shape: Shape) -> bool:
         """Whether this tensor is quantised."""
@@ -145,7 +145,7 @@ class Selector:
         if left_alone is None and not self._eligible(name, shape):
             left_alone = f"{self.only_origin}: not among {', '.join(self.only)}"
         if left_alone is None:
-            left_alone = next((f"{k.origin}: {found}" for k in self.keep if (found := k.finds(name))), None)
+            left_alone = next((f"{k.origin}: {found}" for k in self.exclusions if (found := k.finds(name))), None)
         return left_alone
 
     def _eligible(self, name: str, shape: Shape) -> bool:
@@ -162,7 +162,7 @@ class Selector:
             ConfigError: a selector matches no tensor; names the nearest.
         """
         notes = []
-        for origin, selector in [(k.origin, s) for k in self.keep for s in k.selectors]:
+        for origin, selector in [(k.origin, s) for k in self.exclusions for s in k.selectors]:
             found = [name for name in shapes if matches(selector, name)]
             if found and not any(self._eligible(name, shapes[name]) for name in found):
                 notes.append(f"{origin}: {selector!r} changes nothing, what it matches is not quantised anyway")
@@ -179,7 +179,7 @@ class Selector:
                 "there is nothing to quantise; use bf16 instead"
             )
         if not any(self(name, shape) for name, shape in shapes.items()):
-            given = "; ".join(str(k) for k in self.keep if k.selectors or k.layers) or str(self.keep[0])
+            given = "; ".join(str(k) for k in self.exclusions if k.selectors or k.layers) or str(self.exclusions[0])
             raise ConfigError(
                 f"{given} leaves nothing to quantise among the model's {len(shapes)} tensors; use bf16 instead"
             )

@@ -25,7 +25,7 @@ _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status
 class Call:
     """One engine call: the tokens sent and what came back."""
 
-    prompt: list[int]
+    sent: list[int]
     response: Response
 
 
@@ -35,9 +35,9 @@ class Record:
 
     calls: list[Call] = field(default_factory=list)
 
-    def add(self, prompt: list[int], response: Response) -> None:
+    def add(self, sent: list[int], response: Response) -> None:
         """Remember one call."""
-        self.calls.append(Call(list(prompt), response))
+        self.calls.append(Call(list(sent), response))
 
     def finish(self, sample: Sample, declared: tuple[Field, ...]) -> None:
         """Fill what the engine knows into ``sample``: mask, log-probabilities, versions, fields, status.
@@ -45,9 +45,7 @@ class Record:
         Values a custom generation set itself are kept. Calls that are no prefix of the sample's tokens belong to a sibling.
         """
         mine = [
-            c
-            for c in self.calls
-            if c.prompt + c.response.tokens == sample.tokens[: len(c.prompt) + len(c.response.tokens)]
+            c for c in self.calls if c.sent + c.response.tokens == sample.tokens[: len(c.sent) + len(c.response.tokens)]
         ]
         if not mine:
             if sample.rollout_log_probs is None and sample.status not in (Status.ABORTED, Status.FAILED):
@@ -61,11 +59,11 @@ class Record:
         logs = np.zeros(sample.response_length, np.float64)
         versions: list[tuple[int, int]] = []
         for call in mine:
-            at = len(call.prompt) - first
+            at = len(call.sent) - first
             end = at + len(call.response.tokens)
             if at < 0:
                 raise DataError(
-                    f"sample {sample.index}: the engine generated token {len(call.prompt)} of its prompt of {first} tokens"
+                    f"sample {sample.index}: the engine generated token {len(call.sent)} of its prompt of {first} tokens"
                 )
             if len(call.response.log_probs) != end - at:
                 raise DataError(
@@ -74,7 +72,7 @@ class Record:
                 )
             mask[at:end] = 1
             logs[at:end] = call.response.log_probs
-            versions += [(len(call.prompt) + i, v) for i, v in call.response.weight_versions]
+            versions += [(len(call.sent) + i, v) for i, v in call.response.weight_versions]
         if sample.loss_mask is None and not mask.all():
             sample.loss_mask = mask.tolist()
         if sample.rollout_log_probs is None:
@@ -91,7 +89,7 @@ def _assemble(spec: Field, sample: Sample, calls: list[Call]) -> Any:
     total = rows(spec, len(sample.tokens), sample.response_length)
     offset = sample.prompt_length if spec.align == "response" else 0
     found = [
-        (len(call.prompt) - offset if spec.align == "response" else 0, call.response.extras[spec.name])
+        (len(call.sent) - offset if spec.align == "response" else 0, call.response.extras[spec.name])
         for call in calls
         if call.response.extras.get(spec.name) is not None
     ]

@@ -92,7 +92,7 @@ class Rank:
     def rebuild(self, due: Precisions) -> None:
         """See ``LearnerHandle.rebuild``."""
         if due.train != self.precisions.train:
-            self.trainer.rebuild({"precision": due.train})
+            self.trainer.rebuild(due.train)
         self.precisions = due
         self.codec = make_codec(self.run, self.learner.policy, due.rollout)
 

@@ -24,7 +24,7 @@ from miles_core.schedule.wrapped import wrapped
 
 
 class AheadSchedule(Schedule):
-    """See the module's paragraph."""
+    """Generates the next step while the trainer learns from this one."""
 
     beside = True
 

@@ -33,7 +33,7 @@ STALENESS = 1
 
 
 class AsyncSchedule(Schedule):
-    """See the module's paragraph."""
+    """Generates all the time, into a buffer that ``--max-weight-staleness`` bounds."""
 
     beside = True
 

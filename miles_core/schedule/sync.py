@@ -20,7 +20,7 @@ from miles_core.schedule.wrapped import wrapped
 
 
 class SyncSchedule(Schedule):
-    """See the module's paragraph."""
+    """Generates a step's groups when they are asked for."""
 
     def __init__(self, run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> None:
         self.run, self.collector, self.parts = run, collector, parts

@@ -1,1 +1,6 @@
-"""Weight sync: units, encoding, transports."""
+"""Weight sync: the precision in force, and the copy.
+
+A sync has four stages in four places: the trainer yields units (``contracts.trainer``), plugins change the stream
+(``wrap_weights``), the codec encodes it (``precision.codec``), and a transport moves the bytes. The transport within one
+process is here (``copy``), and so is the switch to another precision while a run goes on (``precision``).
+"""

@@ -44,5 +44,5 @@ async def switch_when_due(run: Run, parts: PolicyParts) -> None:
     )
     await parts.learner.rebuild(due)
     if due.rollout != now.rollout:
-        await parts.engine.rebuild({"precision": due.rollout})
+        await parts.engine.rebuild(due.rollout)
     parts.precisions = due

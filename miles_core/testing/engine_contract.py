@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_core.contracts.engine import Engine, Request, Response, Sampling
+from miles_core.contracts.engine import Engine, Response, Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.mismatch.same_model import COMPARED
 from miles_core.plugin.detect import model_facts
+from miles_core.testing.asking import ask, start, under_way
 from miles_core.testing.tiny import tiny_checkpoint, tiny_tokenizer
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4, 5, 6], [3, 4, 5, 6]]
@@ -357,44 +358,6 @@ class EngineContract:
         lacking = set(capabilities) - engine.capabilities
         if lacking:
             pytest.skip(f"the engine lacks {', '.join(sorted(lacking))}")
-
-
-def start(
-    engine: Engine, prompts: list[list[int]], sampling: Sampling, first_key: int = 0, extras: set[str] | None = None
-) -> list[asyncio.Task[Response]]:
-    """Put requests in flight; keys count up from ``first_key``."""
-    loop = asyncio.get_running_loop()
-    return [
-        loop.create_task(engine.generate(Request(list(p), sampling, key=first_key + i, extras=set(extras or ()))))
-        for i, p in enumerate(prompts)
-    ]
-
-
-async def under_way(
-    engine: Engine, prompts: list[list[int]], sampling: Sampling, extras: set[str] | None = None
-) -> list[asyncio.Task[Response]]:
-    """Put requests in flight and wait until the first of them have made a few steps: until a short one that shares
-    their batch is done."""
-    short = start(engine, [[9]], replace(sampling, max_new_tokens=5), first_key=999, extras=extras)
-    tasks = start(engine, prompts, sampling, extras=extras)
-    await short[0]
-    return tasks
-
-
-def ask(
-    runner: asyncio.Runner,
-    engine: Engine,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    first_key: int = 0,
-    extras: set[str] | None = None,
-) -> list[Response]:
-    """Generate and wait."""
-
-    async def main() -> list[Response]:
-        return await asyncio.gather(*start(engine, prompts, sampling, first_key, extras))
-
-    return runner.run(main())
 
 
 def stored_units(checkpoint: Path) -> list[Encoded]:

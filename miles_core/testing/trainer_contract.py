@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from miles_core.contracts.trainer import Context, Loss, Output, Parts, Trainer
+from miles_core.contracts.trainer import Callbacks, Context, Loss, Output, Trainer
 from miles_core.data.batch import Batch
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.errors import MilesError
@@ -76,7 +76,7 @@ class TrainerContract:
     def trainer(self, checkpoint: Path, setup: Setup | None = None, loss: Any = None) -> Trainer:
         """A bound trainer."""
         trainer = self.make(checkpoint, setup or Setup())
-        trainer.bind(Parts(trainer.forward, loss or weighted, trainer.optimizer_step))
+        trainer.bind(Callbacks(trainer.forward, loss or weighted, trainer.optimizer_step))
         return trainer
 
     def test_log_probs_are_those_of_the_model(self, checkpoint: Path, batch: Batch) -> None:
@@ -194,24 +194,24 @@ class TrainerContract:
         if active is None:
             pytest.skip("this trainer's layers are not told their context")
         trainer, calls = self.recorded(checkpoint, replace(Setup(), recompute=True))
-        inner, seen = trainer.parts.forward, []
+        inner, seen = trainer.callbacks.forward, []
 
         def marked(chunk: nn.Module, micro_batch: Batch, ctx: Context) -> Output:
-            ctx.state["mark"] = object()
+            ctx.attached["mark"] = object()
             return inner(chunk, micro_batch, ctx)
 
         def note(module: nn.Module, args: Any, output: Any) -> None:
             ctx = active()
             assert ctx is not None
-            seen.append(ctx.state["mark"])
+            seen.append(ctx.attached["mark"])
 
-        trainer.parts.forward = marked
+        trainer.callbacks.forward = marked
         for chunk in trainer.chunks:
             for name, module in chunk.named_modules():
                 if name.endswith("o_proj"):
                     module.register_forward_hook(note)
         trainer.step(batch)
-        marks = [ctx.state["mark"] for _, _, ctx in calls for _ in ctx.layers]
+        marks = [ctx.attached["mark"] for _, _, ctx in calls for _ in ctx.layers]
         # Each layer twice a micro-batch, forward and recomputation, both with that micro-batch's mark.
         assert sorted(map(id, seen)) == sorted(map(id, marks * 2))
 
@@ -225,13 +225,13 @@ class TrainerContract:
 
     def test_metrics_of_wrappers_are_added(self, checkpoint: Path, batch: Batch) -> None:
         trainer = self.trainer(checkpoint)
-        inner = trainer.parts.forward
+        inner = trainer.callbacks.forward
 
         def counting(chunk: nn.Module, micro_batch: Batch, ctx: Context) -> Output:
             ctx.metrics["samples"] = (torch.tensor(float(len(micro_batch))), torch.ones(()))
             return inner(chunk, micro_batch, ctx)
 
-        trainer.parts.forward = counting
+        trainer.callbacks.forward = counting
         assert trainer.step(batch)["samples"][0] == len(batch) * len(trainer.chunks)
 
     def test_resuming_continues_bit_for_bit(self, checkpoint: Path, batch: Batch, tmp_path: Path) -> None:
@@ -284,14 +284,14 @@ class TrainerContract:
     ) -> tuple[Trainer, list[tuple[Any, Batch, Context]]]:
         """A trainer whose forward calls are noted."""
         trainer = self.trainer(checkpoint, setup)
-        inner = trainer.parts.forward
+        inner = trainer.callbacks.forward
         calls: list[tuple[Any, Batch, Context]] = []
 
         def noting(chunk: nn.Module, micro_batch: Batch, ctx: Context) -> Output:
             calls.append((chunk, micro_batch, ctx))
             return inner(chunk, micro_batch, ctx)
 
-        trainer.parts.forward = noting
+        trainer.callbacks.forward = noting
         return trainer, calls
 
     def all_layers(self, trainer: Trainer) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from miles_core.algorithm.kl import engine_gap, kl_estimate
 from miles_core.algorithm.overlong import overlong_penalty
 from miles_core.algorithm.reduction import loss_weights
 from miles_core.checkpoint.store import Store
-from miles_core.contracts.trainer import Parts, Trainer
+from miles_core.contracts.trainer import Callbacks, Trainer
 from miles_core.data.batch import Batch, collate
 from miles_core.data.means import add, as_floats
 from miles_core.data.sample import Sample
@@ -55,7 +55,7 @@ class Learner:
             "advantage", options.advantage_estimator, run=run
         )
         trainer.bind(
-            Parts(
+            Callbacks(
                 forward=compose(trainer.forward, hooks.chain("wrap_forward", run=run, policy=policy)),
                 loss=compose(
                     policy_loss(options, self.correct if self.corrections else None), hooks.chain("wrap_loss", run=run)

@@ -9,7 +9,8 @@ from torch import nn
 
 from miles_core.precision.product import Products
 from miles_core.sync.precision import make_codec
-from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import build_model
 
 

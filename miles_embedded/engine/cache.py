@@ -131,10 +131,6 @@ class Cache:
         self.prefix_of[: self.rows] = renumber[self.prefix_of[: self.rows]]
         return holes, movers, (gone, where, whence)
 
-    def total_lengths(self, slots: np.ndarray) -> np.ndarray:
-        """Cached tokens of these rows, prompt included."""
-        return self.prefixes.lengths[self.prefix_of[slots]] + self.own.lengths[slots]
-
     def tensors(self) -> list[Tensor]:
         """Every slab, to count memory."""
         return [*self.prefixes.slabs.values(), *self.own.slabs.values()]

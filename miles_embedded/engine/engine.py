@@ -8,9 +8,8 @@ happens between two steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,15 @@ from torch import Tensor, nn
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
-from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
-from miles_core.precision.product import Products
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.cache import move_items
-from miles_embedded.engine.decoder import Decoder, PlainDecoder, one_each
+from miles_embedded.engine.decoder import one_each
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks
 from miles_embedded.engine.runner import Fed, Runner
 from miles_embedded.engine.scheduler import Row, Scheduler
+from miles_embedded.engine.settings import Settings
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import facts_of
@@ -37,35 +35,6 @@ from miles_embedded.model.load_units import load_units
 from miles_embedded.model.nonfinite import first_nonfinite
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.linear import linear_shapes
-
-
-@dataclass
-class Settings:
-    """Limits of the engine.
-
-    Attributes:
-        seed: the run's seed.
-        max_running_requests: rows in the batch at most.
-        max_context: longest sequence; 0 takes the model's own limit.
-        eos: ids that end a response.
-        detokenize: token ids to text.
-        kv_cache_dtype: keys and values hold what this type can (``kv_dtype.KV_DTYPES``); "" is the model's own.
-        codec: reads encoded weights, and rounds the inputs of layers where their format says so.
-        codec_of: precision -> codec, for ``rebuild``.
-        products: how quantised layers multiply.
-        decoder: one scheduler step; core's emits one token a row.
-    """
-
-    detokenize: Callable[[list[int]], str]
-    eos: Sequence[int] = ()
-    seed: int = 0
-    max_running_requests: int = 512
-    max_context: int = 0
-    kv_cache_dtype: str = ""
-    codec: Codec = field(default_factory=Codec)
-    codec_of: Callable[[str], Codec] | None = None
-    products: Products = field(default_factory=Products)
-    decoder: Decoder = field(default_factory=PlainDecoder)
 
 
 class EmbeddedEngine(Engine):
@@ -166,7 +135,7 @@ class EmbeddedEngine(Engine):
         self.runner.clear()
         self._prefixes.clear()
 
-    async def rebuild(self, layout: dict[str, Any]) -> None:
+    async def rebuild(self, precision: str) -> None:
         """Weights always lie here as plain numbers, beside the codes of native products: a precision is how they are
         read, and how products read their inputs."""
         if not self._paused and (self.rows or self.scheduler.waiting):
@@ -174,7 +143,7 @@ class EmbeddedEngine(Engine):
         if self.settings.codec_of is None:
             raise RuntimeError("this engine was built without a way to make other codecs (Settings.codec_of)")
         self._inputs.remove()
-        self.codec = self.settings.codec_of(layout["precision"])
+        self.codec = self.settings.codec_of(precision)
         self._inputs = self._rounded_inputs()
         self._usable = False
         self._prefixes.retire()

@@ -128,7 +128,7 @@ class Runner:
     def _context(self, tokens: int) -> Context:
         ctx = Context("rollout", self.layers, torch.arange(tokens, device=self.device))
         if self.kv_dtype:
-            ctx.state[KV_DTYPE] = self.kv_dtype
+            ctx.attached[KV_DTYPE] = self.kv_dtype
         return ctx
 
     def _run(self, tokens: list[int], positions: np.ndarray, call: Call) -> Tensor:

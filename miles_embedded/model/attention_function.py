@@ -44,8 +44,8 @@ def attention(
         raise NotImplementedError(f"{type(module).__name__} uses attention with softcap, which is not supported yet")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    if KV_DTYPE in call.ctx.state:
-        key, value = (as_cached(x, call.ctx.state[KV_DTYPE]) for x in (key, value))
+    if KV_DTYPE in call.ctx.attached:
+        key, value = (as_cached(x, call.ctx.attached[KV_DTYPE]) for x in (key, value))
     options = attention_options(attention_mask, kwargs)
     if options is not None:
         options = options.within(call.longest)

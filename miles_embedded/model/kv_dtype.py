@@ -7,7 +7,7 @@ from torch import Tensor
 
 from miles_core.errors import ConfigError
 
-#: Key in ``Context.state``: keys and values are rounded to this type wherever they are attended to.
+#: Key in ``Context.attached``: keys and values are rounded to this type wherever they are attended to.
 KV_DTYPE = "kv_dtype"
 #: What a cache can keep them in, and the largest value it can hold (beyond it, they saturate).
 KV_DTYPES = {"bfloat16": None, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}

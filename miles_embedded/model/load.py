@@ -200,8 +200,3 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 def facts_of(model: nn.Module) -> dict[str, Any]:
     """``model.*`` facts of the configuration that the module was built from, by name."""
     return {fact.name: fact.value for fact in config_facts(configuration(model).to_dict())}
-
-
-def transformers_version() -> str:
-    """For the run's header."""
-    return transformers.__version__

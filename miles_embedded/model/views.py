@@ -120,7 +120,7 @@ class Loader:
         """The view of one expert's matrix; from its first on, a joined tensor is expected matrix by matrix."""
         if self._parts is None:
             self._parts = {}
-            for view in [v for v in self._views.values() if self._family.layout and is_joined(v.name, v.size)]:
+            for view in [v for v in self._views.values() if self._family.joining and is_joined(v.name, v.size)]:
                 parts = [view.part(x) for x in take_apart(view.name, view.size, self._family)]
                 self._parts |= {part.name: part for part in parts}
                 self._inside |= {part.name: (view.name, parts) for part in parts}

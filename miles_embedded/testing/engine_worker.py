@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from miles_core.data.unit import Encoded
 from miles_embedded.engine.build import detokenizer, end_tokens
-from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
 from miles_embedded.model.configuration import configuration
 from miles_embedded.model.load import load_model
 from miles_embedded.testing import frames

@@ -104,12 +104,12 @@ class StagedTrainer(EmbeddedTrainer):
         return list(self.stages)
 
     def forward(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
-        """One stage; the second finds the first one's output in ``ctx.state["received"]``."""
-        packing = ctx.state["packing"]
+        """One stage; the second finds the first one's output in ``ctx.attached["received"]``."""
+        packing = ctx.attached["packing"]
         watch = self._balances.get(id(chunk)) if ctx.kind == "train" else None
         if watch is not None:
             watch.open(ctx)
-        x = micro_batch.tokens[ctx.rows] if chunk.first else ctx.state["received"]
+        x = micro_batch.tokens[ctx.rows] if chunk.first else ctx.attached["received"]
         hidden = chunk(x.unsqueeze(0), packing.positions.unsqueeze(0), PackedCall(ctx, packing))[0]
         aux = {} if watch is None else watch.close(ctx, micro_batch, packing)
         if not chunk.last:
@@ -124,16 +124,16 @@ class StagedTrainer(EmbeddedTrainer):
         under_way = []
         for samples in self.split(batch):
             micro_batch, ctx = self.prepare(batch, samples, kind, entropy)
-            hidden = self.parts.forward(first, micro_batch, self._context(ctx, first)).hidden
+            hidden = self.callbacks.forward(first, micro_batch, self._context(ctx, first)).hidden
             under_way.append((samples, micro_batch, self._context(ctx, last, hidden)))
-        results = [(samples, self.parts.forward(last, micro_batch, ctx)) for samples, micro_batch, ctx in under_way]
+        results = [(samples, self.callbacks.forward(last, micro_batch, ctx)) for samples, micro_batch, ctx in under_way]
         return self._gathered(batch, results, ("log_probs", "entropy") if entropy else ("log_probs",))
 
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
     ) -> dict[str, tuple[float, float]]:
         """See ``Trainer.step``: one forward, one backward, ``AHEAD`` micro-batches deep."""
-        loss = loss or self.parts.loss
+        loss = loss or self.callbacks.loss
         tokens = self.sum(trained_tokens(batch))
         totals: dict[str, list[Tensor]] = {}
         self.optimizer.zero_grad()
@@ -145,12 +145,12 @@ class StagedTrainer(EmbeddedTrainer):
                 self._finish(flights.popleft(), loss, tokens, totals)
         while flights:
             self._finish(flights.popleft(), loss, tokens, totals)
-        return self.step_metrics(totals, self.parts.optimizer_step())
+        return self.step_metrics(totals, self.callbacks.optimizer_step())
 
     def _send(self, micro_batch: Batch, base: Context, tokens: Tensor, totals: dict[str, list[Tensor]]) -> _Flight:
         first, last = self.stages
         ctx = self._context(base, first)
-        output = self.parts.forward(first, micro_batch, ctx)
+        output = self.callbacks.forward(first, micro_batch, ctx)
         assert output.hidden is not None and output.log_probs is None
         extra = with_auxiliary(Loss(output.hidden.new_zeros(())), output, tokens)
         add_pairs(totals, extra.metrics | ctx.metrics)
@@ -161,7 +161,7 @@ class StagedTrainer(EmbeddedTrainer):
         )
 
     def _finish(self, flight: _Flight, loss: LossFunction, tokens: Tensor, totals: dict[str, list[Tensor]]) -> None:
-        output = self.parts.forward(self.stages[1], flight.micro_batch, flight.ctx)
+        output = self.callbacks.forward(self.stages[1], flight.micro_batch, flight.ctx)
         share = with_auxiliary(loss(output, flight.micro_batch, flight.ctx), output, tokens)
         add_pairs(totals, share.metrics | flight.ctx.metrics)
         share.value.backward()
@@ -171,7 +171,9 @@ class StagedTrainer(EmbeddedTrainer):
         torch.autograd.backward(roots, grads)
 
     def _context(self, base: Context, stage: Stage, received: Tensor | None = None) -> Context:
-        return replace(base, layers=stage.numbers, state=base.state | {"received": received}, extras={}, metrics={})
+        return replace(
+            base, layers=stage.numbers, attached=base.attached | {"received": received}, extras={}, metrics={}
+        )
 
     def _stages_of(self, kind: Pass) -> list[Stage]:
         if kind != "ref":

@@ -44,11 +44,11 @@ class Balance:
 
     def open(self, ctx: Context) -> None:
         """Start recording for this context."""
-        ctx.state[_KEY] = {}
+        ctx.attached[_KEY] = {}
 
     def close(self, ctx: Context, micro_batch: Batch, packing: Packing) -> dict[str, tuple[Tensor, Tensor]]:
         """Stop recording (a recomputation records nothing) and return the loss as ``Output.aux`` wants it."""
-        seen: dict[tuple[str, int], Tensor] = ctx.state.pop(_KEY)
+        seen: dict[tuple[str, int], Tensor] = ctx.attached.pop(_KEY)
         known = (packing.row_of >= 0).nonzero().flatten()
         owner, rows = micro_batch.owner[known], packing.row_of[known]
         sizes = torch.bincount(owner, minlength=len(micro_batch)).clamp(min=1)
@@ -97,7 +97,7 @@ def _first(output: Any) -> Tensor:
 def _recorder(what: str, layer: int, pick: Any) -> Any:
     def record(module: nn.Module, args: tuple, output: Any) -> None:
         ctx = active_context()
-        if ctx is not None and _KEY in ctx.state:
-            ctx.state[_KEY][what, layer] = pick(args, output)
+        if ctx is not None and _KEY in ctx.attached:
+            ctx.attached[_KEY][what, layer] = pick(args, output)
 
     return record

@@ -35,7 +35,7 @@ def emulating(
 
     Args:
         trainer: its model is as before when this closes.
-        emulation: see there.
+        emulation: the switches.
         codec: the rollout's.
         snapshot: weights put aside, for the switch of that name.
 
@@ -57,7 +57,7 @@ def emulating(
         if emulation.activations:
             stack.enter_context(_rounded_inputs(trainer.model, codec))
         if emulation.kv_dtype:
-            stack.enter_context(trainer.scoring_with(state={KV_DTYPE: check_kv_dtype(emulation.kv_dtype)}))
+            stack.enter_context(trainer.scoring_with(attached={KV_DTYPE: check_kv_dtype(emulation.kv_dtype)}))
         if emulation.through is not None:
             if emulation.emulated_products:
                 stack.enter_context(emulation.through.emulated_products())

@@ -42,11 +42,11 @@ class Loads:
             rows = len(packing.rows)
             row_of = torch.where(packing.row_of < 0, rows, packing.row_of)
             # how many tokens each row serves; written without a choice that a GPU would have to wait for
-            ctx.state[_KEY] = row_of.new_zeros(rows + 1).scatter_add_(0, row_of, torch.ones_like(row_of))[:rows]
+            ctx.attached[_KEY] = row_of.new_zeros(rows + 1).scatter_add_(0, row_of, torch.ones_like(row_of))[:rows]
 
     def close(self, ctx: Context) -> None:
         """Stop counting, so that a recomputation counts nothing."""
-        ctx.state.pop(_KEY, None)
+        ctx.attached.pop(_KEY, None)
 
     def take(self, sum: Callable[[Tensor], Tensor]) -> dict[str, tuple[float, float]]:
         """The metric of everything counted since the last call, the layer that is worst; nothing when nothing was.
@@ -64,9 +64,9 @@ class Loads:
     def _recorder(self, layer: int) -> Any:
         def record(experts: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
             ctx = active_context()
-            if ctx is None or _KEY not in ctx.state:
+            if ctx is None or _KEY not in ctx.attached:
                 return
-            chosen, served = args[1], ctx.state[_KEY]
+            chosen, served = args[1], ctx.attached[_KEY]
             count = self._counts[layer]
             if count is None:
                 count = self._counts[layer] = served.new_zeros(self._experts[layer])

@@ -26,7 +26,7 @@ def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFu
     for number, samples in enumerate(splits, start=1):
         micro_batch, ctx = trainer.prepare(batch, samples, "train", trainer.config.entropy)
         with NonFiniteWatch(trainer.model) as watch:
-            output = trainer.parts.forward(trainer.model, micro_batch, ctx)
+            output = trainer.callbacks.forward(trainer.model, micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             found = watch.first or _column(micro_batch)
             if not found and not finite(share.value):

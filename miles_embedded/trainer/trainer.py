@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.emulation import Emulation
-from miles_core.contracts.trainer import Context, LossFunction, Output, Parts, Pass, Trainer
+from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer
 from miles_core.data.batch import Batch, Ragged
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.unit import Unit
@@ -98,8 +98,8 @@ class EmbeddedTrainer(Trainer):
         if config.recompute:
             _recompute_layers(model)
         self._scored: nn.Module | None = None
-        self._state: dict[str, Any] = {}
-        self.parts = Parts(self.forward, _no_loss, self.optimizer_step)
+        self._attached: dict[str, Any] = {}
+        self.callbacks = Callbacks(self.forward, _no_loss, self.optimizer_step)
 
     @property
     def chunks(self) -> list[nn.Module]:
@@ -121,8 +121,8 @@ class EmbeddedTrainer(Trainer):
         return self._reference
 
     def forward(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
-        """Log-probs at trained positions; ``ctx.state`` may carry ``entropy`` (bool) to ask for the entropy."""
-        packing: Packing = ctx.state["packing"]
+        """Log-probs at trained positions; ``ctx.attached`` may carry ``entropy`` (bool) to ask for the entropy."""
+        packing: Packing = ctx.attached["packing"]
         call = PackedCall(ctx, packing)
         watch = self.balance if ctx.kind == "train" else None
         if watch is not None:
@@ -140,8 +140,8 @@ class EmbeddedTrainer(Trainer):
         return replace(self.predict(chunk, hidden, micro_batch, ctx), aux=aux)
 
     def predict(self, model: nn.Module, hidden: Tensor, micro_batch: Batch, ctx: Context) -> Output:
-        """Final hidden states [rows, hidden] -> log-probs, and the entropy where ``ctx.state`` asks for it."""
-        packing: Packing = ctx.state["packing"]
+        """Final hidden states [rows, hidden] -> log-probs, and the entropy where ``ctx.attached`` asks for it."""
+        packing: Packing = ctx.attached["packing"]
         support = micro_batch.columns.get(SAMPLING_SUPPORT.name)
         assert support is None or isinstance(support, Ragged)
         log_probs, entropy = token_log_probs(
@@ -150,7 +150,7 @@ class EmbeddedTrainer(Trainer):
             micro_batch.tokens[packing.targets],
             self.config.temperature,
             None if support is None else support.select(packing.targets),
-            bool(ctx.state.get("entropy")),
+            bool(ctx.attached.get("entropy")),
         )
         length = len(micro_batch.tokens)
         return Output(
@@ -168,27 +168,27 @@ class EmbeddedTrainer(Trainer):
         chunk = self.reference if kind == "ref" else self._scored or self.model
         results = []
         for samples in self.split(batch):
-            results.append((samples, self.parts.forward(chunk, *self.prepare(batch, samples, kind, entropy))))
+            results.append((samples, self.callbacks.forward(chunk, *self.prepare(batch, samples, kind, entropy))))
         return self._gathered(batch, results, ("log_probs", "entropy") if entropy else ("log_probs",))
 
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
     ) -> dict[str, tuple[float, float]]:
         """See ``Trainer.step``."""
-        loss = loss or self.parts.loss
+        loss = loss or self.callbacks.loss
         tokens = self.sum(trained_tokens(batch))
         totals: dict[str, list[Tensor]] = {}
         self.optimizer.zero_grad()
         self.optimizer.fixed_lr = lr
         for samples in self.split(batch):
             micro_batch, ctx = self.prepare(batch, samples, "train", self.config.entropy)
-            output = self.parts.forward(self.model, micro_batch, ctx)
+            output = self.callbacks.forward(self.model, micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             if share.value.requires_grad:
                 share.value.backward()
             add_pairs(totals, share.metrics | ctx.metrics)
         try:
-            stepped = self.parts.optimizer_step()
+            stepped = self.callbacks.optimizer_step()
         except NonFiniteError as error:
             found = first_nonfinite_in_step(self, batch, loss, tokens)
             raise NonFiniteError(f"{found} found by computing the step again, because {error}") from error
@@ -222,23 +222,23 @@ class EmbeddedTrainer(Trainer):
             **{n: getattr(packing, n).to(self.device) for n in ("rows", "positions", "row_of", "sources", "targets")},
         )
         ctx = Context(kind, self.layers, packing.rows, recompute=self.config.recompute and kind == "train")
-        ctx.state.update(self._state, packing=packing, entropy=entropy)
+        ctx.attached.update(self._attached, packing=packing, entropy=entropy)
         return micro_batch, ctx
 
     @contextmanager
-    def scoring_with(self, model: nn.Module | None = None, state: Mapping[str, Any] | None = None) -> Iterator[None]:
+    def scoring_with(self, model: nn.Module | None = None, attached: Mapping[str, Any] | None = None) -> Iterator[None]:
         """While this is open, ``log_probs`` of the policy computes with another model of this process, and its passes find more.
 
         Args:
             model: prepared like the trainer's own; None leaves it to the trainer's own.
-            state: further entries of every pass's ``Context.state``.
+            attached: further entries of every pass's ``Context.attached``.
         """
-        before = self._scored, self._state
-        self._scored, self._state = model or self._scored, {**self._state, **(state or {})}
+        before = self._scored, self._attached
+        self._scored, self._attached = model or self._scored, {**self._attached, **(attached or {})}
         try:
             yield
         finally:
-            self._scored, self._state = before
+            self._scored, self._attached = before
 
     def emulating(
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
@@ -246,11 +246,11 @@ class EmbeddedTrainer(Trainer):
         """See ``Trainer.emulating``."""
         return emulating(self, emulation, codec, snapshot)
 
-    def rebuild(self, layout: dict[str, Any]) -> None:
+    def rebuild(self, precision: str) -> None:
         """See ``Trainer.rebuild``."""
         if self.precision is None:
             raise RuntimeError("this trainer was built without a precision that can change")
-        self.precision.switch(layout["precision"])
+        self.precision.switch(precision)
 
     def quantizer(self, format: Format) -> FormatItself:
         """There is no other code here than the format's own."""

@@ -8,11 +8,10 @@ from safetensors import SafetensorError
 
 from miles_core.checkpoint.directory import (
     Checkpoints,
-    Difference,
+    check_files,
     checkpoint_step,
     compare_plans,
     locate_checkpoint,
-    verify,
 )
 from miles_core.errors import CheckpointError
 
@@ -32,23 +31,9 @@ def test_saved_directory_is_complete_and_latest(tmp_path):
     assert checkpoint_step(checkpoints.path(2)) == 2
     assert checkpoints.load() == checkpoints.path(12) == tmp_path / "ckpt" / "step_00000012"
     assert (checkpoints.load(2) / "policy" / "model.txt").read_text() == "weights"
-    manifest = verify(checkpoints.path(12))
+    manifest = check_files(checkpoints.path(12))
     assert manifest["step"] == 12
     assert manifest["files"]["policy/model.txt"]["size"] == len("newer")
-
-
-def test_keep_deletes_the_oldest(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (1, 2, 3):
-        save(checkpoints, step)
-    assert checkpoints.steps() == [2, 3]
-
-
-def test_keep_never_deletes_the_one_just_saved(tmp_path):
-    for step in (10, 20, 30):
-        save(Checkpoints(tmp_path), step)
-    save(Checkpoints(tmp_path, keep=1), 15)  # a run rolled back and went on from 10
-    assert Checkpoints(tmp_path).steps() == [15]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -174,26 +159,6 @@ def test_missing_manifest_other_format_missing_step(tmp_path):
         checkpoints.load()
 
 
-def compare(saved, current):
-    for name in sorted({*saved, *current}):
-        if saved.get(name) != current.get(name):
-            yield Difference(name, saved.get(name), current.get(name), fatal=name.startswith("model."))
-
-
-def test_other_plan_is_refused_only_on_what_matters(tmp_path, caplog):
-    checkpoints = Checkpoints(tmp_path)
-    saved = {"model.hidden": 64, "lr": 0.1}
-    save(checkpoints, 1, plan=saved)
-    with caplog.at_level("INFO"):
-        checkpoints.load(plan={"model.hidden": 64, "lr": 0.2}, compare=compare)
-    assert "lr was 0.1, is now 0.2" in caplog.text
-    with pytest.raises(CheckpointError, match=r"model\.hidden was 64, is now 128"):
-        checkpoints.load(plan={"model.hidden": 128, "lr": 0.1}, compare=compare)
-    save(checkpoints, 2)
-    with pytest.raises(CheckpointError, match="records no plan"):
-        checkpoints.load(plan=saved, compare=compare)
-
-
 def plan(**facts):
     version = facts.pop("tis", "0.1")
     return {
@@ -206,6 +171,20 @@ def plan(**facts):
             {"name": k.replace("__", "."), "value": v, "origin": "test", "state": "KNOWN"} for k, v in facts.items()
         ],
     }
+
+
+def test_other_plan_is_refused_only_on_what_matters(tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    saved = plan(model__layers=2)
+    save(checkpoints, 1, plan=saved)
+    with caplog.at_level("INFO"):
+        checkpoints.load(plan=plan(model__layers=2, tis="0.2"))
+    assert "plugin tis was 0.1, is now 0.2" in caplog.text
+    with pytest.raises(CheckpointError, match=r"model\.layers was 2, is now 3"):
+        checkpoints.load(plan=plan(model__layers=3))
+    save(checkpoints, 2)
+    with pytest.raises(CheckpointError, match="records no plan"):
+        checkpoints.load(plan=saved)
 
 
 def test_plans_are_compared_by_what_matters():

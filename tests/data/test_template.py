@@ -34,11 +34,6 @@ def test_a_chat_is_rendered_with_the_generation_prompt():
     assert template(chat) == ids("<user>", "two", "<assistant>", "add", "<assistant>")
 
 
-def test_options_reach_the_template():
-    template = PromptTemplate(tokenizer("{% if deep %}think{% endif %} two"), True, {"deep": True})
-    assert template("x") == ids("think", "two")
-
-
 @pytest.mark.parametrize(
     ("post", "expected"),
     [(None, ["add", "two"]), ("<s> $A", ["<s>", "add", "two"]), ("<s> $A </s>", ["<s>", "add", "two"])],

@@ -6,8 +6,8 @@ import torch
 from miles_core.contracts.transport import SyncReport
 from miles_core.errors import MismatchError
 from miles_core.mismatch import budget as b
-from miles_core.mismatch.command import check
 from miles_core.mismatch.probe import probe, probe_prompts
+from miles_core.mismatch.verify import verify
 from miles_core.precision.product import Products
 from miles_core.testing.doubles.product import ExactProduct
 from miles_embedded.engine.engine import EmbeddedEngine
@@ -346,6 +346,6 @@ def test_verify_holds_a_loaded_run_against_the_weights_the_engine_started_with(w
             return SyncReport(version, 0, 0, 0.0)
 
         learner.load, learner.push = load, lost
-        return (await check(run, [parts], run.directory, with_budget=True))[0].budget
+        return (await verify(run, [parts], run.directory, with_budget=True))[0].budget
 
     assert shares(with_parts(body))[b.STALE] == pytest.approx(1, abs=1e-3)

@@ -16,7 +16,7 @@ def words(ids):
 
 
 def test_known_values():
-    """contracts.md section 4: delta = trainer - engine."""
+    """delta = trainer - engine."""
     gap = measure([np.array([-1.05, -3.0, -0.5, -2.0])], [np.array([-1.0, -2.0, -0.5, -3.0])])
     assert gap.tokens == 4
     assert gap.mean_abs == pytest.approx((0.05 + 1 + 0 + 1) / 4)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from miles_core.errors import CheckpointError
-from miles_core.precision.fused_experts import LAYOUTS, Family, put_together, take_apart
+from miles_core.precision.fused_experts import JOININGS, Family, put_together, take_apart
 
 EXPERTS, WIDTH, INNER = 3, 4, 6
 NAME = "model.layers.0.mlp.experts.gate_up_proj"
@@ -14,9 +14,9 @@ def matrices():
     return numbers.reshape(EXPERTS, 2, INNER, WIDTH)
 
 
-@pytest.mark.parametrize("model_type", LAYOUTS)
+@pytest.mark.parametrize("model_type", JOININGS)
 def test_gate_and_up_are_found_where_the_family_has_them(model_type):
-    layout, every = LAYOUTS[model_type], matrices()
+    layout, every = JOININGS[model_type], matrices()
     joined = every.transpose(1, 2).flatten(1, 2) if layout.interleaved else every.flatten(1, 2)
     joined = joined.transpose(1, 2).contiguous() if layout.transposed else joined
     found = take_apart(NAME, tuple(joined.shape), Family(model_type))
@@ -58,7 +58,7 @@ def test_the_family_is_that_of_the_language_model():
     assert Family.of({"model_type": "wrapped", "text_config": text}) == Family("qwen3_5_moe_text", 4)
     assert Family.of({"model_type": "llama4", "text_config": {"hidden_size": 8}}) == Family("llama4", 8)
     assert Family.of({"model_type": "qwen3", "hidden_size": 8}) == Family("qwen3", 8)
-    assert Family.of({}).layout is None
+    assert Family.of({}).joining is None
 
 
 def test_what_is_not_known_is_refused_by_name():

@@ -7,7 +7,7 @@ import torch
 from miles_core.config.groups import Precision
 from miles_core.errors import ConfigError
 from miles_core.precision.format import Format
-from miles_core.precision.options import kept
+from miles_core.precision.options import exclusions
 from miles_core.sync.precision import make_codec
 from miles_embedded.quantized.trained import fake_quantize
 
@@ -87,9 +87,9 @@ def test_extra_selectors_are_in_the_same_dialect(checkpoint):
 
 def test_ranges_that_leave_nothing_or_cannot_be_counted_are_refused(checkpoint):
     with pytest.raises(ConfigError, match=r"leave none of the model's 5 layers"):
-        kept(Precision(num_layers_at_start_in_bf16=3, num_layers_at_end_in_bf16=2), checkpoint)
+        exclusions(Precision(num_layers_at_start_in_bf16=3, num_layers_at_end_in_bf16=2), checkpoint)
     with pytest.raises(ConfigError, match="does not say how many"):
-        kept(Precision(num_layers_at_end_in_bf16=2), None)
+        exclusions(Precision(num_layers_at_end_in_bf16=2), None)
 
 
 def test_conversion_leaves_the_same_layers_alone(tmp_path, capsys):
@@ -99,9 +99,9 @@ def test_conversion_leaves_the_same_layers_alone(tmp_path, capsys):
     model = tiny_checkpoint("qwen3", tmp_path / "model")
     words = ["--to", "fp8", "--model-dir", str(model), "--dry-run", "--json", "--num-layers-at-end-in-bf16", "1"]
     assert convert([*words, "--extra-high-precision-layers-hf", "o_proj"]) == 0
-    kept = {t["name"]: t["kept_because"] for t in json.loads(capsys.readouterr().out)["tensors"]}
-    assert kept["model.layers.0.self_attn.q_proj.weight"] == ""
-    assert kept["model.layers.0.self_attn.o_proj.weight"] == "--extra-high-precision-layers-hf: o_proj"
-    assert kept["model.layers.1.self_attn.q_proj.weight"] == "--num-layers-at-end-in-bf16: layer 1"
+    exclusions = {t["name"]: t["kept_because"] for t in json.loads(capsys.readouterr().out)["tensors"]}
+    assert exclusions["model.layers.0.self_attn.q_proj.weight"] == ""
+    assert exclusions["model.layers.0.self_attn.o_proj.weight"] == "--extra-high-precision-layers-hf: o_proj"
+    assert exclusions["model.layers.1.self_attn.q_proj.weight"] == "--num-layers-at-end-in-bf16: layer 1"
     with pytest.raises(ConfigError, match="no effect on a checkpoint's conversion"):
         convert([*words, "--warmup-steps", "3"])

@@ -109,7 +109,7 @@ plugin = Plugin(
 
 
 def fixed(part, base):
-    part.rebuild = lambda layout: base.rebuild(part, layout)
+    part.rebuild = lambda precision: base.rebuild(part, precision)
     return part
 
 
@@ -154,7 +154,7 @@ def test_an_engine_whose_layout_changed_waits_for_weights(toy_run):
 
     async def main():
         await engine.start()
-        await engine.rebuild({"precision": "bf16"})
+        await engine.rebuild("bf16")
         with pytest.raises(MilesError, match="its layout changed"):
             await engine.generate(Request([3, 4], Sampling(2)))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_core.contracts.trainer import Parts
+from miles_core.contracts.trainer import Callbacks
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.trainer_contract import Setup, TrainerContract
 from miles_core.testing.yardstick import make_batch, weighted, weights
@@ -55,7 +55,7 @@ def test_the_first_stage_has_no_logits_and_several_micro_batches_are_under_way(c
         seen.append((trainer.chunks.index(chunk), output.log_probs is None, output.hidden is None))
         return output
 
-    trainer.bind(Parts(forward, weighted, trainer.optimizer_step))
+    trainer.bind(Callbacks(forward, weighted, trainer.optimizer_step))
     trainer.step(make_batch())
     assert set(seen) == {(0, True, False), (1, False, True)}
     assert [stage for stage, *_ in seen] == [0, 0, 0, 1, 1, 1]
@@ -65,7 +65,7 @@ def test_balancing_is_the_same_in_stages(checkpoint):
     results = []
     for kind in (EmbeddedTrainer, StagedTrainer):
         trainer = build(kind, checkpoint, Setup(), aux_loss_coef=0.5)
-        trainer.bind(Parts(trainer.forward, weighted, trainer.optimizer_step))
+        trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
         results.append((trainer.step(make_batch())["train/load_balance"][0], weights(trainer)))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
     for name, tensor in results[0][1].items():

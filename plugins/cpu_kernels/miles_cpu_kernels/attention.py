@@ -17,7 +17,7 @@ from miles_embedded import Attention, AttentionOptions, CachedRows, Call, Decode
 
 #: Keys of the longest row, up to which a loop over rows is faster than products: of a packed micro-batch, and of a decode step.
 PACKED_KEYS, DECODED_KEYS = 128, 64
-#: In ``Context.state``: where the segments or the rows of a call are, for all its layers.
+#: In ``Context.attached``: where the segments or the rows of a call are, for all its layers.
 _PLACES = "cpu_kernels.places"
 
 
@@ -42,16 +42,16 @@ def attention(
 
 
 def _packed(call: PackedCall, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-    tree = call.ctx.state.get(_PLACES)
+    tree = call.ctx.attached.get(_PLACES)
     if tree is None:
-        tree = call.ctx.state[_PLACES] = tree_of(call.packing)
+        tree = call.ctx.attached[_PLACES] = tree_of(call.packing)
     return kernels.tree_attention(q, k, v, tree, scaling)
 
 
 def _decoded(call: DecodeCall, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-    places = call.ctx.state.get(_PLACES)
+    places = call.ctx.attached.get(_PLACES)
     if places is None:
-        places = call.ctx.state[_PLACES] = cached(call.rows)
+        places = call.ctx.attached[_PLACES] = cached(call.rows)
     cache = call.rows.cache
     k, v = k.contiguous(), v.contiguous()
     prompts = cache.prefixes.slabs["k", layer], cache.prefixes.slabs["v", layer]

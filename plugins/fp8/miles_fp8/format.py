@@ -44,7 +44,7 @@ CODES, SCALES = "weight", "weight_scale_inv"
 
 
 class Fp8(Format):
-    """Block-wise FP8; see the module's paragraph.
+    """Block-wise FP8: E4M3 codes in tiles of 128 x 128 with one scale each.
 
     Activations are quantised by the same rule in blocks of 1 x 128 along K.
 

@@ -26,7 +26,7 @@ HOPPER = range(9, 10)
 
 
 class Fp8Product(Product):
-    """See the module's paragraph.
+    """FP8 codes multiplied by the tensor cores of Hopper GPUs.
 
     Raises:
         NoProduct: another GPU than sm_90, another dtype than BF16, or libraries without the product.

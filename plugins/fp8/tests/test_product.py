@@ -9,7 +9,8 @@ from miles_core.format import Codec, Products, emulated, reference_only
 from miles_core.mismatch.product_probe import check_product
 from miles_core.testing import hard_cases, tiny_checkpoint
 from miles_embedded import load_model
-from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
 from miles_embedded.model.views import export
 from miles_embedded.quantized.weights import install
 from miles_fp8.format import TILE, Fp8

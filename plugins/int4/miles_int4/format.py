@@ -41,7 +41,7 @@ ROUTED_EXPERTS = ("*.experts.*",)
 
 
 class Int4(Format):
-    """Group-wise INT4; see the module's paragraph.
+    """Group-wise symmetric INT4: codes from -7 to 7, one BF16 scale for each group of a row.
 
     Stored as ``X.weight_packed`` int32 [N, K/8], ``X.weight_scale`` BF16 [N, K/g] and ``X.weight_shape`` int32 [2] =
     (N, K), with w = code * scale.

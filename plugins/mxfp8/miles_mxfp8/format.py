@@ -47,7 +47,7 @@ CODES, SCALES = "weight", "weight_scale_inv"
 
 
 class Mxfp8(Format):
-    """MXFP8; see the module's paragraph.
+    """MXFP8: E4M3 codes in blocks of 32 along K, each with a power of two as its scale.
 
     Stored as ``X.weight`` float8_e4m3fn [N, K] and ``X.weight_scale_inv`` uint8 [N, K/32] (exponent + 127, row major),
     with w = code * 2^(scale - 127).

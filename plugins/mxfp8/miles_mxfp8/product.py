@@ -23,7 +23,7 @@ TILE = (128, 4)  # scales that lie together: of 128 rows and 4 blocks along K
 
 
 class Mxfp8Product(Product):
-    """See the module's paragraph.
+    """MXFP8 codes multiplied by the tensor cores of Blackwell GPUs.
 
     Raises:
         NoProduct: a GPU before sm_100, another dtype than BF16, or libraries without the product.

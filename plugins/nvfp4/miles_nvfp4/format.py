@@ -52,7 +52,7 @@ EXPERTS = ("*.experts.*", "*.shared_experts.*", "*.shared_expert.*")
 
 
 class Nvfp4(Format):
-    """NVFP4; see the module's paragraph.
+    """NVFP4: E2M1 codes in blocks of 16 along K with E4M3 scales, and one FP32 scale for the tensor.
 
     Stored as ``X.weight`` uint8 [N, K/2] (two codes a byte, the even index in the low bits), ``X.weight_scale``
     float8_e4m3fn [N, K/16], ``X.weight_scale_2`` FP32 scalar, with w = (code * scale) * scale_2, and ``X.input_scale``

@@ -2,7 +2,7 @@
 
 Every family calls ``experts(hidden, index, weights)``; that is where routes are read (rollout) and replaced
 (training). The router's logits are taken from the router's output of the same call. Nothing is kept on a module: routes
-travel in ``ctx.state`` and leave in ``ctx.extras``, so a recomputation replays the same rows.
+travel in ``ctx.attached`` and leave in ``ctx.extras``, so a recomputation replays the same rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from miles_r3.config import R3Config
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
 from miles_r3.routers import RULES, Weights, router_of
 
-#: Keys in ``Context.state``: routes to replay, where there were any, a router's logits until its experts run, and what
+#: Keys in ``Context.attached``: routes to replay, where there were any, a router's logits until its experts run, and what
 #: the trainer would have chosen.
 REPLAY, RECORDED, LOGITS, OWN = "r3.replay", "r3.recorded", "r3.logits", "r3.own"
 
@@ -91,14 +91,14 @@ def matching_rule(block: nn.Module) -> Weights:
 
 def _keep_logits(gate: nn.Module, args: tuple, output: Any) -> None:
     ctx = active_context()
-    if ctx is not None and REPLAY in ctx.state:
-        ctx.state[LOGITS] = _logits(output)
+    if ctx is not None and REPLAY in ctx.attached:
+        ctx.attached[LOGITS] = _logits(output)
 
 
 def _keep_exact_logits(gate: nn.Module, args: tuple, output: Any) -> None:
     ctx = active_context()
     if ctx is not None:
-        ctx.state[LOGITS] = router_logits(gate, args[0])
+        ctx.attached[LOGITS] = router_logits(gate, args[0])
 
 
 def _logits(output: Any) -> Tensor:
@@ -113,12 +113,12 @@ def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights, de
         if ctx is None:
             return None
         hidden, own, weights = args
-        logits = ctx.state.pop(LOGITS, None)
+        logits = ctx.attached.pop(LOGITS, None)
         if deterministic:
             own = lowest_first_top_k(scores_for_choice(logits.detach(), block, rule), own.shape[-1])
         if ctx.kind == "rollout":
             record(ctx, position, count, own)
-        elif REPLAY in ctx.state:
+        elif REPLAY in ctx.attached:
             index = _replayed(ctx, position, count, own)
             return hidden, index, rule(logits, index, block).to(weights.dtype)
         return (hidden, own, rule(logits, own, block).to(weights.dtype)) if deterministic else None
@@ -128,14 +128,14 @@ def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights, de
 
 def _replayed(ctx: Context, position: int, count: int, own: Tensor) -> Tensor:
     """One layer's routes [rows, k]; remembers what the trainer would have chosen."""
-    routes: Tensor = ctx.state[REPLAY]
+    routes: Tensor = ctx.attached[REPLAY]
     if routes.shape != (len(own), count, own.shape[-1]):
         raise PluginError(
             f"r3 cannot replay routes of shape {list(routes.shape)} (rows, layers, experts a token) in a model of "
             f"{count} mixture-of-experts layers, {own.shape[-1]} experts a token and {len(own)} rows here; engine "
             "and trainer must run the same model"
         )
-    ctx.state.setdefault(OWN, {})[position] = own.detach()
+    ctx.attached.setdefault(OWN, {})[position] = own.detach()
     return routes[:, position]
 
 

@@ -59,7 +59,7 @@ class R3:
                 if ctx.kind in REPLAYED and sampled(micro_batch):
                     column = micro_batch.columns[ROUTES.name]
                     assert isinstance(column, Tensor)
-                    ctx.state[REPLAY], ctx.state[RECORDED] = routes_of_rows(column, ctx.rows, experts)
+                    ctx.attached[REPLAY], ctx.attached[RECORDED] = routes_of_rows(column, ctx.rows, experts)
                 output: Output = inner(chunk, micro_batch, ctx)
                 if ctx.kind == "train":
                     ctx.metrics.update(disagreement(ctx))
@@ -128,12 +128,12 @@ def routes_of_rows(column: Tensor, rows: Tensor, experts: int = 0) -> tuple[Tens
 def disagreement(ctx: Context) -> dict[str, tuple[Tensor, Tensor]]:
     """How often the trainer's own top-k differs, as a set, from the replayed one: (number, out of how many) of tokens
     with any difference and of token-router pairs. Empty where this chunk has no router or nothing was replayed."""
-    own: dict[int, Tensor] = ctx.state.pop(OWN, {})
+    own: dict[int, Tensor] = ctx.attached.pop(OWN, {})
     if not own:
         return {}
-    recorded = ctx.state[RECORDED]
+    recorded = ctx.attached[RECORDED]
     layers = sorted(own)
-    replayed = ctx.state[REPLAY][:, layers].sort(-1).values
+    replayed = ctx.attached[REPLAY][:, layers].sort(-1).values
     mine = torch.stack([own[i] for i in layers], dim=1).sort(-1).values
     differs = (mine != replayed).any(-1) & recorded[:, None]
     tokens = recorded.sum()

@@ -34,14 +34,14 @@ def make_block(family, deterministic=False, dtype=torch.float32):
     def run(kind, routes=None):
         ctx = Context(kind, (0, 1), torch.arange(ROWS))
         if routes is not None:
-            ctx.state[REPLAY] = routes[:, None].expand(-1, len(blocks), -1)
-            ctx.state[RECORDED] = torch.ones(ROWS, dtype=torch.bool)
+            ctx.attached[REPLAY] = routes[:, None].expand(-1, len(blocks), -1)
+            ctx.attached[RECORDED] = torch.ones(ROWS, dtype=torch.bool)
         calls._active.ctx = ctx
         try:
             output = block(hidden)
         finally:
             calls._active.ctx = None
-        ctx.state["output"] = output[0] if isinstance(output, tuple) else output
+        ctx.attached["output"] = output[0] if isinstance(output, tuple) else output
         if kind == "rollout":
             ctx.extras[ROUTES.name] = ctx.extras[ROUTES.name][:, -1]
         return ctx

@@ -76,8 +76,8 @@ def run(model, call):
 
 def replaying(routes, kind="train"):
     call = CausalCall(kind)
-    call.ctx.state[REPLAY] = routes
-    call.ctx.state[RECORDED] = torch.ones(len(routes), dtype=torch.bool)
+    call.ctx.attached[REPLAY] = routes
+    call.ctx.attached[RECORDED] = torch.ones(len(routes), dtype=torch.bool)
     return call
 
 
@@ -205,4 +205,4 @@ def test_only_the_policys_embedded_models_are_tapped(role, engine, trainer, tapp
     call = CausalCall("rollout")
     run(model, call)
     assert (ROUTES.name in call.ctx.extras) == tapped
-    assert OWN not in call.ctx.state
+    assert OWN not in call.ctx.attached

@@ -22,7 +22,7 @@ def test_replaying_what_was_recorded_changes_no_bit(block_with_call, family, dty
         routes = rollout.extras[ROUTES.name]
         assert routes.shape == (ROWS, 2) and routes.dtype == torch.int32 and len(routes.unique(dim=0)) > 3
         replayed = run("train", routes.long())
-    assert torch.equal(replayed.state["output"], rollout.state["output"])
+    assert torch.equal(replayed.attached["output"], rollout.attached["output"])
     assert all(float(count) == 0 for count, _ in disagreement(replayed).values())
 
 
@@ -38,7 +38,7 @@ def test_foreign_experts_get_the_weights_of_the_gathered_scores(block_with_call,
     )
     ctx = run("train", routes)
     assert torch.equal(seen["index"], routes)
-    assert float(disagreement(ctx)["r3/tokens_differing"][0]) > 0 and OWN not in ctx.state
+    assert float(disagreement(ctx)["r3/tokens_differing"][0]) > 0 and OWN not in ctx.attached
 
     router = router_of(block)
     weight = router.weight.detach().clone().requires_grad_()

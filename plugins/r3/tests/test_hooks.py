@@ -28,7 +28,7 @@ def forward(micro_batch, kind):
     seen = []
 
     def inner(chunk, micro_batch, ctx):
-        seen.append(ctx.state.get(REPLAY))
+        seen.append(ctx.attached.get(REPLAY))
         return Output()
 
     R3(R3Config()).wrap_forward(run)(inner)(None, micro_batch, ctx)
@@ -74,9 +74,9 @@ def test_padding_stays_within_the_experts(experts):
 
 def test_disagreement_is_counted_on_sets_and_recorded_rows_only():
     ctx = Context("train", (0, 1), torch.arange(3))
-    ctx.state[REPLAY] = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [0, 1]]])
-    ctx.state[RECORDED] = torch.tensor([True, True, False])
-    ctx.state[OWN] = {
+    ctx.attached[REPLAY] = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [0, 1]]])
+    ctx.attached[RECORDED] = torch.tensor([True, True, False])
+    ctx.attached[OWN] = {
         0: torch.tensor([[1, 0], [4, 6], [5, 6]]),
         1: torch.tensor([[3, 2], [7, 6], [5, 6]]),
     }

@@ -129,7 +129,10 @@ def test_any_sequence_of_admissions_steps_truncations_and_departures(data, seed,
                 mirror.k, mirror.v = mirror.k[: len(mirror.k) - drop], mirror.v[: len(mirror.v) - drop]
     if pool.rows:
         pool.feed(list(range(len(pool.rows))), [1] * len(pool.rows))
-    assert list(pool.cache.total_lengths(np.arange(len(pool.rows)))) == [len(r.k) for r in pool.rows]
+    cache, slots = pool.cache, np.arange(len(pool.rows))
+    assert list(cache.prefixes.lengths[cache.prefix_of[slots]] + cache.own.lengths[slots]) == [
+        len(r.k) for r in pool.rows
+    ]
 
 
 def test_a_prompt_is_held_once_and_freed_with_its_last_row():

@@ -15,8 +15,9 @@ from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.testing.engine_contract import stored_units
 from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
-from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.scheduler import StopText
+from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15]]

@@ -6,7 +6,8 @@ from miles_core.config.load import load
 from miles_core.precision.installed import format_class, providers
 from miles_core.testing.quantized_engine_contract import QuantizedEngineContract
 from miles_core.testing.tiny import tiny_tokenizer
-from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 
 

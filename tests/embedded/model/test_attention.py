@@ -11,13 +11,14 @@ import transformers
 from torch import nn
 
 from miles_core.contracts.engine import Request, Sampling
-from miles_core.contracts.trainer import Parts
+from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_core.errors import CheckpointError
 from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
-from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.runner import Runner
+from miles_embedded.engine.settings import Settings
 from miles_embedded.model.attention import AttentionOptions, attend_padded, causal, with_sinks
 from miles_embedded.model.load import load_model, prepare
 from miles_embedded.trainer.optimizer import OptimizerConfig
@@ -137,7 +138,7 @@ def test_training_equals_transformers(case, monkeypatch, recompute, short):
     checkpoint, reference, _ = case
     model = load_model(checkpoint)
     trainer = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig(), recompute=recompute))
-    trainer.bind(Parts(trainer.forward, None, trainer.optimizer_step))
+    trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))
     batch = collate(samples())
     micro, ctx = trainer.prepare(batch, list(range(len(batch))), "train", False)
     output = trainer.forward(model, micro, ctx)
@@ -168,7 +169,7 @@ def test_an_indexer_rests_where_it_has_nothing_to_choose(tmp_path):
     layer_norm = model.model.layers[0].self_attn.indexer.k_norm
     layer_norm.register_forward_hook(lambda module, args, output: keys.append(output.shape[1]))
     trainer = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig()))
-    trainer.bind(Parts(trainer.forward, None, trainer.optimizer_step))
+    trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))
     batch = collate(samples())
     dense = trainer.log_probs(batch, "old")["log_probs"]
     assert set(keys) == {1}  # the single row of the module itself

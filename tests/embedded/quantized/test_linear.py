@@ -10,7 +10,8 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product, Products
 from miles_core.testing.doubles.product import ExactProduct
 from miles_core.testing.tiny import tiny_checkpoint
-from miles_embedded.engine.engine import EmbeddedEngine, Settings
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.views import export
@@ -199,7 +200,7 @@ def test_the_engine_takes_codes_with_an_update_and_switches_with_its_precision(c
         assert len(made[0].calls) == calls
     assert first.tokens == again.tokens
     torch.testing.assert_close(torch.tensor(first.log_probs), torch.tensor(again.log_probs), rtol=0, atol=1e-4)
-    asyncio.run(engine.rebuild({"precision": "bf16"}))
+    asyncio.run(engine.rebuild("bf16"))
     assert not engine.native_products
     calls = sum(len(p.calls) for p in made)
     asyncio.run(answer(Codec()))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles_core.contracts.trainer import Loss, Parts
+from miles_core.contracts.trainer import Callbacks, Loss
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_core.testing.tiny import tiny_checkpoint
@@ -21,7 +21,7 @@ def test_the_loss_is_the_formula(family, tmp_path):
     samples = [Sample(tokens=[5, 6, 7, 8, 9][: 3 + n], response_length=n, index=n) for n in (1, 2)]
     batch = collate(samples)
     trainer = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig(), aux_loss_coef=0.1))
-    trainer.bind(Parts(trainer.forward, lambda o, m, c: Loss(o.log_probs.sum() * 0), trainer.optimizer_step))
+    trainer.bind(Callbacks(trainer.forward, lambda o, m, c: Loss(o.log_probs.sum() * 0), trainer.optimizer_step))
     total, tokens = trainer.step(batch)["train/load_balance"]
 
     plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -54,7 +54,7 @@ def test_nothing_is_recorded_outside_of_a_training_pass(tmp_path):
     trainer = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig(), aux_loss_coef=0.1))
     states = []
     inner = trainer.forward
-    trainer.bind(Parts(lambda *a: (states.append(a[2].state), inner(*a))[1], None, trainer.optimizer_step))
+    trainer.bind(Callbacks(lambda *a: (states.append(a[2].attached), inner(*a))[1], None, trainer.optimizer_step))
     trainer.log_probs(collate([Sample(tokens=[5, 6, 7], response_length=1)]), "old")
     assert states and not any("load_balance" in s for s in states)
 

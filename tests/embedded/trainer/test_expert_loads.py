@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_core.contracts.trainer import Loss, Parts
+from miles_core.contracts.trainer import Callbacks, Loss
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_core.observe.hints import HINTS
@@ -27,7 +27,7 @@ def samples():
 
 def trainer_of(model, **settings):
     trainer = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig(), **settings))
-    trainer.bind(Parts(trainer.forward, lambda o, m, c: Loss(o.log_probs.sum() * 0.0), trainer.optimizer_step))
+    trainer.bind(Callbacks(trainer.forward, lambda o, m, c: Loss(o.log_probs.sum() * 0.0), trainer.optimizer_step))
     return trainer
 
 

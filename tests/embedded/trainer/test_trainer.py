@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_core.contracts.trainer import Parts
+from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.testing.tiny import tiny_checkpoint
@@ -39,7 +39,7 @@ def embedded(checkpoint, setup=None, dtype="float32", device="cpu", **changes):
         trainer_config(setup or Setup(), **changes),
         lambda: load_model(checkpoint, dtype, device),
     )
-    trainer.bind(Parts(trainer.forward, weighted, trainer.optimizer_step))
+    trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     return trainer
 
 
@@ -82,8 +82,8 @@ def test_sharing_prompts_changes_the_work_and_not_the_result(checkpoint):
     results = []
     for share in (True, False):
         trainer = embedded(checkpoint, share_prompts=share)
-        inner = trainer.parts.forward
-        trainer.parts.forward = lambda chunk, micro, ctx, inner=inner: (
+        inner = trainer.callbacks.forward
+        trainer.callbacks.forward = lambda chunk, micro, ctx, inner=inner: (
             rows.append(len(ctx.rows)) or inner(chunk, micro, ctx)
         )
         trainer.step(batch)

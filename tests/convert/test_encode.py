@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
-from miles_core.convert import decode, encode, job
+from miles_core.convert import conversion, decode, encode
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.precision.codec import Codec
 from miles_core.precision.selector import Selector
@@ -18,7 +18,7 @@ EXPERTS = "model.layers.0.feed_forward.experts"
 
 
 def plan(directory, selector=None):
-    return encode.plan(CheckpointFiles(directory), Codec(PairFormat(), selector))
+    return encode.to_format(CheckpointFiles(directory), Codec(PairFormat(), selector))
 
 
 def test_a_lone_half_is_refused(checkpoint, tensors):
@@ -134,15 +134,15 @@ def test_joined_experts_are_quantised_apart_along_k_and_joined_again(checkpoint,
     whole, apart = joined(weight, transposed, interleaved=family == "gpt_oss")
     rest = {"model.norm.weight": weight(4), f"{EXPERTS}.gate_up_proj_bias": weight(2, 12)}
     source = checkpoint({"model.safetensors": whole | rest}, model_type=family, text_config={"hidden_size": 4})
-    job.run(plan(source), tmp_path / "out", workers=1)
+    conversion.run(plan(source), tmp_path / "out", workers=1)
     same = checkpoint({"model.safetensors": apart | rest}, name="apart")
-    job.run(plan(same), tmp_path / "same", workers=1)
+    conversion.run(plan(same), tmp_path / "same", workers=1)
     found, expected = (load_file(tmp_path / d / "model.safetensors") for d in ("out", "same"))
     assert set(found) == set(expected) and all(torch.equal(found[n], expected[n]) for n in expected)
 
     opened = decode.open_quantized(tmp_path / "out")
     assert opened is not None
-    job.run(decode.plan(opened), tmp_path / "back")
+    conversion.run(decode.to_bf16(opened), tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert {n: t.shape for n, t in back.items()} == {n: t.shape for n, t in (whole | rest).items()}
     for name, tensor in opened.tensors(torch.bfloat16):
@@ -164,7 +164,7 @@ def test_joined_experts_of_an_unknown_family_are_refused_unless_left_alone(check
 @pytest.mark.usefixtures("pair8")
 def test_a_missing_expert_is_named(checkpoint, weight, tmp_path):
     whole, _ = joined(weight, True)
-    job.run(plan(checkpoint({"model.safetensors": whole}, model_type="llama4")), tmp_path / "out")
+    conversion.run(plan(checkpoint({"model.safetensors": whole}, model_type="llama4")), tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     lost = {n: t for n, t in stored.items() if f"{EXPERTS}.0.up_proj" not in n}
     block = {"quant_method": "pair8"}

@@ -38,17 +38,17 @@ from miles_core.errors import CheckpointError
 CHUNK = 64 << 20
 
 #: One piece of work: reads, computes, and returns what is to be written.
-Step = Callable[[], list[Write]]
+Piece = Callable[[], list[Write]]
 #: Told how many source bytes are done.
 Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Tensors that are made together and lie in one file; ``steps`` may run in any order."""
+    """Tensors that are made together and lie in one file; ``pieces`` may run in any order."""
 
     targets: list[Target]
-    steps: list[Step]
+    pieces: list[Piece]
     before: int
 
 
@@ -102,13 +102,13 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ``run`` did. ``kept``: bytes of source weights in files that an earlier attempt had finished."""
+    """What ``run`` did. ``resumed``: bytes of source weights in files that an earlier attempt had finished."""
 
     directory: Path
     shards: int
     before: int
     after: int
-    kept: int
+    resumed: int
     seconds: float
     notes: tuple[str, ...]
 
@@ -123,7 +123,7 @@ def run(
     """Write the converted checkpoint to ``save_dir``.
 
     Args:
-        conversion: planned by ``encode_files.plan`` or ``decode_files.plan``.
+        conversion: planned by ``encode.to_format`` or ``decode.to_bf16``.
         save_dir: must not exist, or be empty; appears complete or not at all.
         workers: jobs at a time; each holds its tensors in memory several times over.
         shard_bytes: a weight file is closed before it grows beyond this.
@@ -136,7 +136,7 @@ def run(
     """
     start = time.monotonic()
     shards = plan_shards([job.targets for job in conversion.jobs], shard_bytes)
-    kept = 0
+    resumed = 0
     final = Path(os.path.abspath(save_dir))
     with WorkDirectory(final, _fingerprint(conversion, shards)) as work, told(work):
         notes = [work.restarted] if work.restarted else []
@@ -146,27 +146,27 @@ def run(
                 jobs = [conversion.jobs[p] for p in positions]
                 if work.finished(shard):
                     done = sum(job.before for job in jobs)
-                    kept += done
+                    resumed += done
                     advance(done)
                 else:
                     with work.open(shard) as descriptor:
                         _write(pool, shard, descriptor, jobs, advance)
         work.finish([shard for shard, _ in shards], conversion.texts, conversion.copies)
     seconds = time.monotonic() - start
-    return Outcome(final, len(shards), conversion.before, conversion.after, kept, seconds, tuple(notes))
+    return Outcome(final, len(shards), conversion.before, conversion.after, resumed, seconds, tuple(notes))
 
 
-def copy_steps(files: CheckpointFiles, name: str) -> list[Step]:
+def copy_pieces(files: CheckpointFiles, name: str) -> list[Piece]:
     """Steps that copy a tensor as it is, a part at a time."""
     entry = files.entries[name]
 
-    def step(start: int) -> list[Write]:
+    def piece(start: int) -> list[Write]:
         data = files.read_bytes(name, start, min(start + CHUNK, entry.nbytes))
         if name.endswith(".weight"):
             check_finite(name, data.view(entry.dtype))
         return [Write(name, data, start)]
 
-    return [partial(step, start) for start in range(0, max(entry.nbytes, 1), CHUNK)]
+    return [partial(piece, start) for start in range(0, max(entry.nbytes, 1), CHUNK)]
 
 
 def check_finite(name: str, values: Tensor) -> None:
@@ -179,19 +179,19 @@ def check_finite(name: str, values: Tensor) -> None:
     if not bool(low.isfinite() & high.isfinite()):
         raise CheckpointError(
             f"{name} holds values that are NaN or Inf; the checkpoint is damaged, or training went wrong before it was "
-            "saved: copy it again, or take an earlier step"
+            "saved: copy it again, or take an earlier piece"
         )
 
 
 def _write(pool: ThreadPoolExecutor, shard: Shard, descriptor: int, jobs: list[Job], advance: Advance) -> None:
-    def work(step: Step) -> int:
+    def work(piece: Piece) -> int:
         count = 0
-        for write in step():
+        for write in piece():
             shard.put(descriptor, write)
             count += write.tensor.nbytes
         return count
 
-    futures = [(pool.submit(work, step), job.before / len(job.steps)) for job in jobs for step in job.steps]
+    futures = [(pool.submit(work, piece), job.before / len(job.pieces)) for job in jobs for piece in job.pieces]
     written, told_so_far, total = 0, 0, 0.0
     try:
         for future, share in futures:
@@ -222,7 +222,7 @@ def _refuse_small_disk(work: WorkDirectory, shards: list[Shard]) -> None:
     if needed > free:
         raise CheckpointError(
             f"the disk of {work.final} is too small: {needed:,} bytes are to be written and {free:,} are free; "
-            f"{work.kept()}. Free some space, or choose another --save-dir"
+            f"{work.left()}. Free some space, or choose another --save-dir"
         )
 
 

@@ -62,13 +62,13 @@ class Verification:
         }
 
 
-async def check(
+async def verify(
     run: Run, parts: Sequence[PolicyParts], resume_from: Path | None = None, with_budget: bool = False
 ) -> list[Verification]:
     """Verify every policy of a run whose parts were just built.
 
     Args:
-        run, parts: see ``run.parts.built``.
+        run, parts: what ``run.parts.built`` gave.
         resume_from: a checkpoint to read first.
         with_budget: divide the gap among its causes.
     """
@@ -82,11 +82,11 @@ async def check(
             await each.learner.load(resume_from / policy.name)
         policy.version = (await each.learner.push(run.step)).version
         run.hooks.on("on_weights_synced", run=run, policy=policy, version=policy.version)
-        found.append(await check_policy(run, each, prompts, with_budget))
+        found.append(await verify_policy(run, each, prompts, with_budget))
     return found
 
 
-async def check_policy(
+async def verify_policy(
     run: Run, parts: PolicyParts, prompts: Sequence[Sequence[int]], with_budget: bool = False
 ) -> Verification:
     """Hold the engine of a policy against its trainer; both are built and synced."""
@@ -101,7 +101,7 @@ async def check_policy(
     return Verification(
         policy=policy.name,
         tolerance=run.config.run.verify_logprobs_tolerance,
-        gap=measure(engine, trainer, samples, run.tokenizer.decode),
+        gap=measure(engine, trainer, samples, run.text),
         decoding=None if scored is None else measure(engine, scored, samples),
         budget=await budget(run, parts, await probe(run, parts.engine, prompts, support=True)) if with_budget else None,
         samples=samples,

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
+from miles_core.convert import conversion as converting
 from miles_core.convert import decode as decoding
 from miles_core.convert import encode as encoding
-from miles_core.convert import job as conversion_job
 from miles_core.convert import writer
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, MilesError
@@ -24,13 +24,13 @@ GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.we
 
 
 def encode(source, target, **options):
-    return conversion_job.run(encoding.plan(CheckpointFiles(source), Codec(PairFormat())), target, **options)
+    return converting.run(encoding.to_format(CheckpointFiles(source), Codec(PairFormat())), target, **options)
 
 
 def decode(source, target, **options):
     opened = decoding.open_quantized(source)
     assert opened is not None
-    return conversion_job.run(decoding.plan(opened), target, **options)
+    return converting.run(decoding.to_bf16(opened), target, **options)
 
 
 def everything(directory):
@@ -108,9 +108,9 @@ def test_back_to_bf16_gives_the_values_of_the_codes(checkpoint, tensors, tmp_pat
 def test_weights_in_fp32_are_rounded_to_bf16_before_they_are_quantised(checkpoint, weight, tmp_path):
     tensors = {"a.q_proj.weight": weight(4, 8, dtype=torch.float32), "norm.weight": weight(8, dtype=torch.float32)}
     source = checkpoint({"model.safetensors": tensors})
-    conversion = encoding.plan(CheckpointFiles(source), Codec(PairFormat()))
+    conversion = encoding.to_format(CheckpointFiles(source), Codec(PairFormat()))
     assert "1 weights are not stored in BF16" in conversion.notes[0]
-    conversion_job.run(conversion, tmp_path / "out")
+    converting.run(conversion, tmp_path / "out")
     found = everything(tmp_path / "out")
     rounded = PairFormat().quantize(tensors["a.q_proj.weight"].to(torch.bfloat16))
     assert torch.equal(found["a.q_proj.weight_codes"], rounded["weight_codes"])
@@ -141,7 +141,7 @@ def test_an_interrupted_conversion_continues_and_verifies_what_it_finds(checkpoi
     monkeypatch.setattr(writer.Shard, "put", lambda *a: (written.append(a[0].file), original(*a))[1])
     outcome = encode(source, out, shard_bytes=200, workers=1)
     assert first not in written and second in written  # kept as it was; written again
-    assert 0 < outcome.kept < outcome.before
+    assert 0 < outcome.resumed < outcome.before
     encode(source, tmp_path / "fresh", shard_bytes=200)
     for file in (tmp_path / "fresh").glob("*.safetensors"):
         assert (out / file.name).read_bytes() == file.read_bytes()
@@ -175,7 +175,7 @@ def test_a_full_disk_stops_with_a_sentence_and_keeps_finished_files(checkpoint, 
     assert not out.exists() and "config.json" not in left_behind(tmp_path)
     assert not [name for name in left_behind(tmp_path) if name.endswith(".part")]
     monkeypatch.setattr(os, "pwrite", original)
-    assert encode(source, out, shard_bytes=300).kept > 0
+    assert encode(source, out, shard_bytes=300).resumed > 0
 
 
 def test_a_disk_too_small_is_refused_before_the_first_weight(checkpoint, tensors, tmp_path, monkeypatch):
@@ -217,7 +217,7 @@ def test_two_conversions_to_one_place_exclude_each_other(checkpoint, tensors, tm
 def test_memory_does_not_grow_with_the_model(checkpoint, weight, tmp_path):
     """At most ``workers`` jobs hold tensors at a time."""
     tensors = {f"layers.{i}.q_proj.weight": weight(64, 64) for i in range(12)}
-    conversion = encoding.plan(CheckpointFiles(checkpoint({"model.safetensors": tensors})), Codec(PairFormat()))
+    conversion = encoding.to_format(CheckpointFiles(checkpoint({"model.safetensors": tensors})), Codec(PairFormat()))
     held, most = [0], []
 
     def counted(step):
@@ -231,8 +231,8 @@ def test_memory_does_not_grow_with_the_model(checkpoint, weight, tmp_path):
         return run
 
     for job in conversion.jobs:
-        job.steps[:] = map(counted, job.steps)
-    conversion_job.run(conversion, tmp_path / "out", workers=2)
+        job.pieces[:] = map(counted, job.pieces)
+    converting.run(conversion, tmp_path / "out", workers=2)
     assert len(most) == 12 and max(most) <= 2
 
 
