@@ -71,22 +71,36 @@ def run(toy_run, tmp_path):
     return call
 
 
+def check(tmp_path, done):
+    """Every step once, every group once, every prompt as often as any other; what is out comes next."""
+    steps = trained(tmp_path)
+    assert [step for step, _, _ in steps] == list(range(STEPS))
+    groups = [group for _, _, numbers in steps for group in numbers]
+    assert len(groups) == len(set(groups))
+    seen = Counter(prompt for _, prompts, _ in steps for prompt in prompts)
+    saved = done.directory / f"checkpoints/step_{STEPS:08d}/state/run.json"
+    position = json.loads(saved.read_text())["data"]
+    out = [p["tokens"][0] for p in (*position["prompts"]["waiting"], *position.get("held", ()))]
+    issued, source = seen + Counter(out), position["prompts"]["source"]
+    assert issued.total() == PROMPTS * source["epoch"] + source["offset"]
+    assert len(issued) == PROMPTS and max(issued.values()) - min(issued.values()) <= 1
+    if not out:
+        assert set(seen.values()) == {STEPS * 2 // PROMPTS}
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("interrupts", [[], [18, 50]], ids=["whole", "interrupted"])
 def test_each_is_trained_on_once_an_epoch(run, tmp_path, mode, interrupts):
     begun, done = run(interrupts, **MODES[mode])
     assert begun == 1 + len(interrupts)
-    steps = trained(tmp_path)
-    assert [step for step, _, _ in steps] == list(range(STEPS))  # no step twice
-    seen = Counter(prompt for _, prompts, _ in steps for prompt in prompts)
-    (saved,) = (done.directory / f"checkpoints/step_{STEPS:08d}/state").glob("run.json")
-    position = json.loads(saved.read_text())["data"]
-    out = [p["tokens"][0] for p in (*position["prompts"]["waiting"], *position.get("held", ()))]
-    source = position["prompts"]["source"]
-    issued = seen + Counter(out)  # what over-sampling asked for beyond the last step comes next
-    assert issued.total() == PROMPTS * source["epoch"] + source["offset"]
-    assert len(issued) == PROMPTS and max(issued.values()) - min(issued.values()) <= 1
-    if not out:
-        assert set(seen.values()) == {STEPS * 2 // PROMPTS}
-    groups = [group for _, _, numbers in steps for group in numbers]
-    assert len(groups) == len(set(groups))  # no group twice
+    check(tmp_path, done)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(run, tmp_path, toy_run, mode):
+    run([], save_interval=5, **MODES[mode])
+    before = [record for record in trained(tmp_path) if record[0] < 5]  # the rest was never saved
+    (tmp_path / "trained.jsonl").write_text("".join(json.dumps(record) + "\n" for record in before))
+    load = tmp_path / "run/checkpoints/step_00000005"
+    options = {"custom_rm_path": tmp_path / "reward.py", "rollout_max_response_len": 8, "steps": STEPS, **MODES[mode]}
+    check(tmp_path, toy_run([str(tmp_path / "count.py")], directory=tmp_path / "again", load=load, **options))
