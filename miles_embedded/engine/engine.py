@@ -28,10 +28,10 @@ from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks
 from miles_embedded.engine.runner import Fed, Runner
 from miles_embedded.engine.scheduler import Row, Scheduler
 from miles_embedded.engine.settings import Settings
+from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import facts_of
-from miles_embedded.model.load_units import load_units
 from miles_embedded.model.nonfinite import first_nonfinite
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.linear import linear_shapes
@@ -49,14 +49,14 @@ class EmbeddedEngine(Engine):
         self.max_context = settings.max_context or config.max_position_embeddings
         self.codec = settings.codec
         self._inputs = self._rounded_inputs()
+        self._weights = Weights(model)
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype)
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
         self.rows: list[Row] = []
         self._joining: list[Row] = []
         self._prefixes = Prefixes(self.runner)
-        self._version = -1
-        self._usable, self._paused, self._stopped = True, False, False
+        self._paused, self._stopped = False, False
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
@@ -65,7 +65,7 @@ class EmbeddedEngine(Engine):
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._weights.version
 
     async def start(self) -> None:
         self._stopped = self._paused = False
@@ -97,12 +97,20 @@ class EmbeddedEngine(Engine):
         return [results[i] for i in range(len(sequences))]
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
-        if not self._paused and (self.rows or self.scheduler.waiting):
-            raise RuntimeError(f"update_weights with {len(self.rows)} requests in flight: pause or abort them first")
-        self._usable = False
-        load_units(self.model, self._inputs.taking(units), self.codec.decode)
-        self._version, self._usable = version, True
+        self._quiet("update_weights")
+        self._weights.update(self._inputs.taking(units), version, self.codec.decode)
         self._prefixes.retire()
+
+    async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
+        self._quiet("share_weights")
+        copied = self._weights.update(self._inputs.taking(units), version, self.codec.decode, share=True)
+        self._prefixes.retire()
+        return copied
+
+    async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
+        self._quiet("receive")
+        if self._weights.receive(message, version, last, self._inputs.taking, self.codec.decode):
+            self._prefixes.retire()
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._paused = True
@@ -138,14 +146,13 @@ class EmbeddedEngine(Engine):
     async def rebuild(self, precision: str) -> None:
         """Weights always lie here as plain numbers, beside the codes of native products: a precision is how they are
         read, and how products read their inputs."""
-        if not self._paused and (self.rows or self.scheduler.waiting):
-            raise RuntimeError(f"rebuild with {len(self.rows)} requests in flight: pause or abort them first")
+        self._quiet("rebuild")
         if self.settings.codec_of is None:
             raise RuntimeError("this engine was built without a way to make other codecs (Settings.codec_of)")
         self._inputs.remove()
         self.codec = self.settings.codec_of(precision)
         self._inputs = self._rounded_inputs()
-        self._usable = False
+        self._weights.complete = False
         self._prefixes.retire()
 
     def quantizer(self, format: Format) -> FormatItself:
@@ -216,7 +223,7 @@ class EmbeddedEngine(Engine):
 
     @torch.no_grad()
     def _step(self) -> None:
-        if not self._usable:
+        if not self._weights.complete:
             raise MilesError(
                 "the engine has no complete weights (an update failed part-way, or its layout changed); it cannot "
                 "generate until an update succeeds"
@@ -226,7 +233,7 @@ class EmbeddedEngine(Engine):
             self._admit()
             if self.rows:
                 emitted = self.decoder.step(self, self.rows)
-                self._finish(self.scheduler.accept(self.rows, emitted, self._version))
+                self._finish(self.scheduler.accept(self.rows, emitted, self.version))
         except NonFiniteError as error:
             raise NonFiniteError(self._find_nonfinite(error)) from error
 
@@ -234,7 +241,7 @@ class EmbeddedEngine(Engine):
         """Run the rows through the model once more, to name the first module that computed what is not finite."""
         tokens = [row.tokens for row in (*self.rows, *self._joining)]
         found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0))
-        return f"engine, weight version {self._version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
+        return f"engine, weight version {self.version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
 
     def _admit(self) -> None:
         waiting = self.scheduler.waiting
@@ -274,7 +281,7 @@ class EmbeddedEngine(Engine):
         index = torch.tensor([order[prefix] for _, prefix in fresh], device=logits.device)
         rows = [row for row, _ in fresh]
         sampled = self.sample(logits.index_select(0, index), rows)
-        self._finish(self.scheduler.accept(rows, one_each(sampled), self._version))
+        self._finish(self.scheduler.accept(rows, one_each(sampled), self.version))
 
     def _finish(self, rows: list[Row], finish: str = "") -> None:
         if not rows:
@@ -333,6 +340,11 @@ class EmbeddedEngine(Engine):
                     row.future.set_exception(error)
                 else:
                     row.future.cancel()
+
+    def _quiet(self, what: str) -> None:
+        """Refuse to change what requests in flight are computed with."""
+        if not self._paused and (self.rows or self.scheduler.waiting):
+            raise RuntimeError(f"{what} with {len(self.rows)} requests in flight: pause or abort them first")
 
     # -- small things -----------------------------------------------------------------------------------------------
 
