@@ -77,7 +77,9 @@ class Bucket:
     def add(self, unit: Encoded) -> bool:
         """Copy a tensor in, or find it in its room already; False where it does not fit."""
         places = self._rooms.pop(unit.name, None)
-        if places is None or any(unit.parts[part].data_ptr() != tensor.data_ptr() for part, (tensor, _) in places.items()):
+        if places is None or any(
+            unit.parts[part].data_ptr() != tensor.data_ptr() for part, (tensor, _) in places.items()
+        ):
             places = self._places({part: (t.dtype, tuple(t.shape)) for part, t in unit.parts.items()})
             if places is None:
                 return False

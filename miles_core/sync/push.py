@@ -25,5 +25,7 @@ async def push(parts: PolicyParts, version: int) -> SyncReport:
     try:
         return await parts.learner.push(version)
     except SyncError as error:
-        log.warning("weights travel by the plain copy from version %d on, because a push failed twice: %s", version, error)
+        log.warning(
+            "weights travel by the plain copy from version %d on, because a push failed twice: %s", version, error
+        )
     return await parts.learner.push(version, plain=True)

@@ -31,9 +31,7 @@ def pushed(failures, caplog):
     return calls, said
 
 
-@pytest.mark.parametrize(
-    ("failures", "calls"), [(0, [False]), (1, [False, False]), (2, [False, False, True])], ids=str
-)
+@pytest.mark.parametrize(("failures", "calls"), [(0, [False]), (1, [False, False]), (2, [False, False, True])], ids=str)
 def test_it_is_pushed_until_it_arrives(failures, calls, caplog):
     made, said = pushed(failures, caplog)
     assert made == calls and len(said) == failures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,10 @@ class Sender:
         await self._acknowledged()
         needed = rounded(room_of(unit))
         log.warning(
-            "--sync-bucket-size %d is smaller than %s (%d bytes): buckets are made that large", self._nbytes, unit.name, needed
+            "--sync-bucket-size %d is smaller than %s (%d bytes): buckets are made that large",
+            self._nbytes,
+            unit.name,
+            needed,
         )
         self._nbytes = needed
         self.close()

@@ -13,7 +13,8 @@ import torch
 from miles_core import MilesError, SyncError
 from miles_core.backend import World
 from miles_core.testing.asking import ask
-from miles_core.testing.engine_contract import FREE, stored_units
+from miles_core.testing.engine_contract import FREE
+from miles_core.testing.stored import stored_units
 from miles_zero_copy import segment
 from miles_zero_copy.transport import BucketTransport
 
@@ -78,7 +79,9 @@ def test_a_bucket_with_another_checksum_is_a_failed_sync_and_the_next_push_repai
             yield unit
 
     engine.spoil = spoil
-    with pytest.raises(SyncError, match=r"starts with model\..* arrived with checksum [0-9a-f]{8}, and [0-9a-f]{8} was sent"):
+    with pytest.raises(
+        SyncError, match=r"starts with model\..* arrived with checksum [0-9a-f]{8}, and [0-9a-f]{8} was sent"
+    ):
         asyncio.run(transport.send(stream(), 1))
     assert engine.version == -1 and len(rest) == len(units)  # consumed to its end
     with asyncio.Runner() as runner, pytest.raises(MilesError, match="no complete weights"):
@@ -119,7 +122,9 @@ def test_a_host_without_shared_memory_gets_messages(engine, transport, checkpoin
 
 
 def test_shared_memory_that_is_full_is_said_with_what_helps():
-    with pytest.raises(segment.NoSegmentError, match=r"bytes of shared memory are not to be had .* a smaller --sync-bucket-size"):
+    with pytest.raises(
+        segment.NoSegmentError, match=r"bytes of shared memory are not to be had .* a smaller --sync-bucket-size"
+    ):
         segment.Segment(1 << 60)
 
 
