@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
+from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
@@ -34,7 +35,6 @@ from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import facts_of
 from miles_embedded.model.nonfinite import first_nonfinite
-from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.linear import linear_shapes
 
 
@@ -48,15 +48,13 @@ class EmbeddedEngine(Engine):
         self.decoder = settings.decoder
         config = text_configuration(model)
         self.max_context = settings.max_context or config.max_position_embeddings
-        self.codec = settings.codec
-        self._inputs = self._rounded_inputs()
-        self._weights = Weights(model)
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype)
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
         self.rows: list[Row] = []
         self._joining: list[Row] = []
         self._prefixes = Prefixes(self.runner)
+        self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._prefixes.retire)
         self._paused, self._stopped = False, False
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
@@ -67,6 +65,11 @@ class EmbeddedEngine(Engine):
     @property
     def version(self) -> int:
         return self._weights.version
+
+    @property
+    def codec(self) -> Codec:
+        """What reads encoded weights now."""
+        return self._weights.codec
 
     async def start(self) -> None:
         self._stopped = self._paused = False
@@ -99,19 +102,15 @@ class EmbeddedEngine(Engine):
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
         self._quiet("update_weights")
-        self._weights.update(self._inputs.taking(units), version, self.codec.decode)
-        self._prefixes.retire()
+        self._weights.update(units, version)
 
     async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
         self._quiet("share_weights")
-        copied = self._weights.update(self._inputs.taking(units), version, self.codec.decode, share=True)
-        self._prefixes.retire()
-        return copied
+        return self._weights.update(units, version, share=True)
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         self._quiet("receive")
-        if self._weights.receive(message, version, last, self._inputs.taking, self.codec.decode):
-            self._prefixes.retire()
+        self._weights.receive(message, version, last)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._paused = True
@@ -145,16 +144,8 @@ class EmbeddedEngine(Engine):
         self._prefixes.clear()
 
     async def rebuild(self, precision: str) -> None:
-        """Weights always lie here as plain numbers, beside the codes of native products: a precision is how they are
-        read, and how products read their inputs."""
         self._quiet("rebuild")
-        if self.settings.codec_of is None:
-            raise RuntimeError("this engine was built without a way to make other codecs (Settings.codec_of)")
-        self._inputs.remove()
-        self.codec = self.settings.codec_of(precision)
-        self._inputs = self._rounded_inputs()
-        self._weights.complete = False
-        self._prefixes.retire()
+        self._weights.rebuild(precision)
 
     def quantizer(self, format: Format) -> FormatItself:
         """There is no other code here than the format's own."""
@@ -162,10 +153,10 @@ class EmbeddedEngine(Engine):
 
     @property
     def native_products(self) -> bool:  # type: ignore[override]
-        return bool(self._inputs.layers)
+        return bool(self._weights.inputs.layers)
 
     def emulated_products(self) -> AbstractContextManager[None]:
-        return self._inputs.emulated()
+        return self._weights.inputs.emulated()
 
     def model_facts(self) -> Mapping[str, Any]:
         return facts_of(self.model)
@@ -368,9 +359,6 @@ class EmbeddedEngine(Engine):
             raise RuntimeError(f"{what} with {len(self.rows)} requests in flight: pause or abort them first")
 
     # -- small things -----------------------------------------------------------------------------------------------
-
-    def _rounded_inputs(self) -> RoundedInputs:
-        return RoundedInputs(self.model, self.codec, self.settings.products.of(self.codec.format, self.model))
 
     def _slots(self, rows: Sequence[Row]) -> np.ndarray:
         return np.fromiter((row.slot for row in rows), np.int64, len(rows))
