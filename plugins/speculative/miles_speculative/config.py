@@ -43,6 +43,11 @@ class SpeculativeConfig:
     mtp_loss_scaling_factor: float = option(
         0.2, flag="--mtp-loss-scaling-factor", help="factor of the MTP loss, the mean over trained tokens", gt=0
     )
+    profile: bool = option(
+        False,
+        flag="--profile-speculative",
+        help="at the end of the run, print where the time of decoding went, predicted and measured speed-up, and what a draft may cost",
+    )
     draft_lr: float | None = option(
         None,
         flag="--draft-lr",
