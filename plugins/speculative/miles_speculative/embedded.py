@@ -25,7 +25,7 @@ class EmbeddedSpeculative:
 
     @hookimpl
     def on_model(self, run: Any, policy: Any, model: nn.Module, role: str) -> None:
-        if role not in ("train", "rollout", "shared") or not is_embedded(run, role):
+        if role not in ("train", "rollout", "shared") or not is_embedded(model):
             return
         head = attach(model, run.config.model.ref_load or policy.hf_checkpoint or run.config.model.hf_checkpoint)
         if role == "rollout":
