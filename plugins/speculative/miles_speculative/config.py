@@ -54,3 +54,27 @@ class SpeculativeConfig:
         help="constant learning rate of the draft (default: the policy's, schedule included)",
         gt=0,
     )
+    sft_interval: int | None = option(
+        None,
+        flag="--online-sft-interval",
+        help="every so many steps, train the draft towards the policy's own distribution on the rollout's tokens",
+        ge=1,
+    )
+    ema_decay: float = option(
+        0.0,
+        flag="--draft-ema-decay",
+        help="the engine drafts with a running mean of the draft, of this decay (0: off)",
+        ge=0,
+        lt=1,
+    )
+    reinit_interval: int | None = option(
+        None,
+        flag="--reinit-draft-interval",
+        help="every so many steps, start the draft again from the policy's last layer",
+        ge=1,
+    )
+
+    @property
+    def trained(self) -> bool:
+        """Whether the draft learns."""
+        return self.mtp_training or self.sft_interval is not None

@@ -8,11 +8,14 @@ plain decoding, and k = 0 wins unless drafting is faster by more than the measur
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from miles_speculative.config import MOST
 
-#: Weight of the newest time in a running mean, and what is left of counts of drafts a step later.
-_NEWEST, _MEMORY = 0.3, 0.97
+#: Weight of the newest time in a running mean.
+_NEWEST = 0.3
+#: What a step forgets of the counts of drafts before it; of a batch smaller than this, in proportion less.
+_FORGOTTEN, _MANY = 0.04, 4
 #: Drafting must be faster by this factor.
 _GAIN = 1.03
 #: A batch size is measured anew after so many steps, then after twice as many, up to a limit.
@@ -66,9 +69,9 @@ class Auto(Lookahead):
             costs = self.costs[rows.bit_length()] = self._begin(rows.bit_length())
         costs.steps += 1
         if not costs.trials and costs.steps >= costs.due:
-            # what is not in use goes stale: plain steps while drafting pays, drafts while it does not
+            # what is not in use goes stale: plain steps, and one draft more, while drafting pays; drafts while it does not
             best = self.best(costs)
-            costs.trials = [0, 0] if best else [self.best(costs, least=1)] * 3
+            costs.trials = [0, 0, best + 1, best + 1] if best else [self.best(costs, least=1)] * 3
             costs.due, costs.wait = costs.steps + costs.wait, min(2 * costs.wait, _SELDOM)
         if costs.trials:
             return min(costs.trials.pop(0), self.most)
@@ -91,33 +94,37 @@ class Auto(Lookahead):
         return made
 
 
-@dataclass
 class Acceptance:
-    """How often drafts are kept, by depth; old steps count less."""
+    """How often a draft is kept if the one before it was, by depth.
 
-    most: int
-    tried: list[float] = field(default_factory=list)
-    kept: list[float] = field(default_factory=list)
+    Old steps count less, at every depth, so that a depth which is no longer tried comes to be judged by the one before it, and is tried
+    again when that one became better.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.reached, self.kept = [0.0] * most, [0.0] * most
 
     def add(self, tried: list[int], kept: list[int]) -> None:
         """Counts of one step, see ``Lookahead.record``."""
         if not tried:
             return
-        for mine, new in ((self.tried, tried), (self.kept, kept)):
-            mine += [0.0] * (len(new) - len(mine))
-            for depth, count in enumerate(new):
-                mine[depth] = mine[depth] * _MEMORY + count
+        memory = 1 - _FORGOTTEN * min(tried[0] / _MANY, 1.0)
+        before = tried[0]
+        for depth in range(len(self.kept)):
+            self.reached[depth] *= memory
+            self.kept[depth] *= memory
+            if depth < len(tried):
+                self.reached[depth] += min(before, tried[depth])
+                self.kept[depth] += kept[depth]
+                before = kept[depth]
 
     def length(self, k: int) -> float:
-        """Tokens that a step with k drafts emits a row: 1 + a_1 + ... + a_k. A depth that was never tried continues the last ratio."""
-        total, before, ratio = 1.0, 1.0, 1.0
+        """Tokens that a step with k drafts emits a row: 1 + a_1 + ... + a_k."""
+        total, share, ratio = 1.0, 1.0, 0.5
         for depth in range(k):
-            if depth < len(self.tried) and self.tried[depth]:
-                share = min(self.kept[depth] / self.tried[depth], before)
-                ratio = share / before if before else 0.0
-            else:
-                share = before * ratio
-            total, before = total + share, share
+            ratio = (self.kept[depth] + ratio) / (self.reached[depth] + 1)
+            share *= ratio
+            total += share
         return total
 
 
@@ -152,18 +159,16 @@ class Costs:
             self.seconds[k] += _NEWEST * (min(seconds, 2 * self.seconds[k]) - self.seconds[k])
 
     def of(self, k: int) -> float:
-        """Seconds of a step with k drafts, between and beyond what was measured along a line; infinite as long as nothing was."""
+        """Seconds of a step with k drafts. Where it was not measured, the line of least squares through the steps with drafts; infinite
+        as long as there are none."""
         if k in self.seconds:
             return self.seconds[k]
-        known = sorted(j for j in self.seconds if j) if k else []
-        if not known:
+        known = {j: s for j, s in self.seconds.items() if j}
+        if not k or not known:
             return float("inf")
-        if len(known) == 1:  # one point and the plain step
-            low, high = 0, known[0]
-            if 0 not in self.seconds:
-                return self.seconds[high]
-        else:
-            above = next((i for i, j in enumerate(known) if j > k), len(known) - 1)
-            low, high = known[max(above - 1, 0)], known[max(above, 1)]
-        slope = (self.seconds[high] - self.seconds[low]) / (high - low)
-        return max(self.seconds[low] + slope * (k - low), min(self.seconds.values()))
+        if len(known) == 1 and 0 in self.seconds:
+            known[0] = self.seconds[0]
+        middle, mean = fmean(known), fmean(known.values())
+        spread = sum((j - middle) ** 2 for j in known)
+        slope = sum((j - middle) * (s - mean) for j, s in known.items()) / spread if spread else 0.0
+        return max(mean + slope * (k - middle), min(known.values()))
