@@ -57,9 +57,7 @@ class RankedTrainerContract:
         return tiny_checkpoint(self.family, tmp_path_factory.mktemp("ranks") / "checkpoint")
 
     @pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
-    def test_ranks_compute_what_one_process_computes(
-        self, ranks: Ranks, checkpoint: Path, shares: list[Share]
-    ) -> None:
+    def test_ranks_compute_what_one_process_computes(self, ranks: Ranks, checkpoint: Path, shares: list[Share]) -> None:
         one = self.worked(checkpoint, WHOLE)
         found = ranks.run(self.worked, checkpoint, each=[(share,) for share in shares])
         for share, result in zip(shares, found, strict=True):
@@ -81,8 +79,8 @@ class RankedTrainerContract:
         self.same(_joined(r["units"] for r in found), one["units"], 0.0)
         for result in found:
             self.same(result["everywhere"], one["everywhere"], 0.0)
-        (expected, *_), (files, *_) = ([f for f in d.glob("*.safetensors")] for d in (tmp_path / "one", tmp_path / "two"))
-        assert files.name == expected.name and files.read_bytes() == expected.read_bytes()
+        written, expected = (tmp_path / name / "model.safetensors" for name in ("two", "one"))
+        assert written.read_bytes() == expected.read_bytes()
 
     def test_saved_on_two_ranks_and_loaded_on_one_two_and_three(
         self, ranks: Ranks, checkpoint: Path, tmp_path: Path
@@ -177,7 +175,8 @@ class RankedTrainerContract:
         """Equal names, and values within ``atol``."""
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+            worst = (found[name].double() - tensor.double()).abs().max()
+            assert worst <= atol, f"{name} differs by up to {worst:.3g}"
 
 
 def part(share: Share) -> Batch:

@@ -43,13 +43,12 @@ def held(tensor: Tensor) -> Held:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Held(tensor.detach(), 0, shape, False)
-    mesh = tensor.device_mesh
+    mesh, own = tensor.device_mesh, tensor.to_local()
     rows = -(-shape[0] // mesh.size())
-    return Held(tensor.detach().to_local(), min(mesh.get_local_rank() * rows, shape[0]), shape, True)
+    return Held(own.detach(), min(mesh.get_local_rank() * rows, shape[0]), shape, True)
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """All of ``tensor``, plain: a collective where it is divided, and itself otherwise."""
-    found: Tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    return found
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

@@ -103,7 +103,9 @@ class _Whole:
         files = [_file(directory, kind, number, count) for number in range(count)]
         absent = next((file.name for file in files if not file.is_file()), None)
         if absent is not None:
-            raise CheckpointError(f"{directory}: it has no {absent}, though {STEP} counts it; use an earlier checkpoint")
+            raise CheckpointError(
+                f"{directory}: it has no {absent}, though {STEP} counts it; use an earlier checkpoint"
+            )
         opened: list[Any] = [stack.enter_context(safe_open(file, "pt")) for file in files]
         self.names: dict[str, list[Any]] = {}
         for file in opened:
@@ -117,7 +119,7 @@ class _Whole:
         """The rows that this process holds; all of a tensor without rows (``mine`` None)."""
         files = self.names[name]
         if mine is None:
-            return files[0].get_tensor(name)  # type: ignore[no-any-return]
+            return files[0].get_tensor(name)
         slices = [file.get_slice(name) for file in files]
         shapes = [tuple(part.get_shape()) for part in slices]
         saved = (sum(s[0] for s in shapes), *shapes[0][1:]) if shapes[0] else ()
@@ -126,7 +128,7 @@ class _Whole:
                 f"{self.directory}: {name} has shape {list(saved)}, the model's is {list(mine.shape)}; it is another model"
             )
         if not saved:
-            return files[0].get_tensor(name)  # type: ignore[no-any-return]
+            return files[0].get_tensor(name)
         first, last, start, parts = mine.first, mine.first + len(mine.tensor), 0, []
         for part, shape in zip(slices, shapes, strict=True):
             low, high = max(first - start, 0), min(last - start, shape[0])

@@ -1,10 +1,8 @@
 """The embedded trainer on several ranks: replicated and fully sharded."""
 
-import pytest
 import torch
 
-from miles_core.testing.ranked_trainer_contract import SHARES, RankedTrainerContract
-from miles_core.testing.tiny import tiny_checkpoint
+from miles_core.testing.ranked_trainer_contract import RankedTrainerContract
 from miles_embedded.model.load import load_model
 from miles_embedded.trainer.build import data_parallel
 from miles_embedded.trainer.optimizer import OptimizerConfig
