@@ -15,8 +15,9 @@ log = logging.getLogger(__name__)
 _NAME = "rng"
 
 
-def put_rng(store: Store) -> None:
-    """Save the states of Python's, NumPy's and torch's global generators, and of every CUDA device's when CUDA is in use."""
+def put_rng(store: Store, *, sharded: bool = False) -> None:
+    """Save the states of Python's, NumPy's and torch's global generators, and of every CUDA device's when CUDA is in use;
+    ``sharded``: each rank its own."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -30,7 +31,7 @@ def put_rng(store: Store) -> None:
         "python": {"version": version, "gauss": gauss},
         "numpy": {"kind": kind, "position": position, "has_gauss": has_gauss, "cached_gaussian": cached},
     }
-    store.put(_NAME, tensors, data)
+    store.put(_NAME, tensors, data, sharded=sharded)
 
 
 def get_rng(store: Store) -> None:
