@@ -75,13 +75,31 @@ class Checkpoints:
         """The steps that have a checkpoint, ascending."""
         if not self.directory.is_dir():
             return []
-        self._recover()
         found = (_STEP.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
     def latest(self) -> int | None:
         """The last step that has a checkpoint, or None."""
         return max(self.steps(), default=None)
+
+    def recover(self) -> None:
+        """Put right what a process that died while it saved left: call it where nobody else writes."""
+        for aside in self.directory.glob(".step_*.replaced"):
+            final = aside.with_name(aside.name[1 : -len(".replaced")])
+            if final.exists():
+                shutil.rmtree(aside)
+            else:
+                aside.rename(final)
+        for dropped in self.directory.glob(".step_*.dropped"):
+            shutil.rmtree(dropped, ignore_errors=True)
+
+    def keep(self, count: int) -> None:
+        """Delete all but the last ``count`` checkpoints; each is renamed first, so that none is ever there in part."""
+        for step in self.steps()[:-count]:
+            path = self.path(step)
+            dropped = path.with_name(f".{path.name}.dropped")
+            path.rename(dropped)
+            shutil.rmtree(dropped, ignore_errors=True)
 
     @contextmanager
     def save(self, step: int, plan: Mapping[str, Any] | None = None) -> Iterator[Path]:
@@ -98,7 +116,7 @@ class Checkpoints:
         work = self.directory / f".{final.name}.saving"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._recover()
+            self.recover()
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
             yield work
@@ -136,21 +154,13 @@ class Checkpoints:
         return path
 
     def _replace(self, work: Path, final: Path) -> None:
-        """Rename ``work`` to ``final``. An older ``final`` steps aside; after a crash ``_recover`` brings it back."""
+        """Rename ``work`` to ``final``. An older ``final`` steps aside; after a crash ``recover`` brings it back."""
         aside = final.with_name(f".{final.name}.replaced")
         if final.exists():
             final.rename(aside)
         work.rename(final)
         _sync_directory(self.directory)
         shutil.rmtree(aside, ignore_errors=True)
-
-    def _recover(self) -> None:
-        for aside in self.directory.glob(".step_*.replaced"):
-            final = aside.with_name(aside.name[1 : -len(".replaced")])
-            if final.exists():
-                shutil.rmtree(aside)
-            else:
-                aside.rename(final)
 
     def _cannot_save(self, step: int, written: int, error: BaseException) -> CheckpointError:
         earlier = [_size(self.path(s)) for s in self.steps()]
@@ -262,6 +272,16 @@ def locate_checkpoint(source: Path | str, plan: Mapping[str, Any] | None = None)
         return Checkpoints(source.resolve().parent).load(int(match[1]), plan)
     inside = source / "checkpoints"
     return Checkpoints(inside if inside.is_dir() else source).load(None, plan)
+
+
+def run_of(source: Path | str) -> Path:
+    """The run directory that ``--load`` names: itself, or by its ``checkpoints`` directory or one step's."""
+    source = Path(source)
+    if _STEP.fullmatch(source.resolve().name):
+        return source.resolve().parent.parent
+    if not (source / "checkpoints").is_dir() and Checkpoints(source).steps():
+        return source.parent
+    return source
 
 
 def checkpoint_step(directory: Path) -> int:

@@ -39,6 +39,9 @@ class Run:
     )
     load: Path | None = option(None, help="run directory or checkpoint to resume from")
     save_interval: int | None = option(None, help="write a checkpoint every N rollouts (and always at the end)", ge=1)
+    keep: int | None = option(
+        None, help="keep the last N checkpoints and delete older ones (default: keep all)", metavar="N", ge=1
+    )
     export_hf: Path | None = option(None, help="write the trained model here in Hugging Face layout at the end")
     verify_logprobs: bool = option(
         False, help="after every weight sync engine and trainer score the same tokens; stop when they disagree"

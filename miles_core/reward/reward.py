@@ -16,6 +16,8 @@ from miles_core.reward.remote import RemoteReward
 from miles_core.reward.rules import RULES, Rule
 
 RM_TYPES = (*RULES, "math", "remote")
+#: Those that compare a response with a label.
+LABELLED = (*RULES, "math")
 DEFAULT_CONCURRENCY = 64
 
 

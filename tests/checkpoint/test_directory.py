@@ -102,6 +102,24 @@ def test_directory_that_cannot_be_made(tmp_path):
         save(Checkpoints(tmp_path / "file" / "ckpt"), 1)
 
 
+def test_looking_at_checkpoints_changes_nothing_that_somebody_else_is_writing(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 5)
+    checkpoints.path(5).rename(tmp_path / ".step_00000005.replaced")  # another process is about to put the new one here
+    assert checkpoints.steps() == [] and (tmp_path / ".step_00000005.replaced").exists()
+
+
+def test_only_the_last_are_kept_and_what_a_crash_left_of_the_others_goes(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2, 10, 11):
+        save(checkpoints, step)
+    checkpoints.keep(2)
+    assert checkpoints.steps() == [10, 11] and len(list(tmp_path.iterdir())) == 2
+    checkpoints.path(10).rename(tmp_path / ".step_00000010.dropped")
+    checkpoints.recover()
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000011"]
+
+
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_crash_at_any_point_of_a_replacement_leaves_one_good_checkpoint(tmp_path, done):
     checkpoints = Checkpoints(tmp_path)
@@ -112,6 +130,7 @@ def test_crash_at_any_point_of_a_replacement_leaves_one_good_checkpoint(tmp_path
     final, aside = checkpoints.path(5), tmp_path / ".step_00000005.replaced"
     for old, new in ((final, aside), (work, final))[:done]:
         old.rename(new)
+    checkpoints.recover()
     text = (Checkpoints(tmp_path).load() / "policy/model.txt").read_text()
     assert text == ("new" if done == 2 else "old")
     save(checkpoints, 6)
