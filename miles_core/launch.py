@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from miles_core.checkpoint.directory import checkpoint_step, locate_checkpoint
+from miles_core.checkpoint.directory import changes, checkpoint_step, locate_checkpoint
 from miles_core.checkpoint.rng import seed_generators
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
@@ -84,6 +84,8 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         for line in notices(plan):
             log.info("%s", line)
         log.info("run directory: %s", directory)
+        for change in changes(resume_from, json.loads(plan.to_json())) if resume_from else ():
+            log.warning("continuing with a change: %s", change)
         start = checkpoint_step(resume_from) if resume_from else None
         told = make_log(run, manifests, Progress(config.rollout.num_rollout, console, start=start or 0), start)
         seed_generators(config.train.seed)

@@ -56,6 +56,9 @@ class Difference:
 #: Facts without which saved weights and optimiser states fit no model: its shape, and what it is trained in.
 FATAL = ("model.type", "model.hidden_size", "model.layers", "model.num_experts", "model.vocab_size", "train.precision")
 
+#: Options that say where a run is and what it shows, not what it does.
+WHERE = {"save", "load", "plugins", "log_level", "keep", "save_interval"}
+
 
 class Checkpoints:
     """The checkpoints of one run.
@@ -134,8 +137,7 @@ class Checkpoints:
 
         Args:
             step: which one.
-            plan: the current plan as JSON data, compared with the saved one (``compare_plans``); differences that are not
-                fatal are logged. Without it nothing is compared.
+            plan: the current plan as JSON data, compared with the saved one (``compare_plans``). Without it nothing is.
 
         Raises:
             CheckpointError: none there, incomplete, damaged (the file is named), or saved under a plan that training
@@ -220,11 +222,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _check_plan(path: Path, saved: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> None:
     if saved is None:
         raise CheckpointError(f"checkpoint {path} records no plan, so it cannot be compared with this run's")
-    differences = compare_plans(saved, plan)
-    for difference in differences:
-        if not difference.fatal:
-            log.info("continuing from %s: %s", path, difference)
-    fatal = [str(d) for d in differences if d.fatal]
+    fatal = [str(d) for d in compare_plans(saved, plan) if d.fatal]
     if fatal:
         raise CheckpointError(
             f"checkpoint {path} was saved by a run that this one cannot continue: {'; '.join(fatal)}. "
@@ -232,16 +230,24 @@ def _check_plan(path: Path, saved: Mapping[str, Any] | None, plan: Mapping[str, 
         )
 
 
+def changes(path: Path, plan: Mapping[str, Any]) -> list[Difference]:
+    """What differs between the plan that the checkpoint at ``path`` was saved under and the current one."""
+    return compare_plans(_read_manifest(path).get("plan") or {}, plan)
+
+
 def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
-    """What differs between two plans (``Plan.to_json`` read as data): plugins, values they set, and the facts that
-    rules of either asked for. Only a change of a fact in ``FATAL`` is fatal."""
-    consulted = {*saved.get("consulted", ()), *current.get("consulted", ()), *FATAL}
+    """What differs between two plans (``Plan.to_json`` read as data): plugins, values they set, options, and the facts that
+    rules of either asked for. A change of a fact in ``FATAL``, or of an option that is ``fixed``, is fatal."""
+    both = [fact for plan in (saved, current) for fact in plan.get("facts", ())]
+    options = {fact["name"] for fact in both if fact.get("flag")} - WHERE
+    fixed = {*FATAL, *(fact["name"] for fact in both if fact.get("fixed"))}
+    consulted = {*saved.get("consulted", ()), *current.get("consulted", ()), *options, *fixed}
     before, after = _parts(saved, consulted), _parts(current, consulted)
     differences = []
     for name in dict.fromkeys([*before, *after]):
         was, now = before.get(name, "absent"), after.get(name, "absent")
         if was != now:
-            fatal = name in FATAL and name in before and name in after
+            fatal = name in fixed and name in before and name in after
             differences.append(Difference(name, was, now, fatal))
     return differences
 

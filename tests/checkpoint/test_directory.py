@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 
 from miles_core.checkpoint.directory import (
     Checkpoints,
+    changes,
     check_files,
     checkpoint_step,
     compare_plans,
@@ -192,18 +193,27 @@ def plan(**facts):
     }
 
 
-def test_other_plan_is_refused_only_on_what_matters(tmp_path, caplog):
+def test_other_plan_is_refused_only_on_what_matters(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     saved = plan(model__layers=2)
     save(checkpoints, 1, plan=saved)
-    with caplog.at_level("INFO"):
-        checkpoints.load(plan=plan(model__layers=2, tis="0.2"))
-    assert "plugin tis was 0.1, is now 0.2" in caplog.text
+    newer = plan(model__layers=2, tis="0.2")
+    assert list(map(str, changes(checkpoints.load(plan=newer), newer))) == ["plugin tis was 0.1, is now 0.2"]
     with pytest.raises(CheckpointError, match=r"model\.layers was 2, is now 3"):
         checkpoints.load(plan=plan(model__layers=3))
     save(checkpoints, 2)
     with pytest.raises(CheckpointError, match="records no plan"):
         checkpoints.load(plan=saved)
+
+
+def test_options_are_compared_and_a_fixed_one_must_not_change():
+    def with_option(value, fixed):
+        fact = {"name": "mine.size", "value": value, "state": "KNOWN", "flag": "--mine-size", "fixed": fixed}
+        return {**plan(), "facts": [fact]}
+
+    (told,) = compare_plans(with_option(32, False), with_option(128, False))
+    assert str(told) == "mine.size was 32, is now 128" and not told.fatal
+    assert compare_plans(with_option(32, True), with_option(128, True))[0].fatal
 
 
 def test_plans_are_compared_by_what_matters():
