@@ -219,3 +219,24 @@ def test_a_defect_keeps_its_traceback(tmp_path, file):
     assert where == "in plugin defect, hook on_step"
     # the step was trained, so it is kept, and the last lines say so
     assert f"checkpoint: {tmp_path}/run/checkpoints/step_00000001" in ending and "miles train --load" in ending
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("sample.tokens = [*sample.tokens, 10**6]", "has the token 1000000; token ids are 0 to"),
+        ("sample.rollout_log_probs = [float('nan')] * sample.response_length", "has the log-probability nan"),
+        ("raise SystemExit(3)", "called sys.exit(3) on sample 0"),
+    ],
+    ids=["token", "log-prob", "exit"],
+)
+def test_what_a_generate_function_must_not_return(refused, file, line, expected):
+    path = file(
+        "turn.py",
+        "async def generate(args, sample, sampling_params):\n"
+        "    answer = await args.generate(sample.tokens, sampling_params)\n"
+        "    sample.tokens, sample.response_length = sample.tokens + answer.tokens, len(answer.tokens)\n"
+        f"    {line}\n    return sample\n",
+    )
+    text = refused(custom_generate_function_path=path)
+    assert expected in text and str(path) in text, text
