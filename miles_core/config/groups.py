@@ -92,8 +92,8 @@ class Data:
 class Rollout:
     """How samples are generated."""
 
-    batch_size: int = option(32, flag="--rollout-batch-size", help="prompts per rollout step", ge=1)
-    n_samples_per_prompt: int = option(8, help="samples per prompt: one group", ge=1)
+    batch_size: int = option(32, flag="--rollout-batch-size", help="prompts per rollout step", ge=1, le=100_000)
+    n_samples_per_prompt: int = option(8, help="samples per prompt: one group", ge=1, le=100_000)
     num_rollout: int = option(100, help="rollout steps in all", ge=0)
     temperature: float = option(1.0, flag="--rollout-temperature", help="sampling temperature", gt=0)
     top_p: float = option(

@@ -28,7 +28,9 @@ def run_directory(config: Config) -> Path:
         return Path(options.save)
     if options.load is not None:
         return run_of(options.load)
-    label = config.model.model_name or Path(config.model.hf_checkpoint or "run").name
+    label = config.model.model_name or Path(config.model.hf_checkpoint or "run").absolute().name
+    if Path(label).name != label:
+        raise ConfigError(f"--model-name {label}: it is a part of the run directory's name; leave / and .. out")
     return Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
