@@ -127,7 +127,7 @@ def interruptible(run: Run) -> Iterator[list[signal.Signals]]:
         came.append(signal.Signals(number))
         if number == signal.SIGINT and again:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            sys.exit(128 + number)
+            raise KeyboardInterrupt
         if number == signal.SIGHUP and sys.stderr is sys.__stderr__ and os.isatty(2):
             _leave_terminal()
         if not run.stop_requested:

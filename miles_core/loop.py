@@ -27,6 +27,7 @@ async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None 
     """Run until ``--num-rollout`` steps are complete or the user asks to stop; returns what was built, released."""
     parts: list[PolicyParts] = []
     with told(run, log.hints.known):  # on_start ... on_stop
+        inputs.make_reward(run)
         async with built(run) as parts, inputs.scheduled(run, log, parts) as (schedule, evaluation):
             checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
             if not await checkpoints.resume():

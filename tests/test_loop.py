@@ -35,7 +35,9 @@ def test_it_learns(toy_run):
 def test_what_a_run_leaves_behind(toy_run, tmp_path):
     run = toy_run(steps=3, save_interval=2, export_hf=tmp_path / "exported")
     assert {p.name for p in run.directory.iterdir()} == {
+        ".lock",
         "checkpoints",
+        "ending.json",
         "config.yaml",
         "environment.json",
         "metrics.jsonl",

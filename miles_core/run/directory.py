@@ -14,6 +14,7 @@ from pathlib import Path
 from miles_core.checkpoint.directory import Checkpoints, run_of
 from miles_core.config.config import Config
 from miles_core.errors import ConfigError
+from miles_core.observe.metrics import read
 
 log = logging.getLogger(__name__)
 
@@ -91,19 +92,18 @@ def _remove(made: list[Path]) -> None:
 
 
 def refuse_to_overwrite(config: Config) -> None:
-    """A run that left a checkpoint or a metric stays as it is, unless ``--load`` continues it; one that failed before its first
-    step may be started again. Raises ConfigError."""
+    """A run that left a checkpoint or the metrics of a step stays as it is, unless ``--load`` continues it; one that failed before
+    its first step may be started again. Raises ConfigError."""
     directory, load = run_directory(config), config.run.load
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"--save {directory}: it is a file; name a directory")
     if load is not None and run_of(load).resolve() == directory.resolve():
         return
-    metrics = directory / "metrics.jsonl"
     if Checkpoints(directory / "checkpoints").latest() is not None:
         raise ConfigError(
             f"--save {directory} already holds a run; continue it with --load {directory}, or choose another directory"
         )
-    if metrics.exists() and metrics.stat().st_size:
+    if any(record["step"] > 0 for record in read(directory / "metrics.jsonl")):
         raise ConfigError(
             f"--save {directory} already holds the metrics of a run without a checkpoint; "
             "choose another directory, or delete it"

@@ -94,6 +94,13 @@ class Inputs:
             if self.pairs is not None:
                 self.supervised = supervised_samples(run, self.pairs, limits)
 
+    def make_reward(self, run: Run) -> None:
+        """Make the reward that a plugin provides; it may count on ``on_start``."""
+        name = run.config.reward.rm_type
+        if name is not None and name in run.hooks.provided("reward"):
+            made = run.hooks.make("reward", name, run=run)
+            self.reward = RewardFunction(made, name, f"--rm-type {name}", "async")
+
     @asynccontextmanager
     async def scheduled(
         self, run: Run, log: RunLog, parts: list[PolicyParts]
@@ -135,21 +142,13 @@ class Inputs:
             run.hooks.chain("wrap_generate", run=run),
         )
 
-        provided = run.config.reward.rm_type in run.hooks.provided("reward")
-        reward = self.reward = _provided_reward(run) if provided else self.reward
-        assert reward is not None  # checked
+        reward = self.reward
+        assert reward is not None  # checked, or made
 
         async def score_all(samples: list[Sample]) -> None:
             await score(samples, reward, run.config.args)
 
         return generate, score_all
-
-
-def _provided_reward(run: Run) -> RewardFunction:
-    """The reward of a plugin."""
-    name = str(run.config.reward.rm_type)
-    made = run.hooks.make("reward", name, run=run)
-    return RewardFunction(made, name, f"--rm-type {name}", "async")
 
 
 def _check_label(row: Row) -> None:
