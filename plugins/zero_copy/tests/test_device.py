@@ -15,6 +15,8 @@ from miles_core.testing.stored import stored_units
 from miles_embedded.testing import ProcessEngine
 from miles_zero_copy.transport import BucketTransport
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
 
 def test_a_gpu_that_the_engine_does_not_see_is_said():
     where = {"kind": "device", "key": "k", "gpu": "GPU-of-another-host", "handle": "", "nbytes": 1024}
@@ -27,6 +29,7 @@ def test_a_gpu_that_the_engine_does_not_see_is_said():
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_another_process_reads_gpu_memory(checkpoints, engine, caplog):
     caplog.set_level(logging.INFO)
     units = stored_units(checkpoints[1])
@@ -50,6 +53,7 @@ def test_another_process_reads_gpu_memory(checkpoints, engine, caplog):
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_memory_is_zero_and_cannot_be_larger_than_the_gpu():
     memory = DeviceMemory(4096, torch.device("cuda"))
     assert int(memory.buffer.sum()) == 0 and memory.buffer.device.type == "cuda"
@@ -59,6 +63,7 @@ def test_memory_is_zero_and_cannot_be_larger_than_the_gpu():
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_one_storage_on_a_gpu_changes_nothing(toy_run):
     options = {"rollout_precision": "fp8", "train_precision": "fp8", "emulate_precision": True}
     sizes = {"intermediate_size": 64, "moe_intermediate_size": 32}
