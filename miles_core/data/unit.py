@@ -47,7 +47,7 @@ class Encoded:
             [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in self.parts.items()
         ]
         head = json.dumps({"name": self.name, "format": self.format, "parts": parts}).encode()
-        body = b"".join([memoryview(piece.numpy()) for piece in data])
+        body = b"".join([piece.numpy().data for piece in data])
         return _HEAD.pack(len(head), len(body)) + head + body
 
     @classmethod

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Side = Literal["engine", "trainer"]
+
 #: Rows of a real layer that are probed, and columns of a made probe where the format's tile does not say.
 _ROWS, _COLUMNS = 256, 256
 
@@ -157,7 +159,7 @@ def check_sides(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> l
     Raises:
         MilesError: a side declares nothing, or is worse than it declares.
     """
-    sides = (
+    sides: tuple[tuple[Side, str, Callable[[Format], Quantizer | None]], ...] = (
         ("engine", run.config.rollout.precision, engine.quantizer),
         ("trainer", run.config.train.precision, trainer.quantizer),
     )
@@ -174,7 +176,7 @@ def check_sides(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> l
 def check_side(
     run: Run,
     policy: Policy,
-    side: Literal["engine", "trainer"],
+    side: Side,
     precision: str,
     quantizer: Callable[[Format], Quantizer | None],
     real: Mapping[str, Tensor],

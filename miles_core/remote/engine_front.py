@@ -166,6 +166,7 @@ class EngineFront(Engine):
             self.serving.discard(number)
             self._alive.discard(number)
             self._gone[number] = lost
+            self._check_mending()
             if self._mending is None or self._mending.done():
                 self._mending = asyncio.create_task(self._mend())
 
@@ -188,6 +189,11 @@ class EngineFront(Engine):
             )
         self._version, self.serving = version, set(self._alive)
         self._news.set()
+
+    def _check_mending(self) -> None:
+        """Raise what ended the replacement of engines."""
+        if self._mending is not None and self._mending.done():
+            self._mending.result()
 
     async def _mend(self) -> None:
         """Replace what is gone; where no engine is left that serves, have them given the learner's weights."""
@@ -228,8 +234,7 @@ class EngineFront(Engine):
     async def _chosen(self, group: int | None = None) -> int:
         """The engine of a group that has requests in flight, else the one with the fewest."""
         while True:
-            if self._mending is not None and self._mending.done():
-                self._mending.result()
+            self._check_mending()
             if self.serving:
                 break
             self._news.clear()

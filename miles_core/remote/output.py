@@ -96,5 +96,5 @@ class Output:
             for line in whole.decode(errors="replace").splitlines():
                 if line.strip():
                     found = _LEVEL.match(line)
-                    level = logging.getLevelName(found[1]) if found else logging.INFO
+                    level = logging.getLevelNamesMapping()[found[1]] if found else logging.INFO
                     log.log(level, "%s: %s", path.stem, line[found.end() :] if found else line)

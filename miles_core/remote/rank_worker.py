@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from miles_core.data.world import World
 from miles_core.mismatch.parity import check_side, real_layer
@@ -26,17 +27,20 @@ class RankWorker(Worker):
 
     part: Rank
 
+    async def at(self, step: int, method: str, *args: Any) -> Any:
+        """``answer``, with the run of this process where the driver's is: ``step`` completed steps."""
+        self.run.step = step
+        return await self.answer(method, *args)
+
     def listen(self, host: str, ranks: int, patience: float) -> int:
         """Rank 0 opens the place where all ranks meet, on a port that is free; returns the port."""
-        self._store = distributed.TCPStore(
-            host, 0, ranks, True, timeout=timedelta(seconds=patience), wait_for_workers=False
-        )
+        self._store = TCPStore(host, 0, ranks, True, timeout=timedelta(seconds=patience), wait_for_workers=False)
         return int(self._store.port)
 
     def join(self, host: str, port: int, rank: int, ranks: int, patience: float) -> None:
         """Initialise torch.distributed's default process group: gloo for tensors on a CPU, NCCL for those on a GPU."""
         if rank:
-            self._store = distributed.TCPStore(host, port, ranks, False, timeout=timedelta(seconds=patience))
+            self._store = TCPStore(host, port, ranks, False, timeout=timedelta(seconds=patience))
         gpu = torch.cuda.is_available() and self.run.config.model.device != "cpu"
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")  # of the GPUs it sees only its own
         distributed.init_process_group(

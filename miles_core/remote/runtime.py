@@ -136,7 +136,7 @@ class RemoteRuntime(Runtime):
         if not quantised:
             return []
         layers = await ranks.call_all("real_layer", quantised[0][1])
-        real = next((layer for layer in layers if layer), {})
+        real: Mapping[str, Any] = next((layer for layer in layers if layer), {})
         return [await workers.call(0, "check_parity", precision, real) for workers, precision in quantised]
 
     async def _replace_engine(self, engines: Workers, number: int, lost: WorkerLost) -> None:

@@ -46,7 +46,7 @@ class Busy:
         """``busy/NAME`` in seconds and ``idle/NAME``, the share of the time, since the last call; starts anew."""
         now = time.perf_counter()
         whole = max(now - self._start, 1e-9)
-        found = {}
+        found: dict[str, float] = {}
         for name, count in self._open.items():
             seconds = self._seconds.get(name, 0.0) + (now - max(self._since[name], self._start) if count else 0.0)
             found |= {f"busy/{name}": seconds, f"idle/{name}": max(0.0, 1 - seconds / whole)}

@@ -32,7 +32,7 @@ async def recover(run: Run, told: RunLog, runtime: Runtime, lost: WorkerLost, re
     at, run.step = run.step, checkpoint_step(last) if last is not None else 0
     for policy in run.policies:
         policy.version, policy.trained = -1, 0
-    told.roll_back(run.step)
+    told.roll_back(run.step if last is not None else -1)  # a warm start is made again too
     log.warning(
         "%s was replaced at step %d; the run goes on from step %d (%s)", lost.worker, at, run.step, last or "its start"
     )
