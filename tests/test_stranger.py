@@ -227,7 +227,7 @@ DRAFTING = '''
 """Drafts the next tokens and keeps those that sampling would have drawn anyway."""
 import torch
 from miles_core import __version__
-from miles_embedded.engine.decoder import Emitted
+from miles_embedded import Decoder, Emitted
 from miles_core.plugin.manifest import Plugin
 
 plugin = Plugin(
@@ -237,14 +237,11 @@ plugin = Plugin(
 made = []
 
 
-class Drafting:
+class Drafting(Decoder):
     """A draft is whatever is most probable; a step feeds it and draws at every position with that position's own random number."""
 
     def __init__(self):
         self.steps = self.emitted = 0
-
-    def leave(self, rows):
-        pass
 
     def step(self, engine, rows):
         drafts = [[row.tokens[-1], 40] if row.limit - len(row.tokens) > 1 else [] for row in rows]
