@@ -39,6 +39,14 @@ from miles_core.precision.projection import project
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, Parity, Quantizer, SideParity, bounded
 from miles_core.precision.schedule import PLAIN, Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
+from miles_core.remote.engine_front import EngineFront
+from miles_core.remote.engine_worker import EngineWorker
+from miles_core.remote.learner_front import LearnerFront
+from miles_core.remote.output import last_lines, write_there
+from miles_core.remote.rank_worker import RankWorker
+from miles_core.remote.runtime import RemoteRuntime
+from miles_core.remote.worker import Order, Worker, worker_run
+from miles_core.remote.workers import Workers
 from miles_core.rollout.collect import Collector, Interrupted
 from miles_core.rollout.versions import age, staleness
 from miles_core.run.inline import InlineLearner, InlineRuntime
@@ -74,19 +82,23 @@ __all__ = [
     "Emulation",
     "Encoded",
     "Engine",
+    "EngineFront",
+    "EngineWorker",
     "FormatItself",
     "Forward",
     "Inbox",
     "InlineLearner",
     "InlineRuntime",
     "Interrupted",
+    "Layout",
     "Learned",
     "Learner",
-    "Layout",
+    "LearnerFront",
     "LearnerHandle",
     "Loss",
     "LossFunction",
     "OptimizerStep",
+    "Order",
     "Output",
     "Parity",
     "Pass",
@@ -100,6 +112,8 @@ __all__ = [
     "Quantizer",
     "Ragged",
     "Rank",
+    "RankWorker",
+    "RemoteRuntime",
     "Request",
     "Response",
     "Run",
@@ -115,6 +129,8 @@ __all__ = [
     "Trainer",
     "Transport",
     "Unit",
+    "Worker",
+    "Workers",
     "World",
     "accept",
     "age",
@@ -123,9 +139,10 @@ __all__ = [
     "check_sides",
     "checksum",
     "collate",
-    "config_facts",
     "combined",
+    "config_facts",
     "divided",
+    "last_lines",
     "layout",
     "make_codec",
     "model_facts",
@@ -143,4 +160,6 @@ __all__ = [
     "step_count",
     "trained_tokens",
     "with_auxiliary",
+    "worker_run",
+    "write_there",
 ]

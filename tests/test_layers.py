@@ -39,7 +39,10 @@ LAYERS: list[dict[str, str]] = [
     {
         "run": "errors version data plugin config observe checkpoint reward precision contracts rollout train sync mismatch"
     },
-    {"loop": "contracts rollout sync mismatch run"},
+    {
+        "loop": "errors contracts rollout sync mismatch run",
+        "remote": "errors data plugin config precision contracts sync mismatch run",
+    },
     {
         "launch": "errors plugin config observe checkpoint contracts run loop",
         "convert": "errors data checkpoint precision",
@@ -47,7 +50,7 @@ LAYERS: list[dict[str, str]] = [
     },
     {
         "cli": "errors nearest version plugin config observe checkpoint precision contracts mismatch run launch convert demo",
-        "testing": "errors lookup data plugin config observe precision contracts sync mismatch run launch demo",
+        "testing": "errors lookup version data plugin config observe precision contracts sync mismatch run remote launch demo",
     },
 ]
 
