@@ -130,7 +130,7 @@ class LearnerFront(LearnerHandle):
         """What every rank answers."""
         async with self._turn:
             calls = [
-                asyncio.ensure_future(self.ranks.call(number, "at", self.run.step, method, *args(world)))
+                asyncio.ensure_future(self.ranks.call(number, "at", self.run.step, method, *args(world), named=method))
                 for number, world in enumerate(self.worlds)
             ]
             try:
