@@ -22,6 +22,7 @@ from miles_core.contracts.trainer import (
     Trainer,
 )
 from miles_core.contracts.transport import SyncReport, Transport
+from miles_core.convert.layout import Layout, layout
 from miles_core.data.batch import Batch, Ragged, collate
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
@@ -29,6 +30,7 @@ from miles_core.data.unit import Encoded, Unit
 from miles_core.data.world import ALONE, World, shares
 from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
+from miles_core.plugin.detect import config_facts, model_facts, moe_layers
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.worker import same_plan
 from miles_core.precision.codec import Codec
@@ -81,6 +83,7 @@ __all__ = [
     "InlineLearner",
     "InlineRuntime",
     "Interrupted",
+    "Layout",
     "Learned",
     "Learner",
     "LearnerFront",
@@ -129,9 +132,13 @@ __all__ = [
     "check_sides",
     "collate",
     "combined",
+    "config_facts",
     "divided",
     "last_lines",
+    "layout",
     "make_codec",
+    "model_facts",
+    "moe_layers",
     "optimiser_steps",
     "paused",
     "precisions",

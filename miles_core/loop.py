@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from miles_core.contracts.run import Run
-from miles_core.contracts.runtime import PolicyParts
+from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.schedule import Schedule
 from miles_core.errors import WorkerLost
 from miles_core.mismatch.at_sync import verify_sync
@@ -17,48 +17,56 @@ from miles_core.rollout.collect import Interrupted
 from miles_core.rollout.summary import rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
 from miles_core.run.evaluation import Evaluation
+from miles_core.run.inputs import Inputs
 from miles_core.run.log import RunLog
-from miles_core.run.parts import Inputs, built, runtime_of, told
+from miles_core.run.parts import built, runtime_of, told
 from miles_core.run.recovery import recover
 from miles_core.run.warm_start import warm_start
 from miles_core.sync.precision import switch_when_due
 
 
-async def train(run: Run, log: RunLog, resume_from: Path | None = None) -> list[PolicyParts]:
+async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None = None) -> list[PolicyParts]:
     """Run until ``--num-rollout`` steps are complete or the user asks to stop; returns what was built, released."""
     parts: list[PolicyParts] = []
     with told(run, log.hints.known):  # on_start ... on_stop
-        inputs, runtime = Inputs(run), runtime_of(run)
+        inputs.make_reward(run)
+        runtime = runtime_of(run)
         async with built(run, runtime) as parts:
             log.watch(runtime)
             while True:
                 try:
-                    await steps(run, log, inputs, parts, resume_from)
+                    await steps(run, log, inputs, runtime, parts, resume_from)
                     break
                 except WorkerLost as lost:
                     resume_from = await recover(run, log, runtime, lost, resume_from)
-                    inputs = Inputs(run)
     return parts
 
 
-async def steps(run: Run, log: RunLog, inputs: Inputs, parts: list[PolicyParts], resume_from: Path | None) -> None:
-    """All steps from a checkpoint, or from the first one."""
+async def steps(
+    run: Run, log: RunLog, inputs: Inputs, runtime: Runtime, parts: list[PolicyParts], resume_from: Path | None
+) -> None:
+    """All steps, from a checkpoint or from the first one."""
     async with inputs.scheduled(run, log, parts) as (schedule, evaluation):
         checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
         if not await checkpoints.resume():
-            await warm_start(run, parts, log)
-        for each in parts:
-            await sync(run, schedule, each)
-        if run.step == 0 and (found := await evaluation.due()):
-            log.record(0, found)
-        run.clock.metrics(), log.workers()  # building the parts is no step's time
-        while run.step < run.config.rollout.num_rollout and not run.stop_requested:
-            try:
-                await step(run, log, parts, schedule, evaluation)
-                await checkpoints.commit()
-            except Interrupted:
-                checkpoints.roll_back()
-        await evaluation.done()
+            await warm_start(run, parts, log, inputs.supervised)
+        try:
+            for each in parts:
+                await sync(run, schedule, each)
+            if run.step == 0 and (found := await evaluation.due()):
+                log.record(0, found)
+            run.clock.metrics(), log.workers()  # building the parts is no step's time
+            while run.step < run.config.rollout.num_rollout and not run.stop_requested:
+                try:
+                    await step(run, log, parts, schedule, evaluation)
+                    await checkpoints.commit()
+                except Interrupted:
+                    checkpoints.roll_back()
+            await evaluation.done()
+        except Exception as error:
+            if not runtime.recovers(error):
+                await checkpoints.rescue()
+            raise
         await checkpoints.finish()
 
 

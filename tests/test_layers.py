@@ -41,10 +41,10 @@ LAYERS: list[dict[str, str]] = [
     },
     {
         "loop": "errors contracts rollout sync mismatch run",
-        "remote": "errors data plugin config precision contracts sync mismatch run",
+        "remote": "errors data plugin config checkpoint precision contracts sync mismatch run",
     },
     {
-        "launch": "plugin config observe checkpoint contracts run loop",
+        "launch": "errors plugin config observe checkpoint contracts run loop",
         "convert": "errors data checkpoint precision",
         "demo": "errors plugin observe",
     },
@@ -61,7 +61,7 @@ ROOMS: list[dict[str, str]] = [
     {"quantized": "model core: errors data precision contracts sync"},
     {
         "engine": "manifest model quantized core: errors data precision contracts sync",
-        "trainer": "model quantized core: errors data precision contracts train",
+        "trainer": "model quantized core: errors data checkpoint precision contracts train",
     },
     {
         "testing": "manifest model quantized engine trainer core: errors lookup data precision contracts train testing",

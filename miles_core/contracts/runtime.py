@@ -56,6 +56,11 @@ class LearnerHandle(ABC):
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
         """Train on one rollout (whole groups), after ``step`` completed ones."""
 
+    async def intact(self) -> bool:
+        """Whether weights and optimiser are those of a completed ``learn``: True as well after one that failed before its
+        first optimiser step. What is not known is answered with False; a run that fails then saves nothing."""
+        return False
+
     @abstractmethod
     async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
         """One supervised step."""
@@ -129,9 +134,13 @@ class Runtime(ABC):
     async def close(self) -> None:
         """Release everything that was built, also after a failure half-way."""
 
+    def recovers(self, error: Exception) -> bool:
+        """Whether ``recover`` will be able to do something about what a part of this runtime raised."""
+        return False
+
     async def recover(self, lost: WorkerLost) -> None:
         """Rebuild what was lost: the parts stay the same objects, with the weights that they started with. Raises ``lost`` where
-        that cannot be done, or not again. A lost engine whose work others can do should not come to this."""
+        that cannot be done, or not again."""
         raise lost
 
     def metrics(self) -> dict[str, float]:

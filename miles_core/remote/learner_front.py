@@ -136,6 +136,7 @@ class LearnerFront(LearnerHandle):
             try:
                 return await gathered(calls)
             except WorkerLost as lost:
+                self._intact = self._intact and not lost.trains
                 if not lost.trains:  # an engine: the other ranks must not wait for it
                     await self.engines.give_up()
                     await asyncio.wait(calls)
@@ -145,6 +146,7 @@ class LearnerFront(LearnerHandle):
                 await asyncio.wait(calls, timeout=GRACE)
                 for call in calls:
                     if call.done() and isinstance(error := call.exception(), WorkerLost):
+                        self._intact = False
                         raise error from None
                 raise
 

@@ -71,6 +71,9 @@ class RemoteRuntime(Runtime):
         self._built[policy.name] = ranks, engines, parts
         return parts
 
+    def recovers(self, error: Exception) -> bool:
+        return isinstance(error, WorkerLost) and error.trains and self.restarts.used < self.restarts.limit
+
     async def recover(self, lost: WorkerLost) -> None:
         """Make all ranks of the policy that lost one anew, with the weights they started with."""
         for ranks, _, parts in self._built.values():

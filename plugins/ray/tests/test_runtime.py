@@ -41,12 +41,12 @@ def test_workers_on_two_nodes_compute_what_one_process_does_and_survive(cluster,
     (tmp_path / "faults.py").write_text(FAULTS)
     options = {"steps": STEPS, "save_interval": 1}
     one = toy_run(["r3", "tis"], **options)
-    given = {"runtime": "ray", "rollout_num_gpus": 2, "log_level": "info"}
+    given = {"runtime": "ray", "actor_num_nodes": 2, "rollout_num_gpus": 2, "log_level": "info"}
     done = toy_run(["r3", "tis", str(tmp_path / "faults.py")], directory=tmp_path / "run", **options, **given)
     assert rewards(done) == pytest.approx(rewards(one))
     for a, b in zip(done.metrics, one.metrics, strict=True):
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-3)
-        assert {"busy/trainer-0", "idle/engine-0", "idle/engine-1", "time/train"} <= a.keys()
+        assert {"busy/trainer-1", "idle/engine-0", "idle/engine-1", "time/train"} <= a.keys()
     log = (tmp_path / "run/run.log").read_text()
     assert "worker engine-0 was lost: its process died" in log
     assert re.search(r"worker trainer-0 was lost: its process died [^;]*; its last lines:\n(.*\n)*  a last word", log)
