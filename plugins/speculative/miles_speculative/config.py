@@ -27,6 +27,12 @@ class SpeculativeConfig:
         help="MTP layers of the model; miles convert --mtp-num-layers 1 adds one to a checkpoint that has none",
         ge=1,
     )
+    draft_model_path: str | None = option(
+        None,
+        flag="--draft-model-path",
+        help="draft with this small model of the same tokenizer instead of the MTP layer",
+        metavar="DIR",
+    )
     mtp_training: bool = option(
         False,
         flag="--enable-mtp-training",
