@@ -95,7 +95,9 @@ class Learner:
     def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
         """One supervised step on prompt/response pairs."""
         batch = collate(samples)
-        batch.columns["loss_weight"] = loss_weights(batch.mask, batch.lengths, batch.rollout, "token_mean")
+        batch.columns["loss_weight"] = loss_weights(
+            batch.mask, batch.lengths, batch.rollout, "token_mean", sum=self.trainer.sum
+        )
         return self.trainer.step(batch, loss=supervised_loss, lr=lr)
 
     def log_probs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
