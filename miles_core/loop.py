@@ -16,33 +16,38 @@ from miles_core.rollout.collect import Interrupted
 from miles_core.rollout.summary import rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
 from miles_core.run.evaluation import Evaluation
+from miles_core.run.inputs import Inputs
 from miles_core.run.log import RunLog
-from miles_core.run.parts import Inputs, built, told
+from miles_core.run.parts import built, told
 from miles_core.run.warm_start import warm_start
 from miles_core.sync.precision import switch_when_due
 
 
-async def train(run: Run, log: RunLog, resume_from: Path | None = None) -> list[PolicyParts]:
+async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None = None) -> list[PolicyParts]:
     """Run until ``--num-rollout`` steps are complete or the user asks to stop; returns what was built, released."""
     parts: list[PolicyParts] = []
     with told(run, log.hints.known):  # on_start ... on_stop
-        inputs = Inputs(run)
+        inputs.make_reward(run)
         async with built(run) as parts, inputs.scheduled(run, log, parts) as (schedule, evaluation):
             checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
             if not await checkpoints.resume():
-                await warm_start(run, parts, log)
-            for each in parts:
-                await sync(run, schedule, each)
-            if run.step == 0 and (found := await evaluation.due()):
-                log.record(0, found)
-            run.clock.metrics()  # building the parts is no step's time
-            while run.step < run.config.rollout.num_rollout and not run.stop_requested:
-                try:
-                    await step(run, log, parts, schedule, evaluation)
-                    await checkpoints.commit()
-                except Interrupted:
-                    checkpoints.roll_back()
-            await evaluation.done()
+                await warm_start(run, parts, log, inputs.supervised)
+            try:
+                for each in parts:
+                    await sync(run, schedule, each)
+                if run.step == 0 and (found := await evaluation.due()):
+                    log.record(0, found)
+                run.clock.metrics()  # building the parts is no step's time
+                while run.step < run.config.rollout.num_rollout and not run.stop_requested:
+                    try:
+                        await step(run, log, parts, schedule, evaluation)
+                        await checkpoints.commit()
+                    except Interrupted:
+                        checkpoints.roll_back()
+                await evaluation.done()
+            except Exception:
+                await checkpoints.rescue()
+                raise
             await checkpoints.finish()
     return parts
 

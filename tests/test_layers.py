@@ -41,7 +41,7 @@ LAYERS: list[dict[str, str]] = [
     },
     {"loop": "contracts rollout sync mismatch run"},
     {
-        "launch": "plugin config observe checkpoint contracts run loop",
+        "launch": "errors plugin config observe checkpoint contracts run loop",
         "convert": "errors data checkpoint precision",
         "demo": "errors plugin observe",
     },

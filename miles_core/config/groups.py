@@ -39,6 +39,9 @@ class Run:
     )
     load: Path | None = option(None, help="run directory or checkpoint to resume from")
     save_interval: int | None = option(None, help="write a checkpoint every N rollouts (and always at the end)", ge=1)
+    keep: int | None = option(
+        None, help="keep the last N checkpoints and delete older ones (default: keep all)", metavar="N", ge=1
+    )
     export_hf: Path | None = option(None, help="write the trained model here in Hugging Face layout at the end")
     verify_logprobs: bool = option(
         False, help="after every weight sync engine and trainer score the same tokens; stop when they disagree"
@@ -89,8 +92,8 @@ class Data:
 class Rollout:
     """How samples are generated."""
 
-    batch_size: int = option(32, flag="--rollout-batch-size", help="prompts per rollout step", ge=1)
-    n_samples_per_prompt: int = option(8, help="samples per prompt: one group", ge=1)
+    batch_size: int = option(32, flag="--rollout-batch-size", help="prompts per rollout step", ge=1, le=100_000)
+    n_samples_per_prompt: int = option(8, help="samples per prompt: one group", ge=1, le=100_000)
     num_rollout: int = option(100, help="rollout steps in all", ge=0)
     temperature: float = option(1.0, flag="--rollout-temperature", help="sampling temperature", gt=0)
     top_p: float = option(

@@ -50,6 +50,11 @@ class LearnerHandle(ABC):
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
         """Train on one rollout (whole groups), after ``step`` completed ones."""
 
+    async def intact(self) -> bool:
+        """Whether weights and optimiser are those of a completed ``learn``: True as well after one that failed before its
+        first optimiser step. What is not known is answered with False; a run that fails then saves nothing."""
+        return False
+
     @abstractmethod
     async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
         """One supervised step."""

@@ -98,6 +98,8 @@ class Plugin:
         hints: what this plugin's metrics, and core's, say about it, and what helps then; see ``Hint``. They are followed
             while the plugin is installed, active or not: ``when`` says in which runs.
         remedies: what it does against a trouble that core's hints and errors warn of.
+        converts: flag of this plugin -> ``"module:callable"``, what ``miles convert`` does where that flag is given instead of
+            a format: ``f(model_dir, save_dir, options)`` writes a checkpoint and returns a line that says what it did.
         demo: ``miles demo`` trains with this plugin where it is installed.
     """
 
@@ -126,6 +128,7 @@ class Plugin:
     passthrough: Mapping[str, str] = field(default_factory=dict)
     hints: tuple[Hint, ...] = ()
     remedies: tuple[Remedy, ...] = ()
+    converts: Mapping[str, str] = field(default_factory=dict)
     demo: bool = False
 
     def capability(self, kind: str, name: str) -> Capability | None:

@@ -67,6 +67,9 @@ class InlineLearner(LearnerHandle):
         (share,) = divided(samples, self.rank.run.config.train, replicas=1)
         return Learned(combined([self.rank.learn(share, step)]), share.count)
 
+    async def intact(self) -> bool:
+        return self.rank.learner.intact
+
     async def supervise(self, samples: Sequence[Sample], lr: float) -> dict[str, float]:
         return combined([self.rank.supervise(samples, lr)])
 

@@ -22,6 +22,7 @@ from miles_core.errors import MilesError, NonFiniteError
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
+from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.decoder import one_each
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks
@@ -164,18 +165,29 @@ class EmbeddedEngine(Engine):
 
     # -- what a decoder calls ---------------------------------------------------------------------------------------
 
-    def forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> Fed:
-        """Feed ``tokens[i]`` (one or more) to row i; logits and hidden states of all of them, flat, in order."""
-        return self.runner.forward(self._slots(rows), tokens, self._fields())
+    def forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], parents: np.ndarray | None = None) -> Fed:
+        """Feed ``tokens[i]`` (one or more) to row i; logits and hidden states of all of them, flat, in order. ``parents``
+        [rows, tokens] makes them a tree, see ``CachedRows``."""
+        return self.runner.forward(self._slots(rows), tokens, self._fields(), parents)
+
+    def call(
+        self, rows: Sequence[Row], counts: Sequence[int], lengths: Sequence[int], parents: np.ndarray | None = None
+    ) -> DecodeCall:
+        """A call for layers that stand beside the model's. Row i feeds ``counts[i]`` tokens behind the first ``lengths[i]`` of
+        its sequence, or with ``parents`` the last nodes of a tree that stands there. Their keys and values are kept in the
+        cache of the same rows, which are not longer for it; what was kept behind ``lengths[i]`` is overwritten."""
+        slots, counted = self._slots(rows), np.asarray(counts, np.int64)
+        return self.runner.call(slots, counted, self.runner.cache.own_lengths(slots, lengths), parents)
 
     def truncate(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         """Drop the cache of row i beyond ``lengths[i]`` tokens, prompt included; never into the prompt."""
-        slots = self._slots(rows)
-        cache = self.runner.cache
-        own = np.asarray(lengths, np.int64) - cache.prefixes.lengths[cache.prefix_of[slots]]
-        if (own < 0).any() or (own > cache.own.lengths[slots]).any():
-            raise ValueError(f"truncate to {list(lengths)}: outside of what is cached")
-        cache.own.lengths[slots] = own
+        self.runner.cache.cut(self._slots(rows), lengths)
+
+    def keep(self, rows: Sequence[Row], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Of what row i was fed behind its first ``lengths[i]`` tokens, keep the tokens ``paths[i]`` (ascending), and no others."""
+        slots, counts = self._slots(rows), np.fromiter(map(len, paths), np.int64, len(paths))
+        front = self.runner.cache.own_lengths(slots, lengths)
+        self.runner.cache.pick(slots, front, counts, np.concatenate([np.asarray(p, np.int64) for p in paths]))
 
     def sample(
         self, logits: Tensor, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 0
@@ -186,17 +198,25 @@ class EmbeddedEngine(Engine):
         u = self._uniform(rows, keys, positions, stream)
         return draw.sample(logits, params, u, recording)
 
-    def distribution(self, logits: Tensor, rows: Sequence[Row]) -> draw.Distribution:
-        """What ``sample`` draws from: [n, vocab] log-probabilities."""
-        return draw.distribution(logits, self._parameters(rows)[0])
+    def distribution(self, logits: Tensor, rows: Sequence[Row], counts: Tensor | None = None) -> draw.Distribution:
+        """What ``sample`` draws from: [n, vocab] log-probabilities. ``counts`` [rows]: logits rows of each row, instead of one."""
+        return draw.distribution(logits, self._parameters(rows)[0].repeated(counts))
 
-    def record(self, dist: draw.Distribution, rows: Sequence[Row], tokens: Tensor) -> draw.Sampled:
-        """Log-probabilities and supports of tokens [n] that a decoder chose itself from ``distribution(logits, rows)``."""
-        return draw.record(dist, tokens, self._parameters(rows)[2])
+    def record(
+        self, dist: draw.Distribution, rows: Sequence[Row], tokens: Tensor, counts: Tensor | None = None
+    ) -> draw.Sampled:
+        """Log-probabilities and supports of tokens [n] that a decoder chose itself from ``distribution(logits, rows, counts)``."""
+        recording = self._parameters(rows)[2]
+        if recording is not None and counts is not None:
+            recording = recording.repeat_interleave(counts)
+        return draw.record(dist, tokens, recording)
 
     def uniform(self, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 1) -> Tensor:
-        """[n] float64 numbers in (0, 1); ``stream`` 0 is what ``sample`` uses."""
-        return self._uniform(rows, self._parameters(rows)[1], positions, stream)
+        """Float64 numbers in (0, 1) for ``positions`` [rows] or [rows, n]; ``stream`` 0 is what ``sample`` uses."""
+        keys = self._parameters(rows)[1]
+        if positions is not None and positions.dim() == 2:
+            keys = keys.unsqueeze(1)
+        return self._uniform(rows, keys, positions, stream)
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +270,7 @@ class EmbeddedEngine(Engine):
         wanted: dict[Key, set[str]] = {}
         for row in joining:
             wanted.setdefault(row.start, set()).update(row.fields)
-        found = self._prefixes.compute(wanted)
+        found = self._prefixes.compute(wanted, lambda prompts: self.decoder.prompts(self, prompts))
         for row in joining:
             if lacking := row.fields - found[row.start].fields:
                 row.future.set_exception(_not_recorded(lacking))
@@ -263,6 +283,7 @@ class EmbeddedEngine(Engine):
             row.slot = slot
         self.rows += joining
         self._changed()
+        self.decoder.join(self, joining, [p.hidden for p in prefixes])
         self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if not r.log_probs])
 
     def _first_tokens(self, fresh: list[tuple[Row, Prefix]]) -> None:

@@ -188,13 +188,14 @@ def has_windows(model: nn.Module) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers, in order."""
+    """The decoder layers that the model runs, in order. Layers behind them (``extra_layers``) are not among them."""
     layers = getattr(backbone(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise CheckpointError(
             f"{type(model).__name__} has no list of decoder layers; it cannot be run by the embedded backend"
         )
-    return layers
+    run = getattr(text_configuration(model), "num_hidden_layers", None) or len(layers)
+    return layers if run >= len(layers) else layers[:run]
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:

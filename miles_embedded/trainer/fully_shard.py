@@ -41,8 +41,10 @@ class FullyShard(Replicated):
 
     def divide(self, model: nn.Module) -> None:
         """See ``Alone.divide``."""
-        for parameter in model.parameters():
+        marks = {}
+        for name, parameter in model.named_parameters():
             parameter.data = parameter.data.contiguous()
+            marks[name] = dict(vars(parameter))
         root = self._roots[model] = _Root(model)
         # Sums in float32, of gradients in the parameters' own dtype; inputs stay as they are.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -51,6 +53,8 @@ class FullyShard(Replicated):
             sharded: FSDPModule = fully_shard(module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+        for name, parameter in model.named_parameters():
+            vars(parameter).update(marks[name])  # what others noted on a parameter, its optimiser group for one
 
     def call(self, forward: Forward, model: nn.Module, micro_batch: Batch, ctx: Context) -> Output:
         """See ``Alone.call``; a model that was not divided is called as it is."""

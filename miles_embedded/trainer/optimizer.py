@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from miles_core.errors import NonFiniteError
 from miles_embedded.model.sharded import Held, held
 from miles_embedded.trainer.data_parallel import Alone
+from miles_embedded.trainer.optimizer_group import OptimizerGroup, group_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 class Optimizer:
-    """AdamW over named parameters of a model.
+    """AdamW over named parameters of a model. Those of an ``OptimizerGroup`` are clipped, decayed and stepped as it says.
 
     Attributes:
         masters: parameter name -> the tensor that is stepped; its ``grad`` is the step's gradient.
@@ -71,7 +72,10 @@ class Optimizer:
         self.copies: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.apart = {n for n, p in self.copies.items() if p.dtype not in (torch.float32, torch.float64)}
         self.masters: dict[str, Tensor] = {n: self._master(n, p) for n, p in self.copies.items()}
-        self._adam = _adamw(self.masters, config)
+        self._names: dict[OptimizerGroup | None, list[str]] = {None: []}
+        for name, parameter in self.copies.items():
+            self._names.setdefault(group_of(parameter), []).append(name)
+        self._adam = _adamw({g: [self.masters[n] for n in names] for g, names in self._names.items()}, config)
 
     def _master(self, name: str, copy: nn.Parameter) -> Tensor:
         own = held(copy)
@@ -99,24 +103,45 @@ class Optimizer:
             master.grad = None
 
     def step(self) -> dict[str, float]:
-        """Clip, step, refresh the model copy. Returns ``grad_norm`` (before clipping) and ``lr``; raises NonFiniteError
-        when the norm is not finite, and then nothing has changed."""
+        """Clip, step, refresh the model copy. Returns ``grad_norm`` (before clipping; of further groups ``grad_norm/NAME``) and
+        ``lr``; raises NonFiniteError when a norm is not finite, and then nothing has changed."""
         self._parallel.sum_gradients(self.masters.values())
-        grads = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-        norm_value = math.sqrt(float(self._parallel.square_norm(norm.double().square())))
-        if not math.isfinite(norm_value):
-            raise NonFiniteError(self._blame(norm_value))
-        if self.config.clip_grad > 0 and norm_value > self.config.clip_grad:
-            torch._foreach_mul_(grads, self.config.clip_grad / norm_value)
+        grads = {
+            g: [m.grad for n in names if (m := self.masters[n]).grad is not None] for g, names in self._names.items()
+        }
+        norms = {group: self._norm(each) for group, each in grads.items()}
+        for norm in norms.values():
+            if not math.isfinite(norm):
+                raise NonFiniteError(self._blame(norm))
+        for group, norm in norms.items():
+            bound = self.config.clip_grad if group is None else group.clip_grad
+            if 0 < bound < norm:
+                torch._foreach_mul_(grads[group], bound / norm)
+            if group is not None and group.renewed:
+                self._renew(group)
         rate = learning_rate(self.config, self.step_number) if self.fixed_lr is None else self.fixed_lr
-        for group in self._adam.param_groups:
-            group["lr"] = rate
+        for each in self._adam.param_groups:
+            own = each["miles_group"]
+            each["lr"] = rate if own is None or own.lr is None else own.lr
         self._adam.step()
         self.refresh()
         self.zero_grad()
         self.step_number += self.fixed_lr is None
-        return {"grad_norm": norm_value, "lr": rate}
+        further = {f"grad_norm/{g.name}": norm for g, norm in norms.items() if g is not None and grads[g]}
+        return {"grad_norm": norms[None], "lr": rate, **further}
+
+    def _norm(self, grads: list[Tensor]) -> float:
+        """Of these gradients on all processes."""
+        own = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        return math.sqrt(float(self._parallel.square_norm(own.double().square())))
+
+    @torch.no_grad()
+    def _renew(self, group: OptimizerGroup) -> None:
+        """Take what is in the model copy as the group's masters, and forget its moments."""
+        for name in self._names[group]:
+            self.masters[name].copy_(held(self.copies[name]).tensor)
+            self._adam.state.pop(self.masters[name], None)
+        group.renewed = False
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -169,14 +194,14 @@ class Optimizer:
                 }
 
 
-def _adamw(masters: dict[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    decayed = [m for m in masters.values() if m.dim() > 1]
-    others = [m for m in masters.values() if m.dim() <= 1]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    device = next(iter(masters.values())).device.type
+def _adamw(masters: dict[OptimizerGroup | None, list[Tensor]], config: OptimizerConfig) -> torch.optim.AdamW:
+    groups: list[dict[str, Any]] = []
+    for group, members in masters.items():
+        decay = config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
+        decayed, others = ([m for m in members if (m.dim() > 1) is many] for many in (True, False))
+        groups.append({"params": decayed, "weight_decay": decay, "miles_group": group})
+        groups.append({"params": others, "weight_decay": 0.0, "miles_group": group})
+    device = next(m for members in masters.values() for m in members).device.type
     how = {"fused": True} if device in ("cpu", "cuda") else {"foreach": True}
     return torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, **how
