@@ -222,6 +222,13 @@ class _Loading:
             self.origins.setdefault(PLUGINS, ", ".join(origins.values()))
         return origins
 
+    def _providers(self) -> set[str]:
+        """Who provides a part that is in force, also one that nobody chose."""
+        found = (
+            o.providers.get(self.values.get(path, o.default)) for path, o in self.schema.options.items() if o.info.part
+        )
+        return {name for names in found for name in names or ()}
+
     def _name_of(self, spec: str) -> str:
         """The plugin's name for an item of ``--plugins``; a single file is known by its path."""
         if not is_local(spec):
@@ -231,7 +238,7 @@ class _Loading:
         return name_of_file(spec)
 
     def _refuse_idle_plugins(self, by_path: Mapping[str, list[Assignment]], plugins: Sequence[str]) -> None:
-        possible = {CORE, *_with_requirements(self.schema, plugins)}
+        possible = {CORE, *_with_requirements(self.schema, plugins), *self._providers()}
         for path, given in by_path.items():
             last = given[-1]
             option = self.schema.options.get(path)
