@@ -1,10 +1,12 @@
-"""From argv, files and the environment to a checked ``Config``: default < environment < file < flag."""
+"""From argv, files and the environment to a checked ``Config``: default < environment < continued run < file < flag."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from miles_core.config import elsewhere, file, value
@@ -36,9 +38,16 @@ def load(
         PluginError: a plugin's manifest cannot be loaded, or two packages declare one flag differently.
     """
     files = {path: file.read(path) for path in _peek(argv, "--config")}
-    schema = collect(_installed(argv, files) if manifests is None else manifests)
+    before = _continued(argv)
+    schema = collect(_installed(argv, {**files, **before}) if manifests is None else manifests)
     given = parse(schema, argv)
     problems = given.problems
+    for path, entries in before.items():
+        found, wrong = file.assignments(_still_meant(entries, schema, argv), schema, path, rank=0)
+        given.assignments += [
+            dataclasses.replace(a, rank=a.rank - 2) for a in found
+        ]  # weaker than any file that is named
+        problems += wrong
     for rank, path in enumerate(given.files):
         found, wrong = file.assignments(files[path], schema, path, rank)
         given.assignments += found
@@ -52,6 +61,33 @@ def load(
     if problems:
         raise ConfigError(_message(problems))
     return config
+
+
+def _continued(argv: Sequence[str]) -> dict[str, list[file.Entry]]:
+    """The configuration of the run that ``--load`` continues, which holds where nothing else is said; by its path."""
+    for given in _peek(argv, "--load")[-1:]:
+        source = Path(given).expanduser().resolve()
+        for directory in (source, source.parent, source.parent.parent):  # a run, its checkpoints, one of them
+            if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
+                path = str(directory / "config.yaml")
+                return {path: file.read(path)}
+    return {}
+
+
+def _still_meant(entries: list[file.Entry], schema: Schema, argv: Sequence[str]) -> list[file.Entry]:
+    """A continued run's entries without the places of that run, and without the options of plugins that ``--plugins`` leaves out."""
+    named = [word for text in _peek(argv, "--plugins") for word in text.split(",")]
+    gone = {t for t, owner in schema.owners.items() if named and owner != CORE and owner not in named}
+
+    def kept(entry: file.Entry) -> file.Entry:
+        children = entry.children
+        if entry.key == ROOT and children is not None:
+            children = tuple(c for c in children if c.key not in ("save", "load", "plugins" if named else ""))
+        elif entry.key == file.DEFAULTS and children is not None:
+            children = tuple(kept(c) for c in children if c.key not in gone)
+        return dataclasses.replace(entry, children=children)
+
+    return [kept(entry) for entry in entries if entry.key not in gone]
 
 
 def schema_for(argv: Sequence[str]) -> Schema:
