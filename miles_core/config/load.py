@@ -7,15 +7,18 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_core.config import elsewhere, file, value
 from miles_core.config.config import Config
 from miles_core.config.flags import Assignment, Source, parse
 from miles_core.config.rules import broken
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
-from miles_core.errors import ConfigError
+from miles_core.errors import ConfigError, PluginError
 from miles_core.plugin.manifest import Plugin
+
+if TYPE_CHECKING:
+    from miles_core.plugin.discovery import Catalogue
 
 PLUGINS = f"{ROOT}.plugins"
 
@@ -95,19 +98,37 @@ def schema_for(argv: Sequence[str]) -> Schema:
     return collect(_installed(argv, {path: file.read(path) for path in _peek(argv, "--config")}))
 
 
-def _installed(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Mapping[str, Plugin]:
+def _installed(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Catalogue:
     """The manifests of all installed plugins, and of the single files that ``--plugins`` names.
 
     Raises:
-        PluginError: a plugin that ``--plugins`` names cannot be imported; others that cannot are left out.
+        PluginError: a plugin that ``--plugins`` names cannot be imported, or two of them cannot be had together; others are
+            left out.
     """
     from miles_core.plugin.discovery import discover
 
     catalogue = discover()
-    for name in _named_plugins(argv, files):
-        if is_local(name) or name in catalogue:
-            catalogue.request(name)
+    wanted = [catalogue.request(n) for n in _named_plugins(argv, files) if is_local(n) or n in catalogue]
+    set_aside_rivals(catalogue, wanted)
     return catalogue
+
+
+def set_aside_rivals(catalogue: Catalogue, wanted: Sequence[str] = ()) -> None:
+    """Two installed plugins may want one flag, alias or variable: that is no matter until both take part. Of those that cannot be
+    had together the wanted ones stay, then the first by name; the others become ``broken``, with the reason."""
+    try:
+        collect(catalogue)
+        return
+    except PluginError:
+        pass  # some two of them
+    kept = [catalogue[name] for name in wanted]
+    collect(kept)
+    for plugin in [p for name, p in catalogue.items() if name not in wanted]:
+        try:
+            collect([*kept, plugin])
+            kept.append(plugin)
+        except PluginError as error:
+            catalogue.set_aside(plugin.name, str(error))
 
 
 def _peek(argv: Sequence[str], flag: str) -> list[str]:
