@@ -15,7 +15,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml exa
 PROJECTS := pyproject.toml $(addsuffix /pyproject.toml,$(PLUGINS))
 STAMP := $(VENV)/.miles-installed
 
-OLDEST ?= .oldest
+OLDEST ?= .venv-oldest
 JOBS ?= 2
 
 .PHONY: demo test oldest lint types wheels install clean

@@ -22,6 +22,7 @@ from miles_core.contracts.trainer import (
     Trainer,
 )
 from miles_core.contracts.transport import SyncReport, Transport
+from miles_core.convert.layout import Layout, layout
 from miles_core.data.batch import Batch, Ragged, collate
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
@@ -29,6 +30,7 @@ from miles_core.data.unit import Encoded, Unit
 from miles_core.data.world import ALONE, World, shares
 from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
+from miles_core.plugin.detect import config_facts, model_facts, moe_layers
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.worker import same_plan
 from miles_core.precision.codec import Codec
@@ -73,6 +75,7 @@ __all__ = [
     "Interrupted",
     "Learned",
     "Learner",
+    "Layout",
     "LearnerHandle",
     "Loss",
     "LossFunction",
@@ -112,9 +115,13 @@ __all__ = [
     "check_same_model",
     "check_sides",
     "collate",
+    "config_facts",
     "combined",
     "divided",
+    "layout",
     "make_codec",
+    "model_facts",
+    "moe_layers",
     "optimiser_steps",
     "paused",
     "precisions",

@@ -127,9 +127,9 @@ def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(refused, tmp_path
 
     plain, calls = state.save, []
 
-    def save(model, optimizer, directory):
+    def save(model, optimizer, directory, world):
         calls.append(directory)
-        plain(model, optimizer, directory)
+        plain(model, optimizer, directory, world)
         if len(calls) >= 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 

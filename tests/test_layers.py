@@ -58,7 +58,7 @@ ROOMS: list[dict[str, str]] = [
     {"quantized": "model core: errors data precision contracts sync"},
     {
         "engine": "manifest model quantized core: errors data precision contracts sync",
-        "trainer": "model quantized core: errors data precision contracts train",
+        "trainer": "model quantized core: errors data checkpoint precision contracts train",
     },
     {
         "testing": "manifest model quantized engine trainer core: errors lookup data precision contracts train testing",

@@ -44,10 +44,10 @@ def rng_state() -> RngState:
     return tensors, data
 
 
-def put_rng(store: Store, state: RngState | None = None) -> None:
-    """Save ``state``, by default that of now."""
+def put_rng(store: Store, state: RngState | None = None, *, sharded: bool = False) -> None:
+    """Save ``state``, by default that of now; ``sharded``: each rank its own."""
     tensors, data = state or rng_state()
-    store.put(_NAME, tensors, data)
+    store.put(_NAME, tensors, data, sharded=sharded)
 
 
 def get_rng(store: Store) -> None:
