@@ -85,6 +85,7 @@ class Plugin:
             the kind ``transport``, and engines that know them declare ``transport:NAME``.
         requires: rules that must hold. A rule ``plugin.x`` activates x.
         recommends: advice, printed and never enforced.
+        notes: condition -> a sentence that the plan tells the user where it holds, such as which of several ways is taken.
         claims: exclusive slots, slot -> reason; two active claimants of one slot conflict.
         pairs: supported precision cells.
         before, after: names of plugins this one comes before or after in every chain.
@@ -117,6 +118,7 @@ class Plugin:
     capabilities: Mapping[str, tuple[str | Capability, ...]] = field(default_factory=dict)
     requires: tuple[Rule, ...] = ()
     recommends: tuple[Rule, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
     claims: Mapping[str, str] = field(default_factory=dict)
     pairs: tuple[Pair, ...] = ()
     before: tuple[str, ...] = ()

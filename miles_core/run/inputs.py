@@ -126,6 +126,7 @@ class Inputs:
             for each in parts:
                 await each.engine.abort(keys)
 
+        self.prompts.rewind()  # a run that lost a worker before its first checkpoint starts anew
         queue = PromptQueue(self.prompts, run.render)
         return Collector(run, queue, generate, score, abort, log.progress, self.accept, answers)
 

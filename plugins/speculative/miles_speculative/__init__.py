@@ -30,6 +30,12 @@ plugin = Plugin(
             "creates one",
         ),
         Rule(
+            needs="speculative.mtp_training or speculative.sft_interval",
+            when="speculative.draft_lr or speculative.ema_decay > 0 or speculative.reinit_interval",
+            because="a draft that is not trained has no learning rate, no running mean and nothing to start anew: add "
+            "--enable-mtp-training or --online-sft-interval N",
+        ),
+        Rule(
             needs="trainer == embedded",
             when="engine == embedded",
             because="the embedded engine takes the draft's weights with the policy's, and only the embedded trainer holds both",
@@ -41,7 +47,17 @@ plugin = Plugin(
             "*speculative/accept_rate",
             below(0.3),
             "{metric}: only {value} of the drafted tokens are kept",
-            "draft fewer tokens (--spec-lookahead 1), train the draft (--enable-mtp-training), and with a higher --draft-lr",
+            "draft fewer tokens (--spec-lookahead 1, or auto), train the draft (--enable-mtp-training, --online-sft-interval 1) and "
+            "with a higher --draft-lr, or start it anew now and then (--reinit-draft-interval)",
+            when="plugin.speculative",
+        ),
+        Hint(
+            "slow-speculation",
+            "speculative/speedup",
+            below(1.0),
+            "decoding with drafts is slower than without ({metric} {value})",
+            "let --spec-lookahead auto decide, look where the time goes (--profile-speculative), and take a draft of a quarter to a "
+            "tenth of the policy",
             when="plugin.speculative",
         ),
     ),

@@ -6,6 +6,7 @@ states, embeddings and head are detached.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,10 +34,34 @@ def cross_entropy(head: Head, out: Tensor, tokens: Tensor) -> Tensor:
     def share(out: Tensor, tokens: Tensor) -> Tensor:
         return functional.cross_entropy(head.logits(out).float(), tokens, reduction="sum")
 
+    return _summed(share, head, out, tokens)
+
+
+def divergence(head: Head, out: Tensor, policy: Tensor, temperature: float) -> Tensor:
+    """Sum over n rows of KL(p || q), float32: how far the draft's q is from the policy's p, whole distributions.
+
+    Args:
+        head: predicts by ``logits``.
+        out: [n, hidden] what it made of the rows.
+        policy: [n, hidden] the policy's hidden states, detached.
+        temperature: of both.
+    """
+
+    def share(out: Tensor, policy: Tensor) -> Tensor:
+        with torch.no_grad():
+            p = (head.logits(policy).float() / temperature).log_softmax(-1)
+        q = (head.logits(out).float() / temperature).log_softmax(-1)
+        return functional.kl_div(q, p, reduction="sum", log_target=True)
+
+    return _summed(share, head, out, policy)
+
+
+def _summed(share: Callable[[Tensor, Tensor], Tensor], head: Head, out: Tensor, other: Tensor) -> Tensor:
+    """``share`` over all rows, so many at a time as the logits may hold; computed again in the backward pass where that is several times."""
     rows = max(_LOGITS // len(head.model.get_output_embeddings().weight), 1)
-    if len(tokens) <= rows:
-        return share(out, tokens)
-    pieces = zip(out.split(rows), tokens.split(rows), strict=True)
+    if len(out) <= rows:
+        return share(out, other)
+    pieces = zip(out.split(rows), other.split(rows), strict=True)
     return torch.stack([checkpoint(share, *piece, use_reentrant=False) for piece in pieces]).sum()
 
 
