@@ -31,7 +31,7 @@ from miles_embedded.engine.scheduler import Row, Scheduler
 from miles_embedded.engine.settings import Settings
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.configuration import text_configuration
-from miles_embedded.model.load import facts_of
+from miles_embedded.model.load import context_limit, facts_of
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.nonfinite import first_nonfinite
 from miles_embedded.quantized.activation import RoundedInputs
@@ -47,7 +47,7 @@ class EmbeddedEngine(Engine):
         self.model, self.settings = model, settings
         self.decoder = settings.decoder
         config = text_configuration(model)
-        self.max_context = settings.max_context or config.max_position_embeddings
+        self.max_context = context_limit(model, settings.max_context)
         self.codec = settings.codec
         self._inputs = self._rounded_inputs()
         self.kv_cache_dtype = settings.kv_cache_dtype
