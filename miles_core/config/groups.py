@@ -34,6 +34,15 @@ class Run:
         part="schedule",
     )
     transport: str = option("copy", help="how weights travel to the engine", choices=("copy", "*"), part="transport")
+    sync_bucket_size: int = option(
+        512 * 2**20, help="bytes of weights that travel to engines in other processes at a time", metavar="BYTES", ge=1
+    )
+    max_restarts: int = option(
+        3, help="lost engines and trainer ranks that are replaced in a run; the next one ends it", metavar="N", ge=0
+    )
+    worker_timeout: float = option(
+        1800.0, help="seconds in which a worker must answer a call, else it counts as lost", metavar="S", gt=0
+    )
     save: Path | None = option(
         None, help="run directory: configuration, plan, metrics, checkpoints, report (default: runs/<name>-<time>)"
     )

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from miles_core.plugin.discovery import Catalogue
 
 PLUGINS = f"{ROOT}.plugins"
+#: What messages call a configuration that came from another process.
+SENT = "the configuration that was sent"
 
 
 def load(
@@ -58,12 +60,17 @@ def load(
     environment = os.environ if environment is None else environment
     given.assignments += _from_environment(schema, environment)
     problems += elsewhere.explain_environment(environment, schema)
-    loading = _Loading(schema, given.assignments, problems)
-    config = loading.config()
-    problems += broken(config.facts())
-    if problems:
-        raise ConfigError(_message(problems))
-    return config
+    return _checked(schema, given.assignments, problems)
+
+
+def loads(text: str, manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Config:
+    """The configuration whose ``Config.to_yaml`` was sent here; flags and environment of this process are not asked.
+
+    Raises:
+        ConfigError: the manifests here do not know what the text sets.
+    """
+    schema = collect(manifests)
+    return _checked(schema, *file.assignments(file.read_yaml(text, SENT), schema, SENT, 0))
 
 
 def _continued(argv: Sequence[str]) -> dict[str, list[file.Entry]]:
@@ -169,6 +176,14 @@ def _from_environment(schema: Schema, environment: Mapping[str, str]) -> list[As
     return found
 
 
+def _checked(schema: Schema, assignments: Sequence[Assignment], problems: list[str]) -> Config:
+    config = _Loading(schema, assignments, problems).config()
+    problems += broken(config.facts())
+    if problems:
+        raise ConfigError(_message(problems))
+    return config
+
+
 def _message(problems: Sequence[str]) -> str:
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
@@ -264,6 +279,13 @@ class _Loading:
             self.origins.setdefault(PLUGINS, ", ".join(origins.values()))
         return origins
 
+    def _providers(self) -> set[str]:
+        """Who provides a part that is in force, also one that nobody chose."""
+        found = (
+            o.providers.get(self.values.get(path, o.default)) for path, o in self.schema.options.items() if o.info.part
+        )
+        return {name for names in found for name in names or ()}
+
     def _name_of(self, spec: str) -> str:
         """The plugin's name for an item of ``--plugins``; a single file is known by its path."""
         if not is_local(spec):
@@ -273,7 +295,7 @@ class _Loading:
         return name_of_file(spec)
 
     def _refuse_idle_plugins(self, by_path: Mapping[str, list[Assignment]], plugins: Sequence[str]) -> None:
-        possible = {CORE, *_with_requirements(self.schema, plugins)}
+        possible = {CORE, *_with_requirements(self.schema, plugins), *self._providers()}
         for path, given in by_path.items():
             last = given[-1]
             option = self.schema.options.get(path)

@@ -34,10 +34,16 @@ def told(run: Run, hints: Iterable[Hint]) -> Iterator[None]:
         run.hooks.on("on_stop", run=run, error=error)
 
 
+def runtime_of(run: Run) -> Runtime:
+    """The run's runtime, which has built nothing yet."""
+    made: Runtime = run.hooks.make("runtime", run.config.run.runtime, run=run)
+    return made
+
+
 @asynccontextmanager
-async def built(run: Run) -> AsyncIterator[list[PolicyParts]]:
-    """Learner and engine of every policy, made by the run's runtime and released in every case."""
-    runtime: Runtime = run.hooks.make("runtime", run.config.run.runtime, run=run)
+async def built(run: Run, runtime: Runtime | None = None) -> AsyncIterator[list[PolicyParts]]:
+    """Learner and engine of every policy, made by a runtime (the run's by default) and released in every case."""
+    runtime = runtime or runtime_of(run)
     try:
         parts = [await runtime.build(policy) for policy in run.policies]
         # A full collection looks at every object of every imported module, tenths of a second each few steps.
