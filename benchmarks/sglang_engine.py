@@ -39,7 +39,12 @@ def make_model(kind: str, directory: Path) -> Path:
     from tokenizers import Tokenizer, models
 
     common = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": 1}
-    common |= {"head_dim": 64 if kind == "tiny" else 128, "tie_word_embeddings": False, "dtype": "bfloat16", **SIZES[kind]}
+    common |= {
+        "head_dim": 64 if kind == "tiny" else 128,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        **SIZES[kind],
+    }
     if kind == "dense":
         config = transformers.Qwen3Config(**common, pad_token_id=0)
     else:
@@ -54,7 +59,9 @@ def make_model(kind: str, directory: Path) -> Path:
     model.save_pretrained(directory)
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w0").save_pretrained(directory)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w0").save_pretrained(
+        directory
+    )
     return directory
 
 
@@ -74,11 +81,15 @@ class Results:
 def prompts(given: argparse.Namespace) -> list[list[int]]:
     """Groups of 8 requests share a prompt of 64 tokens."""
     generator = torch.Generator().manual_seed(1)
-    groups = torch.randint(2, min(VOCABULARY, given.vocabulary), (given.requests // 8, 64), generator=generator).tolist()
+    groups = torch.randint(
+        2, min(VOCABULARY, given.vocabulary), (given.requests // 8, 64), generator=generator
+    ).tolist()
     return [group for group in groups for _ in range(8)]
 
 
-async def generate(engine: Any, asked: list[list[int]], sampling: Sampling, extras: set[str]) -> tuple[list[Any], float]:
+async def generate(
+    engine: Any, asked: list[list[int]], sampling: Sampling, extras: set[str]
+) -> tuple[list[Any], float]:
     """(responses, seconds)."""
     requests = [Request(p, sampling, key=i, group=i // 8, extras=set(extras)) for i, p in enumerate(asked)]
     started = time.perf_counter()
@@ -114,7 +125,9 @@ async def gap(engine: Any, checkpoint: Path, given: argparse.Namespace, results:
     sampled = torch.tensor([x for r in responses for x in r.log_probs])
     scored = await engine.score([p + r.tokens for p, r in zip(asked, responses, strict=True)])
     found = {"sglang": sampled}
-    found["sglang_score"] = torch.tensor([x for p, row in zip(asked, scored, strict=True) for x in row[len(p) - 1 :].tolist()])
+    found["sglang_score"] = torch.tensor(
+        [x for p, row in zip(asked, scored, strict=True) for x in row[len(p) - 1 :].tolist()]
+    )
     ids = torch.tensor([p + r.tokens for p, r in zip(asked, responses, strict=True)], device=device)
 
     def of(model: Any, rows: int) -> torch.Tensor:
@@ -202,7 +215,10 @@ async def measured(checkpoint: Path, given: argparse.Namespace, results: Results
     from miles_sglang.build import assemble
 
     cuda = torch.cuda.is_available()
-    arguments: dict[str, Any] = {"max_total_tokens": 200_000 if cuda else 8192, "enable_return_routed_experts": given.model != "dense"}
+    arguments: dict[str, Any] = {
+        "max_total_tokens": 200_000 if cuda else 8192,
+        "enable_return_routed_experts": given.model != "dense",
+    }
     if given.model not in SIZES:
         arguments["enable_return_routed_experts"] = False
     if cuda:

@@ -55,7 +55,8 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
     options = config.run
     resume_from = locate_checkpoint(options.load, json.loads(plan.to_json())) if options.load else None
     directory = run_directory(config, resume_from)
-    modules = [h.target.split(".")[0].split(":")[0] for h in plan.hooks]
+    provided = [target for name in plan.order for part in manifests[name].provides.values() for target in part.values()]
+    modules = [target.split(".")[0].split(":")[0] for target in (*(h.target for h in plan.hooks), *provided)]
     console = logs.configure(config.run.log_level, directory, console, modules)
     set_environment(plan)
     run = make_run(config, plan, manifests, directory)

@@ -12,7 +12,7 @@ from miles_core import CheckpointError, ConfigError
 from miles_core.backend import Codec, Layout, config_facts, layout, make_codec, model_facts, moe_layers
 from miles_sglang import plugin
 from miles_sglang.config import given_arguments
-from miles_sglang.engine import SglangEngine, Settings
+from miles_sglang.engine import Settings, SglangEngine
 from miles_sglang.link import Link
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator

@@ -31,5 +31,7 @@ def missing(found: str | None = "") -> tuple[Rule, ...]:
     if found is not None and SpecifierSet(TESTED).contains(found, prereleases=True):
         return ()
     here = f"SGLang {found} is installed here" if found else "SGLang is not installed here"
-    because = f"{here} and this plugin was tested with sglang{TESTED}: {INSTALL}; or give --sglang-url of a running server"
+    because = (
+        f"{here} and this plugin was tested with sglang{TESTED}: {INSTALL}; or give --sglang-url of a running server"
+    )
     return (Rule(needs="sglang.url", because=because),)

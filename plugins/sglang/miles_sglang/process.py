@@ -7,6 +7,7 @@ last lines are in the message when the process ends unasked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -140,10 +141,8 @@ class ProcessLink(Link):
             self._writer.write(frames.head({"id": number, "endpoint": endpoint, "body": dict(body)}, len(payload)))
             if payload:
                 self._writer.write(payload)
-            try:
+            with contextlib.suppress(ConnectionError):  # the reader notices as well, and says why
                 await self._writer.drain()
-            except ConnectionError:
-                pass  # the reader notices as well, and says why
         return await future
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -163,10 +162,8 @@ class ProcessLink(Link):
         if not self._ended:
             process = self._process
             if process is not None:
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), timeout=5)
-                except TimeoutError:
-                    pass
                 _kill_group(process.pid)
             code = process.returncode if process is not None else None
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
@@ -194,7 +191,5 @@ class ProcessLink(Link):
 
 def _kill_group(pid: int) -> None:
     """End whatever is left of a process and its children, which are in its own session."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

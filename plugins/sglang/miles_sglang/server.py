@@ -64,7 +64,10 @@ class ServerLink(Link):
     def _exchange(self, endpoint: str, body: Mapping[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            f"{self.url}/{endpoint}", data, {"Content-Type": "application/json"}, method="GET" if data is None else "POST"
+            f"{self.url}/{endpoint}",
+            data,
+            {"Content-Type": "application/json"},
+            method="GET" if data is None else "POST",
         )
         try:
             with urllib.request.urlopen(request) as answer:

@@ -21,11 +21,9 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from miles_core import MilesError
 from miles_core.backend import Encoded, Engine, Request, Sampling
 from miles_core.format import Codec
-from miles_core.testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
-from miles_core.testing.engine_contract import stored_units
+from miles_core.testing import EngineContract, Limits, tiny_tokenizer
 from miles_embedded import load_model
 from miles_embedded.engine.build import detokenizer, end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine
@@ -91,7 +89,9 @@ class Manager:
         """SGLang copies what it is given and does not ask for the rest; the embedded engine is always given all."""
         whole = [Encoded(name, {name: tensor}) for name, tensor in self.tensors.items()]
         self.engine._usable = True  # type: ignore[attr-defined]
-        asyncio.get_running_loop().create_task(self.engine.update_weights(whole, 0)).add_done_callback(lambda t: t.result())
+        asyncio.get_running_loop().create_task(self.engine.update_weights(whole, 0)).add_done_callback(
+            lambda t: t.result()
+        )
 
     def auto_create_handle_loop(self) -> None:
         pass
@@ -101,7 +101,10 @@ class Manager:
         key = self.rids[body.rid] = int(parameters.get("sampling_seed", len(self.rids))) % (1 << 31)
         if parameters["max_new_tokens"] == 0:
             (row,) = await self.engine.score([body.input_ids])
-            entries = [(None, body.input_ids[0], None), *((float(x), t, None) for x, t in zip(row, body.input_ids[1:]))]
+            entries = [
+                (None, body.input_ids[0], None),
+                *((float(x), t, None) for x, t in zip(row, body.input_ids[1:], strict=False)),
+            ]
             yield self._answer(body, [], {"input_token_logprobs": entries}, {"type": "length", "length": 0})
             return
         support = "sampling_support"
@@ -118,9 +121,13 @@ class Manager:
             () if ignoring else tuple(parameters["stop_token_ids"]),
             ignoring,
         )
-        extras = ({support} if body.return_sampling_mask else set()) | ({ROUTES} if body.return_routed_experts else set())
+        extras = ({support} if body.return_sampling_mask else set()) | (
+            {ROUTES} if body.return_routed_experts else set()
+        )
         found = await self.engine.generate(Request(body.input_ids, sampling, key=key, extras=extras))
-        meta: dict[str, Any] = {"output_token_logprobs": [(p, t, None) for p, t in zip(found.log_probs, found.tokens)]}
+        meta: dict[str, Any] = {
+            "output_token_logprobs": [(p, t, None) for p, t in zip(found.log_probs, found.tokens, strict=False)]
+        }
         if support in found.extras:
             meta["output_token_sampling_mask"] = [[int(t) for t in row] for row in found.extras[support]]
             meta["output_token_sampling_logprobs"] = found.log_probs
