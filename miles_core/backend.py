@@ -39,6 +39,14 @@ from miles_core.precision.projection import project
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, Parity, Quantizer, SideParity, bounded
 from miles_core.precision.schedule import PLAIN, Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
+from miles_core.remote.engine_front import EngineFront
+from miles_core.remote.engine_worker import EngineWorker
+from miles_core.remote.learner_front import LearnerFront
+from miles_core.remote.output import last_lines, write_there
+from miles_core.remote.rank_worker import RankWorker
+from miles_core.remote.runtime import RemoteRuntime
+from miles_core.remote.worker import Order, Worker, worker_run
+from miles_core.remote.workers import Workers
 from miles_core.rollout.collect import Collector, Interrupted
 from miles_core.rollout.versions import age, staleness
 from miles_core.run.inline import InlineLearner, InlineRuntime
@@ -46,7 +54,9 @@ from miles_core.run.prepare import accept
 from miles_core.run.rank import Rank, Share, combined, divided
 from miles_core.schedule.paused import paused
 from miles_core.schedule.sync import SyncSchedule
+from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, rounded
 from miles_core.sync.copy import CopyTransport
+from miles_core.sync.inbox import Inbox
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.learner import Learner
@@ -55,11 +65,13 @@ from miles_core.train.steps import optimiser_steps, step_count
 __all__ = [
     "ALONE",
     "AS_TRAINED",
+    "BLOCK",
     "BYTES",
     "PLAIN",
     "SAMPLING_SUPPORT",
     "VALUES",
     "Batch",
+    "Bucket",
     "Callbacks",
     "Codec",
     "Collector",
@@ -68,18 +80,23 @@ __all__ = [
     "Emulation",
     "Encoded",
     "Engine",
+    "EngineFront",
+    "EngineWorker",
     "FormatItself",
     "Forward",
+    "Inbox",
     "InlineLearner",
     "InlineRuntime",
     "Interrupted",
     "Layout",
     "Learned",
     "Learner",
+    "LearnerFront",
     "LearnerHandle",
     "Loss",
     "LossFunction",
     "OptimizerStep",
+    "Order",
     "Output",
     "Parity",
     "Pass",
@@ -93,6 +110,8 @@ __all__ = [
     "Quantizer",
     "Ragged",
     "Rank",
+    "RankWorker",
+    "RemoteRuntime",
     "Request",
     "Response",
     "Run",
@@ -108,16 +127,20 @@ __all__ = [
     "Trainer",
     "Transport",
     "Unit",
+    "Worker",
+    "Workers",
     "World",
     "accept",
     "age",
     "bounded",
     "check_same_model",
     "check_sides",
+    "checksum",
     "collate",
     "combined",
     "config_facts",
     "divided",
+    "last_lines",
     "layout",
     "make_codec",
     "model_facts",
@@ -126,6 +149,8 @@ __all__ = [
     "paused",
     "precisions",
     "project",
+    "room_of",
+    "rounded",
     "same_plan",
     "shares",
     "snapshot",
@@ -133,4 +158,6 @@ __all__ = [
     "step_count",
     "trained_tokens",
     "with_auxiliary",
+    "worker_run",
+    "write_there",
 ]

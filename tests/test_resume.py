@@ -82,6 +82,14 @@ def test_a_finished_run_has_nothing_to_continue(toy_run, tmp_path):
     assert same(tensors(first.directory, 2), saved) and len(read(first.directory / "metrics.jsonl")) == 2
 
 
+def test_what_changed_since_the_checkpoint_is_said(toy_run, tmp_path):
+    first = toy_run(directory=tmp_path / "run", steps=1, plugins=["tis"])
+    toy_run(directory=None, save=None, load=first.directory, steps=2, lr=2e-3)
+    log = (first.directory / "run.log").read_text()
+    assert "continuing with a change: train.lr was 0.001, is now 0.002" in log
+    assert "continuing with a change: plugin tis was 0.1.0, is now absent" in log
+
+
 def test_a_warm_start_is_not_repeated(toy_run, tmp_path):
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"input": "a", "response": "bb"}) + "\n")

@@ -16,6 +16,8 @@ from miles_core.errors import ConfigError
 from miles_core.plugin.manifest import Plugin
 
 PLUGINS = f"{ROOT}.plugins"
+#: What messages call a configuration that came from another process.
+SENT = "the configuration that was sent"
 
 
 def load(
@@ -46,12 +48,17 @@ def load(
     environment = os.environ if environment is None else environment
     given.assignments += _from_environment(schema, environment)
     problems += elsewhere.explain_environment(environment, schema)
-    loading = _Loading(schema, given.assignments, problems)
-    config = loading.config()
-    problems += broken(config.facts())
-    if problems:
-        raise ConfigError(_message(problems))
-    return config
+    return _checked(schema, given.assignments, problems)
+
+
+def loads(text: str, manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Config:
+    """The configuration whose ``Config.to_yaml`` was sent here; flags and environment of this process are not asked.
+
+    Raises:
+        ConfigError: the manifests here do not know what the text sets.
+    """
+    schema = collect(manifests)
+    return _checked(schema, *file.assignments(file.read_yaml(text, SENT), schema, SENT, 0))
 
 
 def schema_for(argv: Sequence[str]) -> Schema:
@@ -110,6 +117,14 @@ def _from_environment(schema: Schema, environment: Mapping[str, str]) -> list[As
             origin = f"environment variable {variable}={environment[variable]}"
             found.append(Assignment(option.path, environment[variable], origin, Source.ENVIRONMENT, variable))
     return found
+
+
+def _checked(schema: Schema, assignments: Sequence[Assignment], problems: list[str]) -> Config:
+    config = _Loading(schema, assignments, problems).config()
+    problems += broken(config.facts())
+    if problems:
+        raise ConfigError(_message(problems))
+    return config
 
 
 def _message(problems: Sequence[str]) -> str:

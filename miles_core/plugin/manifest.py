@@ -85,6 +85,7 @@ class Plugin:
             the kind ``transport``, and engines that know them declare ``transport:NAME``.
         requires: rules that must hold. A rule ``plugin.x`` activates x.
         recommends: advice, printed and never enforced.
+        notes: condition -> a sentence that the plan tells the user where it holds, such as which of several ways is taken.
         claims: exclusive slots, slot -> reason; two active claimants of one slot conflict.
         pairs: supported precision cells.
         before, after: names of plugins this one comes before or after in every chain.
@@ -98,6 +99,8 @@ class Plugin:
         hints: what this plugin's metrics, and core's, say about it, and what helps then; see ``Hint``. They are followed
             while the plugin is installed, active or not: ``when`` says in which runs.
         remedies: what it does against a trouble that core's hints and errors warn of.
+        converts: flag of this plugin -> ``"module:callable"``, what ``miles convert`` does where that flag is given instead of
+            a format: ``f(model_dir, save_dir, options)`` writes a checkpoint and returns a line that says what it did.
         demo: ``miles demo`` trains with this plugin where it is installed.
     """
 
@@ -115,6 +118,7 @@ class Plugin:
     capabilities: Mapping[str, tuple[str | Capability, ...]] = field(default_factory=dict)
     requires: tuple[Rule, ...] = ()
     recommends: tuple[Rule, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
     claims: Mapping[str, str] = field(default_factory=dict)
     pairs: tuple[Pair, ...] = ()
     before: tuple[str, ...] = ()
@@ -126,6 +130,7 @@ class Plugin:
     passthrough: Mapping[str, str] = field(default_factory=dict)
     hints: tuple[Hint, ...] = ()
     remedies: tuple[Remedy, ...] = ()
+    converts: Mapping[str, str] = field(default_factory=dict)
     demo: bool = False
 
     def capability(self, kind: str, name: str) -> Capability | None:
