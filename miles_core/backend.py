@@ -56,6 +56,7 @@ from miles_core.schedule.paused import paused
 from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, rounded
 from miles_core.sync.copy import CopyTransport
+from miles_core.sync.device_memory import DeviceMemory
 from miles_core.sync.inbox import Inbox
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
@@ -77,6 +78,7 @@ __all__ = [
     "Collector",
     "Context",
     "CopyTransport",
+    "DeviceMemory",
     "Emulation",
     "Encoded",
     "Engine",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from miles_core.contracts.run import Run
-from miles_core.contracts.runtime import PolicyParts
+from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.schedule import Schedule
 from miles_core.errors import WorkerLost
 from miles_core.mismatch.at_sync import verify_sync
@@ -23,7 +23,6 @@ from miles_core.run.parts import built, runtime_of, told
 from miles_core.run.recovery import recover
 from miles_core.run.warm_start import warm_start
 from miles_core.sync.precision import switch_when_due
-from miles_core.sync.push import push
 
 
 async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None = None) -> list[PolicyParts]:
@@ -36,15 +35,17 @@ async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None 
             log.watch(runtime)
             while True:
                 try:
-                    await steps(run, log, inputs, parts, resume_from)
+                    await steps(run, log, inputs, runtime, parts, resume_from)
                     break
                 except WorkerLost as lost:
                     resume_from = await recover(run, log, runtime, lost, resume_from)
     return parts
 
 
-async def steps(run: Run, log: RunLog, inputs: Inputs, parts: list[PolicyParts], resume_from: Path | None) -> None:
-    """All steps from a checkpoint, or from the first one."""
+async def steps(
+    run: Run, log: RunLog, inputs: Inputs, runtime: Runtime, parts: list[PolicyParts], resume_from: Path | None
+) -> None:
+    """All steps, from a checkpoint or from the first one."""
     async with inputs.scheduled(run, log, parts) as (schedule, evaluation):
         checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
         if not await checkpoints.resume():
@@ -63,7 +64,8 @@ async def steps(run: Run, log: RunLog, inputs: Inputs, parts: list[PolicyParts],
                     checkpoints.roll_back()
             await evaluation.done()
         except Exception as error:
-            await checkpoints.rescue(error)
+            if not runtime.recovers(error):
+                await checkpoints.rescue()
             raise
         await checkpoints.finish()
 
@@ -102,9 +104,8 @@ async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, fl
     with run.clock.phase("sync"):
         async with schedule.quiet(parts):
             await switch_when_due(run, parts)
-            report = await push(parts, run.step)
+            report = await parts.learner.push(run.step)
     policy.version = report.version
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
     metrics = {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
-    metrics |= {f"sync/{name}": value for name, value in report.metrics.items()}
     return metrics | await verify_sync(run, parts)

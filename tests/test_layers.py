@@ -41,7 +41,7 @@ LAYERS: list[dict[str, str]] = [
     },
     {
         "loop": "errors contracts rollout sync mismatch run",
-        "remote": "errors data plugin config precision contracts sync mismatch run",
+        "remote": "errors data plugin config checkpoint precision contracts sync mismatch run",
     },
     {
         "launch": "errors plugin config observe checkpoint contracts run loop",

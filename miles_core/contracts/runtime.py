@@ -135,9 +135,13 @@ class Runtime(ABC):
     async def close(self) -> None:
         """Release everything that was built, also after a failure half-way."""
 
+    def recovers(self, error: Exception) -> bool:
+        """Whether ``recover`` will be able to do something about what a part of this runtime raised."""
+        return False
+
     async def recover(self, lost: WorkerLost) -> None:
         """Rebuild what was lost: the parts stay the same objects, with the weights that they started with. Raises ``lost`` where
-        that cannot be done, or not again. A lost engine whose work others can do should not come to this."""
+        that cannot be done, or not again."""
         raise lost
 
     def metrics(self) -> dict[str, float]:

@@ -119,10 +119,6 @@ class Prompts:
         if not indices:
             raise DataError("no prompt is left: the data set would be empty")
         self._chosen = [self._chosen[i] for i in indices]
-        self.rewind()
-
-    def rewind(self) -> None:
-        """The first row comes next."""
         self._epoch, self._offset, self._order = 0, 0, None
 
     def state(self) -> dict[str, Any]:

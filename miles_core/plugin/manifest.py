@@ -83,6 +83,8 @@ class Plugin:
         capabilities: what the backends this plugin provides can do, kind -> names (or ``Capability(name, when)``), e.g.
             ``{"engine": ("score",)}``. A transport whose messages an engine must know (``Engine.receive``) is named under
             the kind ``transport``, and engines that know them declare ``transport:NAME``.
+        modules: software that its distribution cannot promise, name of an import -> how to install it. A run is refused where the
+            driver's installation lacks one.
         requires: rules that must hold. A rule ``plugin.x`` activates x.
         recommends: advice, printed and never enforced.
         notes: condition -> a sentence that the plan tells the user where it holds, such as which of several ways is taken.
@@ -116,6 +118,7 @@ class Plugin:
     sets: Mapping[str, Any] = field(default_factory=dict)
     uses: Mapping[str, str] = field(default_factory=dict)
     capabilities: Mapping[str, tuple[str | Capability, ...]] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
     requires: tuple[Rule, ...] = ()
     recommends: tuple[Rule, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)

@@ -130,12 +130,13 @@ class LearnerFront(LearnerHandle):
         """What every rank answers."""
         async with self._turn:
             calls = [
-                asyncio.ensure_future(self.ranks.call(number, "at", self.run.step, method, *args(world)))
+                asyncio.ensure_future(self.ranks.call(number, "at", self.run.step, method, *args(world), named=method))
                 for number, world in enumerate(self.worlds)
             ]
             try:
                 return await gathered(calls)
             except WorkerLost as lost:
+                self._intact = self._intact and not lost.trains
                 if not lost.trains:  # an engine: the other ranks must not wait for it
                     await self.engines.give_up()
                     await asyncio.wait(calls)
@@ -145,6 +146,7 @@ class LearnerFront(LearnerHandle):
                 await asyncio.wait(calls, timeout=GRACE)
                 for call in calls:
                     if call.done() and isinstance(error := call.exception(), WorkerLost):
+                        self._intact = False
                         raise error from None
                 raise
 

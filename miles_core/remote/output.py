@@ -22,8 +22,8 @@ DIRECTORY = "workers"
 #: Seconds between two looks at the files.
 INTERVAL = 0.5
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
-#: Lines that a message about a lost worker shows, and bytes from the end in which they are looked for.
-LAST, TAIL = 8, 8192
+#: Lines that a message about a lost worker shows, bytes from the end in which they are looked for, and characters of each.
+LAST, TAIL, WIDTH = 8, 8192, 240
 
 
 def path_of(directory: Path | str, worker: str) -> Path:
@@ -57,7 +57,7 @@ def last_lines(directory: Path | str, worker: str) -> tuple[str, ...]:
             text = file.read().decode(errors="replace")
     except OSError:
         return ()
-    return tuple(line for line in text.splitlines() if line.strip())[-LAST:]
+    return tuple(line[:WIDTH] for line in text.splitlines() if line.strip())[-LAST:]
 
 
 class Output:

@@ -56,9 +56,9 @@ class RemoteRuntime(Runtime):
         self._placed += [ranks, engines]
         for workers in (ranks, engines):
             await self._accepted(workers, range(len(workers)))
-        said = dict(zip(engines.names, await engines.call_all("build"), strict=True))
-        front = EngineFront(engines, agreed("what engines are", said), self.run.config.run.sync_bucket_size)
-        worlds, facts = await self._trainer(ranks)
+        answers, (worlds, facts) = await asyncio.gather(engines.call_all("build"), self._trainer(ranks))
+        said = agreed("what engines are", dict(zip(engines.names, answers, strict=True)))
+        front = EngineFront(engines, said, self.run.config.run.sync_bucket_size)
         compare_models(self.run, policy, facts, front.model_facts())
         parity = await self._parity(ranks, engines)
         learner = LearnerFront(self.run, ranks, worlds, front)
@@ -70,6 +70,9 @@ class RemoteRuntime(Runtime):
         parts = PolicyParts(policy, learner, front, precisions(self.run.config, 0), parity)
         self._built[policy.name] = ranks, engines, parts
         return parts
+
+    def recovers(self, error: Exception) -> bool:
+        return isinstance(error, WorkerLost) and error.trains and self.restarts.used < self.restarts.limit
 
     async def recover(self, lost: WorkerLost) -> None:
         """Make all ranks of the policy that lost one anew, with the weights they started with."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_core.checkpoint.rng import seed_generators
 from miles_core.config.load import loads
 from miles_core.contracts.run import Run
 from miles_core.plugin.plan import Plan
@@ -53,6 +54,7 @@ def worker_run(order: Order) -> Run:
     plan = Plan.from_json(order.plan)
     catalogue = accept(plan)
     config = applied(loads(order.config, catalogue), plan)
+    seed_generators(config.train.seed)
     return make_run(config, plan, catalogue, Path(order.directory))
 
 

@@ -101,8 +101,8 @@ class Workers(ABC):
         """What a worker wrote last, for messages."""
         return ()
 
-    async def call(self, number: int, method: str, *args: Any) -> Any:
-        """``send``, and WorkerLost for a worker that does not answer in time."""
+    async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
+        """``send``, and WorkerLost for a worker that does not answer in time; messages call the call ``named``."""
         name = self.names[number]
         try:
             with self.busy.at(name):
@@ -111,7 +111,7 @@ class Workers(ABC):
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise self.lost(number, f"it did not answer {method!r} within {self.patience:g} s") from None
+            raise self.lost(number, f"it did not answer {(named or method)!r} within {self.patience:g} s") from None
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """What each worker answers, all asked at once."""

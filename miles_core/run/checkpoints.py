@@ -13,7 +13,6 @@ from miles_core.checkpoint.store import Store
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
-from miles_core.errors import WorkerLost
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +49,13 @@ class RunCheckpoints:
         log.info("interrupted: the unfinished rollout is dropped; the run stands at step %d", self.run.step)
         self.schedule.load_state(self._committed)
 
-    async def rescue(self, error: Exception) -> None:
-        """Save the last completed step of a run that ``error`` ends, where its weights are still there.
+    async def rescue(self) -> None:
+        """Save the last completed step of a run that an error ends, where its weights are still there.
 
         They are, unless the error came between two optimiser steps of one rollout step. A step that was trained and failed
         afterwards (its sync, its evaluation) is complete. Never raises: the error that ends the run is the one to be told.
         """
         run = self.run
-        if isinstance(error, WorkerLost) and error.trains:
-            return  # a part of the weights went with it
         try:
             intact = all([await each.learner.intact() for each in self.parts])
             if run.step > self._step:

@@ -54,6 +54,7 @@ class Inputs:
         if config.data.prompt_data:
             with problems():
                 self.prompts = open_prompts(config, config.data.prompt_data, "--prompt-data")
+                self._first = self.prompts.state()
         for entry in config.evaluation.prompt_data:
             with problems():
                 name, _, path = entry.rpartition("=")
@@ -126,7 +127,7 @@ class Inputs:
             for each in parts:
                 await each.engine.abort(keys)
 
-        self.prompts.rewind()  # a run that lost a worker before its first checkpoint starts anew
+        self.prompts.load_state(self._first)  # a run that lost its work and has no checkpoint begins again
         queue = PromptQueue(self.prompts, run.render)
         return Collector(run, queue, generate, score, abort, log.progress, self.accept, answers)
 

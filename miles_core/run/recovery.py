@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from miles_core.checkpoint.directory import Checkpoints, checkpoint_step
+from miles_core.checkpoint.rng import seed_generators
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Runtime
 from miles_core.errors import WorkerLost
@@ -30,6 +31,8 @@ async def recover(run: Run, told: RunLog, runtime: Runtime, lost: WorkerLost, re
     own = Checkpoints(run.directory / "checkpoints")
     last = own.load() if own.latest() is not None else resume_from
     at, run.step = run.step, checkpoint_step(last) if last is not None else 0
+    if last is None:
+        seed_generators(run.config.train.seed)
     for policy in run.policies:
         policy.version, policy.trained = -1, 0
     told.roll_back(run.step if last is not None else -1)  # a warm start is made again too

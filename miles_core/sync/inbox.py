@@ -13,6 +13,7 @@ from torch import Tensor
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.sync.bucket import unpacked
+from miles_core.sync.device_memory import attach
 
 #: kind of memory -> what attaches it: the message's ``memory`` -> [nbytes] uint8, valid while it is referenced.
 Attach = Callable[[Mapping[str, Any]], Tensor]
@@ -22,11 +23,11 @@ class Inbox:
     """Opens the buckets of messages, and keeps their memory attached from one sync to the next.
 
     A message's ``memory`` is ``{"kind": ..., "key": ...}`` and what its kind needs: ``file`` is memory of this host that has a
-    name in the file system (``path``), ``data`` comes with the message (``data``, bytes).
+    name in the file system (``path``), ``device`` is a GPU's (``DeviceMemory``), ``data`` comes with the message (``data``, bytes).
     """
 
     def __init__(self) -> None:
-        self.kinds: dict[str, Attach] = {"file": _file, "data": _data}
+        self.kinds: dict[str, Attach] = {"file": _file, "device": attach, "data": _data}
         self._attached: dict[str, Tensor] = {}
         self._used: set[str] = set()
 

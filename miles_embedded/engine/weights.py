@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from miles_core.data.unit import Encoded
@@ -91,15 +92,17 @@ class Weights:
         arriving, (rank, ranks), number = self._arriving, message["sender"], message["number"]
         if arriving is None or arriving.version != version or (number == 0 and rank in arriving.counts):
             arriving = _Arriving(version, Update(self.model, self.codec.decode, self._shared))
-        self._arriving = None  # until this one is in
+        self._arriving, inbox, self._inbox = None, self._inbox, Inbox()  # until this one is in
         expected = arriving.counts.get(rank, 0)
         if number != expected:
             raise SyncError(
                 f"bucket {number} of version {version} came to an engine that has {expected} of them: a message was lost, or the "
                 "engine was started anew"
             )
-        arriving.update.take(self.inputs.taking(self._inbox.open(message)))
-        arriving.counts[rank] = number + 1
+        arriving.update.take(self.inputs.taking(inbox.open(message)))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the sender writes over the bucket as soon as this returns
+        arriving.counts[rank], self._inbox = number + 1, inbox
         if last:
             arriving.done.add(rank)
         if len(arriving.done) < ranks:

@@ -96,7 +96,11 @@ def sources(model: nn.Module) -> dict[str, Tensor]:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Names that a checkpoint leaves out because they share storage with another: left out -> the one that is kept."""
     state = model.state_dict(keep_vars=True)
-    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    declared = {
+        f"{path}.{a}".lstrip("."): f"{path}.{b}".lstrip(".")
+        for path, module in model.named_modules()
+        for a, b in (getattr(module, "all_tied_weights_keys", None) or {}).items()
+    }
     return {a: b for a, b in declared.items() if a in state and b in state and state[a] is state[b]}
 
 

@@ -26,6 +26,7 @@ class Cluster:
     def __init__(self, run: Run) -> None:
         options: RayConfig = run.config.plugin("ray")
         self.options = options
+        self._check_options()
         self.address = options.address or os.environ.get("RAY_ADDRESS")
         self.own = not ray.is_initialized()
         if self.own:
@@ -59,6 +60,14 @@ class Cluster:
                 f"no Ray cluster answers at {self.address} ({origin}): {START}, or leave the address out for a cluster of "
                 "this machine alone"
             ) from error
+
+    def _check_options(self) -> None:
+        options = self.options
+        if options.rollout_num_gpus % options.rollout_num_gpus_per_engine:
+            raise ConfigError(
+                f"--rollout-num-gpus {options.rollout_num_gpus} are not whole engines of --rollout-num-gpus-per-engine "
+                f"{options.rollout_num_gpus_per_engine}"
+            )
 
     def _check(self) -> None:
         """Enough GPUs (or CPUs) for what was asked."""

@@ -43,7 +43,10 @@ class RayRuntime(RemoteRuntime):
         rank = {"CPU": 1.0, unit: 1.0}
         ranks = [Place(trainer, number // per_node, rank) for number in range(options.ranks)]
         engines = [Place(engine, number, self._bundle(per_engine, 1)) for number in range(count)]
-        return await self._started("trainer", ranks, policy), await self._started("engine", engines, policy)
+        started = await asyncio.gather(
+            self._started("trainer", ranks, policy), self._started("engine", engines, policy)
+        )
+        return started[0], started[1]
 
     def _bundle(self, units: int, processes: int) -> dict[str, float]:
         """What so many units take, with a CPU for each process."""

@@ -126,8 +126,8 @@ def _end(process: int) -> None:
 def _cause(error: Exception) -> str:
     """What Ray knows about a death, in a few words."""
     text = str(error)
-    if isinstance(error, exceptions.OutOfMemoryError) or "memory pressure" in text or "OOM" in text:
-        return "the machine ran out of memory and Ray ended it"
-    if "node" in text and ("died" in text or "dead" in text) and "process" not in text:
+    if isinstance(error, exceptions.OutOfMemoryError) or "running low on memory" in text:
+        return "its machine ran out of memory, and Ray ended it"
+    if "node died" in text or "node is dead" in text:
         return "its machine died or left the cluster"
-    return "its process died"
+    return "its process died (a crash, a kill, or the kernel where memory is short)"

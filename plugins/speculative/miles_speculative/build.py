@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from miles_speculative.decoder import SpeculativeDecoder
+from miles_speculative.draft import Draft
+from miles_speculative.draft_model import DraftModel
 from miles_speculative.head import head_of
 from miles_speculative.lookahead import Auto, Lookahead
 
@@ -19,4 +21,5 @@ def make_decoder(run: Any, policy: Any, engine: Any) -> SpeculativeDecoder:
         lookahead: Lookahead = Auto()
     else:
         lookahead = Lookahead(int(options.lookahead), _PLAIN if options.profile else 0)
-    return SpeculativeDecoder(head_of(engine.model), lookahead, options.profile)
+    draft: Draft = DraftModel(engine.model, engine.model.draft) if options.draft_model_path else head_of(engine.model)
+    return SpeculativeDecoder(draft, lookahead, options.profile)

@@ -17,23 +17,21 @@ class SpeculativeConfig:
     lookahead: str = option(
         "auto",
         flag="--spec-lookahead",
-        aliases=("--sglang-speculative-num-steps",),
         help="tokens drafted a step; auto chooses from measured acceptance and cost, and drafts none where that does not pay",
         choices=("auto", *map(str, range(1, MOST + 1))),
         metavar="K|auto",
-    )
-    algorithm: str = option(
-        "EAGLE",
-        flag="--sglang-speculative-algorithm",
-        help="enable the plugin; EAGLE and NEXTN draft from the model's hidden states",
-        choices=("EAGLE", "NEXTN"),
-        enables=True,
     )
     mtp_num_layers: int = option(
         1,
         flag="--mtp-num-layers",
         help="MTP layers of the model; miles convert --mtp-num-layers 1 adds one to a checkpoint that has none",
         ge=1,
+    )
+    draft_model_path: str | None = option(
+        None,
+        flag="--draft-model-path",
+        help="draft with this small model of the same tokenizer instead of the MTP layer",
+        metavar="DIR",
     )
     mtp_training: bool = option(
         False,

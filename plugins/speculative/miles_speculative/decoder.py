@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from miles_embedded import Decoder, Emitted, Prompts, one_each, pick
-from miles_speculative.head import Head
+from miles_speculative.draft import Draft
 from miles_speculative.ledger import Ledger
 from miles_speculative.lookahead import Lookahead
 from miles_speculative.verify import verify
@@ -28,13 +28,13 @@ DRAW, KEEP, DRAFT = 0, 1, 2
 
 class SpeculativeDecoder(Decoder):
     """Args:
-    head: of the engine's model.
+    draft: of the engine's model.
     lookahead: says how many tokens are drafted.
     profile: measure drafting and verifying apart.
     """
 
-    def __init__(self, head: Head, lookahead: Lookahead, profile: bool = False) -> None:
-        self.head, self.lookahead, self.profile = head, lookahead, profile
+    def __init__(self, draft: Draft, lookahead: Lookahead, profile: bool = False) -> None:
+        self.draft, self.lookahead, self.profile = draft, lookahead, profile
         self.ledger = Ledger(lookahead.most, profile)
         #: row -> hidden states [m, hidden] in pieces, in front of its last m tokens, which the draft was not fed yet
         self._fresh: dict[Any, list[Tensor]] = {}
@@ -42,7 +42,7 @@ class SpeculativeDecoder(Decoder):
     def prompts(self, engine: Any, prompts: Prompts) -> None:
         before = torch.cat([torch.zeros_like(prompts.hidden[:1]), prompts.hidden[:-1]])
         before[prompts.positions == 0] = 0
-        self.head(prompts.tokens, before, prompts.positions, prompts.call)
+        self.draft(prompts.tokens, before, prompts.positions, prompts.call)
 
     def join(self, engine: Any, rows: Sequence[Any], hidden: Sequence[Tensor]) -> None:
         for row, state in zip(rows, hidden, strict=True):
@@ -92,16 +92,16 @@ class SpeculativeDecoder(Decoder):
         lengths, device = np.array([len(row.tokens) for row in rows]), fresh.device
         call = engine.call(rows, counts, lengths - counts)
         tokens = torch.tensor([t for row, n in zip(rows, counts, strict=True) for t in row.tokens[-n:]], device=device)
-        out = self.head(tokens, fresh, _positions(call, device), call)
+        out = self.draft(tokens, fresh, _positions(call, device), call)
         out = out.index_select(0, torch.tensor(counts, device=device).cumsum(0) - 1)
         at = torch.from_numpy(lengths).to(device)
         drafts, probs = [], []
         for depth in range(k):
-            probs.append(engine.distribution(self.head.logits(out), rows).log_probs.exp())
+            probs.append(engine.distribution(self.draft.logits(out), rows).log_probs.exp())
             drafts.append(pick(probs[-1], engine.uniform(rows, at + depth, DRAFT)))
             if depth + 1 < k:
                 call = engine.call(rows, [1] * len(rows), lengths + depth)
-                out = self.head(drafts[-1], out, _positions(call, device), call)
+                out = self.draft(drafts[-1], out, _positions(call, device), call)
         return torch.stack(drafts, 1), torch.stack(probs, 1)
 
     def _verified(self, engine: Any, rows: list[Any], drafts: Tensor, q: Tensor) -> Emitted:

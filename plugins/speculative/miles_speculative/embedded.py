@@ -10,6 +10,8 @@ from torch import nn
 from miles_core import Batch, Context, Output, Unit, hookimpl
 from miles_embedded import is_embedded
 from miles_speculative.config import SpeculativeConfig
+from miles_speculative.draft import Draft
+from miles_speculative.draft_model import attach_model
 from miles_speculative.head import attach
 from miles_speculative.training import DraftTraining
 
@@ -26,9 +28,14 @@ class EmbeddedSpeculative:
     def on_model(self, run: Any, policy: Any, model: nn.Module, role: str) -> None:
         if role not in ("train", "rollout", "shared") or not is_embedded(model):
             return
-        head = attach(model, run.config.model.ref_load or policy.hf_checkpoint or run.config.model.hf_checkpoint)
+        draft: Draft
+        if self.options.draft_model_path is not None:
+            draft = attach_model(model, self.options.draft_model_path)
+        else:
+            start = run.config.model.ref_load or policy.hf_checkpoint or run.config.model.hf_checkpoint
+            draft = attach(model, start)
         if role != "rollout":
-            self.drafts[policy.name] = DraftTraining(head, self.options, run.config.rollout.temperature)
+            self.drafts[policy.name] = DraftTraining(draft, self.options, run.config.rollout.temperature)
 
     @hookimpl
     def on_batch(self, run: Any, policy: Any) -> None:

@@ -105,7 +105,7 @@ def test_a_draft_that_is_always_right_is_always_kept(mtp_checkpoint):
             following = torch.tensor(answer)[out[:, 0].long() + 1]
             return torch.nn.functional.one_hot(following, 64).float() * 50
 
-    engine.decoder.head = Knows()
+    engine.decoder.draft = Knows()
     (drafted,) = generate(engine, [request])
     assert drafted.tokens == plain.tokens
     assert drafted.metrics["draft_steps"] == 4  # one token from the prompt, then 5, 5, 5 and 4

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.backend import Bucket
+from miles_core.backend import Bucket, DeviceMemory
 from miles_zero_copy.segment import Segment
 
 #: Bytes that a probe copies, and how often.
@@ -47,6 +47,20 @@ class SegmentSlot(Slot):
         self._segment.close()
 
 
+class DeviceSlot(Slot):
+    """A bucket in GPU memory that other processes of this host can map."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._memory = DeviceMemory(nbytes, device)
+        super().__init__(self._memory.buffer)
+
+    def memory(self) -> dict[str, Any]:
+        return self._memory.memory
+
+    def close(self) -> None:
+        self._memory.close()
+
+
 class MessageSlot(Slot):
     """A bucket that travels inside its message."""
 
@@ -63,7 +77,7 @@ class Path:
 
     Attributes:
         name: what the log calls it.
-        make: makes a slot of so many bytes; NoSegmentError where it cannot.
+        make: makes a slot of so many bytes; NoSegmentError or SyncError where it cannot.
         limit: measures the bytes a second of one copy in its memory; None where there is none to compare with.
     """
 
@@ -72,12 +86,17 @@ class Path:
     limit: Callable[[], float] | None = None
 
 
-def paths() -> list[Path]:
-    """Every way there may be, the fastest first."""
-    return [
+def paths(device: torch.device) -> list[Path]:
+    """Every way there may be for tensors on ``device``, the fastest first."""
+    found = [
         Path("shared memory", SegmentSlot, copy_speed),
         Path("messages over the runtime's channel", MessageSlot),
     ]
+    if device.type == "cuda":
+        found.insert(
+            0, Path("GPU memory by handle", lambda n: DeviceSlot(n, device), lambda: copy_speed(device=str(device)))
+        )
+    return found
 
 
 def copy_speed(nbytes: int = PROBE_BYTES, device: str = "cpu") -> float:

@@ -41,7 +41,8 @@ class Sender:
     def __init__(self, make: Callable[[int], Slot], nbytes: int, sender: tuple[int, int]) -> None:
         self._make, self._sender = make, sender
         self._nbytes = rounded(nbytes)
-        self._slots: list[Slot] = [make(self._nbytes), make(self._nbytes)]
+        self._slots: list[Slot] = []
+        self._make_slots()
         self._reading: asyncio.Task[None] | None = None
         self.sent = Sent()
 
@@ -66,19 +67,17 @@ class Sender:
         await self._acknowledged()
 
     async def send(self, units: Iterator[Encoded], receive: Receive) -> Sent:
-        """Send all of ``units`` after a greeting, or as the beginning of a version; returns when the engine has them.
-
-        ``units`` is consumed also after an error, which is raised at the end.
-        """
+        """Send all of ``units`` after a greeting, or as the beginning of a version; returns when the engine has them."""
         self._slot.bucket.clear()
         try:
             for unit in units:
                 await self._add(unit, receive)
             await self._deliver(receive, last=True)
             await self._acknowledged()
-        except BaseException as error:
-            await self._give_up(units, error)
-            raise
+        finally:
+            if self._reading is not None:  # after an error: nobody reads a slot that may be freed
+                await asyncio.wait([self._reading])
+                self._reading = None
         sent, self.sent = self.sent, Sent()
         return sent
 
@@ -86,6 +85,7 @@ class Sender:
         """Free the slots."""
         for slot in self._slots:
             slot.close()
+        self._slots = []
 
     async def _add(self, unit: Encoded, receive: Receive) -> None:
         if not self._slot.bucket.add(unit):
@@ -129,18 +129,15 @@ class Sender:
         )
         self._nbytes = needed
         self.close()
-        self._slots = [self._make(needed), self._make(needed)]
+        self._make_slots()
 
-    async def _give_up(self, units: Iterator[Encoded], error: BaseException) -> None:
-        """Wait for what is on its way, and take the rest of the stream, which may be a collective."""
-        reading, self._reading = self._reading, None
-        if reading is not None:
-            await asyncio.wait([reading])
-            if not reading.cancelled():
-                reading.exception()  # seen: it is not the first error
-        if isinstance(error, Exception):
-            for _ in units:
-                pass
+    def _make_slots(self) -> None:
+        try:
+            for _ in range(2):
+                self._slots.append(self._make(self._nbytes))
+        except BaseException:
+            self.close()
+            raise
 
 
 async def _told(receive: Receive, message: dict[str, Any], last: bool) -> None:

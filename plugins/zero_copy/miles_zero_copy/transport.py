@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from miles_core import StashKey, SyncError
@@ -73,13 +75,18 @@ class BucketTransport(Transport):
         async def receive(message: Mapping[str, Any], last: bool) -> None:
             await self.engine.receive(message, version, last)
 
-        if self._sender is None:
-            self._sender = await self._chosen(receive)
-        started = time.perf_counter()
         try:
+            if self._sender is None:
+                first = list(itertools.islice(units, 1))
+                device = next(iter(first[0].parts.values())).device if first else torch.device("cpu")
+                self._sender = await self._chosen(device, receive)
+                units = itertools.chain(first, units)
+            started = time.perf_counter()
             sent = await self._sender.send(units, receive)
-        except BaseException:
+        except Exception:
             self.close()  # the next push finds out anew which paths there are
+            for _ in units:  # other ranks may wait in its collectives
+                pass
             raise
         seconds = time.perf_counter() - started
         ratio = {"of_limit": sent.nbytes / seconds / self._limit} if self._limit else {}
@@ -91,13 +98,13 @@ class BucketTransport(Transport):
             self._sender.close()
             self._sender = None
 
-    async def _chosen(self, receive: Receive) -> Sender:
+    async def _chosen(self, device: torch.device, receive: Receive) -> Sender:
         """A sender over the fastest path on which the engine reads a greeting, which is sent."""
         reasons = []
-        for path in paths():
+        for path in paths(device):
             try:
                 sender = Sender(path.make, self.bucket_size, (self.world.rank, self.world.size))
-            except NoSegmentError as error:
+            except (NoSegmentError, SyncError) as error:
                 reasons.append(str(error))
                 continue
             try:
