@@ -29,7 +29,7 @@ from miles_embedded.engine.build import detokenizer, end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.testing.routes import ROUTES, record_routes
-from miles_sglang.build import assemble
+from miles_sglang.build import Choices, assemble
 from miles_sglang.engine import SglangEngine
 from miles_sglang.link import Link, SglangError
 from miles_sglang.worker import Worker
@@ -230,10 +230,12 @@ def engine_for(checkpoint: Path, limits: Limits = Limits(), **arguments: Any) ->
         Codec(),
         lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
         checkpoint.parent / "work",
-        arguments=arguments,
-        device="cpu",
-        max_context=limits.max_context,
-        max_running_requests=limits.max_running_requests,
+        Choices(
+            arguments=arguments,
+            device="cpu",
+            max_context=limits.max_context,
+            max_running_requests=limits.max_running_requests,
+        ),
     )
     engine.link = DoubleLink(checkpoint, engine.link.arguments)  # type: ignore[attr-defined]
     return engine
