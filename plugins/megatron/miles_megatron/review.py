@@ -12,7 +12,9 @@ from miles_megatron import count, families
 from miles_megatron.architecture import Architecture
 from miles_megatron.engine_share import context, engine_share
 from miles_megatron.memory import GB, USABLE, Stage, Work, memory
+from miles_megatron.packages import missing
 from miles_megatron.sizes import Sizes, candidates, misfits, ranks_of, sizes_of
+from miles_megatron.trainable import lacks
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 _SUGGESTED = 3
@@ -27,8 +29,11 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     except CheckpointError as error:
         values = (described(facts.lookup("model.type")),)
         return Review(problems=(Problem("megatron", "a family it has a table for", str(error), values),))
+    problems = tuple(Problem("megatron", "a model that it can build", why) for why in lacks(a))
+    note, missed = _packages(facts)
     s = sizes_of(facts)
-    problems = tuple(
+    problems += missed
+    problems += tuple(
         Problem(
             "megatron",
             m.needs,
@@ -38,9 +43,18 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         )
         for m in misfits(s, a)
     )
-    if problems:
-        return Review(problems=problems)
-    return _fits(facts, a, s)
+    if any(misfits(s, a)):
+        return Review(note, problems)
+    fits = _fits(facts, a, s)
+    return Review((*note, *fits.notes), (*problems, *fits.problems))
+
+
+def _packages(facts: Facts) -> tuple[tuple[str, ...], tuple[Problem, ...]]:
+    """What has to be installed: a note where the plan is for other machines (``--hardware``, ``--fact megatron.ranks=N``)."""
+    found = list(missing(gpu=bool(facts.value("gpu.count", 0))))
+    if any(facts.lookup(name).chosen for name in ("gpu", "gpu.sm", "gpu.memory_gb", "megatron.ranks")):
+        return tuple(f"to be installed where it runs\n  {needs}" for needs, _ in found), ()
+    return (), tuple(Problem("megatron", needs, because) for needs, because in found)
 
 
 def work_of(facts: Facts, s: Sizes) -> Work:

@@ -11,7 +11,8 @@ from miles_megatron.families.parts import Entry, attention, ends, mlp, norms
 
 def read(config: Mapping[str, Any]) -> Architecture:
     """From ``config.json``."""
-    return Architecture(**common(config), qkv_bias=bool(config.get("attention_bias")))
+    windows = (config["sliding_window"],) if config.get("sliding_window") else ()  # Mistral's, on every layer
+    return Architecture(**common(config), qkv_bias=bool(config.get("attention_bias")), windows=windows)
 
 
 def weights(a: Architecture) -> Iterator[Entry]:
