@@ -22,6 +22,7 @@ from miles_core.contracts.trainer import (
     Trainer,
 )
 from miles_core.contracts.transport import SyncReport, Transport
+from miles_core.convert.layout import Layout, layout
 from miles_core.data.batch import Batch, Ragged, collate
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
@@ -29,6 +30,7 @@ from miles_core.data.unit import Encoded, Unit
 from miles_core.data.world import ALONE, World, shares
 from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
+from miles_core.plugin.detect import config_facts, model_facts, moe_layers
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.worker import same_plan
 from miles_core.precision.codec import Codec
@@ -37,6 +39,14 @@ from miles_core.precision.projection import project
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, Parity, Quantizer, SideParity, bounded
 from miles_core.precision.schedule import PLAIN, Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
+from miles_core.remote.engine_front import EngineFront
+from miles_core.remote.engine_worker import EngineWorker
+from miles_core.remote.learner_front import LearnerFront
+from miles_core.remote.output import last_lines, write_there
+from miles_core.remote.rank_worker import RankWorker
+from miles_core.remote.runtime import RemoteRuntime
+from miles_core.remote.worker import Order, Worker, worker_run
+from miles_core.remote.workers import Workers
 from miles_core.rollout.collect import Collector, Interrupted
 from miles_core.rollout.versions import age, staleness
 from miles_core.run.inline import InlineLearner, InlineRuntime
@@ -44,7 +54,10 @@ from miles_core.run.prepare import accept
 from miles_core.run.rank import Rank, Share, combined, divided
 from miles_core.schedule.paused import paused
 from miles_core.schedule.sync import SyncSchedule
+from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, rounded
 from miles_core.sync.copy import CopyTransport
+from miles_core.sync.device_memory import DeviceMemory
+from miles_core.sync.inbox import Inbox
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.learner import Learner
@@ -53,30 +66,39 @@ from miles_core.train.steps import optimiser_steps, step_count
 __all__ = [
     "ALONE",
     "AS_TRAINED",
+    "BLOCK",
     "BYTES",
     "PLAIN",
     "SAMPLING_SUPPORT",
     "VALUES",
     "Batch",
+    "Bucket",
     "Callbacks",
     "Codec",
     "Collector",
     "Context",
     "CopyTransport",
+    "DeviceMemory",
     "Emulation",
     "Encoded",
     "Engine",
+    "EngineFront",
+    "EngineWorker",
     "FormatItself",
     "Forward",
+    "Inbox",
     "InlineLearner",
     "InlineRuntime",
     "Interrupted",
+    "Layout",
     "Learned",
     "Learner",
+    "LearnerFront",
     "LearnerHandle",
     "Loss",
     "LossFunction",
     "OptimizerStep",
+    "Order",
     "Output",
     "Parity",
     "Pass",
@@ -90,6 +112,8 @@ __all__ = [
     "Quantizer",
     "Ragged",
     "Rank",
+    "RankWorker",
+    "RemoteRuntime",
     "Request",
     "Response",
     "Run",
@@ -105,20 +129,30 @@ __all__ = [
     "Trainer",
     "Transport",
     "Unit",
+    "Worker",
+    "Workers",
     "World",
     "accept",
     "age",
     "bounded",
     "check_same_model",
     "check_sides",
+    "checksum",
     "collate",
     "combined",
+    "config_facts",
     "divided",
+    "last_lines",
+    "layout",
     "make_codec",
+    "model_facts",
+    "moe_layers",
     "optimiser_steps",
     "paused",
     "precisions",
     "project",
+    "room_of",
+    "rounded",
     "same_plan",
     "shares",
     "snapshot",
@@ -126,4 +160,6 @@ __all__ = [
     "step_count",
     "trained_tokens",
     "with_auxiliary",
+    "worker_run",
+    "write_there",
 ]

@@ -41,6 +41,10 @@ class NonFiniteError(MilesError):
     """NaN or infinity where a number should be; names the first tensor that holds it."""
 
 
+class SyncError(MilesError):
+    """Weights that did not arrive as they were sent. The engine has no complete version; a new push gives it one."""
+
+
 class MismatchError(MilesError):
     """Engine and trainer disagree beyond the tolerance (``gap``: ``miles_core.mismatch.gap.Gap``), or the engine serves
     older weights."""
@@ -48,3 +52,22 @@ class MismatchError(MilesError):
     def __init__(self, message: str, gap: Any = None) -> None:
         super().__init__(message)
         self.gap = gap
+
+
+class WorkerLost(MilesError):
+    """A process of the run that died, or that stopped answering.
+
+    Args:
+        worker: its name.
+        cause: what is known about it.
+        lines: the last ones that it wrote.
+        trains: it held a part of the trained weights, which only a checkpoint brings back.
+    """
+
+    def __init__(self, worker: str, cause: str, lines: tuple[str, ...] = (), trains: bool = False) -> None:
+        super().__init__(worker, cause, lines, trains)  # as they are, so that it can be rebuilt in another process
+        self.worker, self.cause, self.lines, self.trains = worker, cause, lines, trains
+
+    def __str__(self) -> str:
+        written = "".join(f"\n  {line}" for line in self.lines)
+        return f"worker {self.worker} was lost: {self.cause}" + (f"; its last lines:{written}" if written else "")

@@ -9,33 +9,53 @@ from __future__ import annotations
 from pathlib import Path
 
 from miles_core.contracts.run import Run
-from miles_core.contracts.runtime import PolicyParts
+from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.schedule import Schedule
+from miles_core.errors import WorkerLost
 from miles_core.mismatch.at_sync import verify_sync
 from miles_core.rollout.collect import Interrupted
 from miles_core.rollout.summary import rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
 from miles_core.run.evaluation import Evaluation
+from miles_core.run.inputs import Inputs
 from miles_core.run.log import RunLog
-from miles_core.run.parts import Inputs, built, told
+from miles_core.run.parts import built, runtime_of, told
+from miles_core.run.recovery import recover
 from miles_core.run.warm_start import warm_start
 from miles_core.sync.precision import switch_when_due
 
 
-async def train(run: Run, log: RunLog, resume_from: Path | None = None) -> list[PolicyParts]:
+async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None = None) -> list[PolicyParts]:
     """Run until ``--num-rollout`` steps are complete or the user asks to stop; returns what was built, released."""
     parts: list[PolicyParts] = []
     with told(run, log.hints.known):  # on_start ... on_stop
-        inputs = Inputs(run)
-        async with built(run) as parts, inputs.scheduled(run, log, parts) as (schedule, evaluation):
-            checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
-            if not await checkpoints.resume():
-                await warm_start(run, parts, log)
+        inputs.make_reward(run)
+        runtime = runtime_of(run)
+        async with built(run, runtime) as parts:
+            log.watch(runtime)
+            while True:
+                try:
+                    await steps(run, log, inputs, runtime, parts, resume_from)
+                    break
+                except WorkerLost as lost:
+                    resume_from = await recover(run, log, runtime, lost, resume_from)
+    return parts
+
+
+async def steps(
+    run: Run, log: RunLog, inputs: Inputs, runtime: Runtime, parts: list[PolicyParts], resume_from: Path | None
+) -> None:
+    """All steps, from a checkpoint or from the first one."""
+    async with inputs.scheduled(run, log, parts) as (schedule, evaluation):
+        checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
+        if not await checkpoints.resume():
+            await warm_start(run, parts, log, inputs.supervised)
+        try:
             for each in parts:
                 await sync(run, schedule, each)
             if run.step == 0 and (found := await evaluation.due()):
                 log.record(0, found)
-            run.clock.metrics()  # building the parts is no step's time
+            run.clock.metrics(), log.workers()  # building the parts is no step's time
             while run.step < run.config.rollout.num_rollout and not run.stop_requested:
                 try:
                     await step(run, log, parts, schedule, evaluation)
@@ -43,8 +63,11 @@ async def train(run: Run, log: RunLog, resume_from: Path | None = None) -> list[
                 except Interrupted:
                     checkpoints.roll_back()
             await evaluation.done()
-            await checkpoints.finish()
-    return parts
+        except Exception as error:
+            if not runtime.recovers(error):
+                await checkpoints.rescue()
+            raise
+        await checkpoints.finish()
 
 
 async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedule, evaluation: Evaluation) -> None:
@@ -66,7 +89,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
         await evaluation.done()  # of the weights that are now replaced
         for each in parts:
             metrics |= run.named(each.policy, await sync(run, schedule, each))
-    metrics |= run.clock.metrics()
+    metrics |= run.clock.metrics() | log.workers()
     if schedule.seconds:
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / schedule.seconds
     metrics |= await evaluation.due()

@@ -5,7 +5,9 @@ It registers itself by this manifest like any other backend. ``model`` is what b
 
 What plugins may import from here, looked up when it is first used: ``load_model``, ``decoder_layers``, ``is_embedded`` and, inside
 of a layer, ``active_context`` for those that hook modules; ``make_engine`` and ``make_trainer`` for those that wrap a whole
-side; ``Decoder``, ``Emitted`` and ``one_each`` for those that decode; ``Operations`` (its functions' types beside it) with
+side; ``Decoder``, ``Emitted``, ``Prompts``, ``one_each`` and ``pick`` for those that decode; ``new_layer``, ``add_layer``,
+``read_layer`` and ``run_layer`` for those that put layers behind a model's own, ``OptimizerGroup`` and ``optimizer_group`` for
+those that train parameters in their own way; ``Operations`` (its functions' types beside it) with
 ``operations_of`` and ``use_operations``, and the calls that attention works on, for those that compute a model's steps in
 another way. ``miles_embedded.testing`` is public too.
 """
@@ -20,9 +22,14 @@ if TYPE_CHECKING:
     from miles_embedded.engine.build import make_engine
     from miles_embedded.engine.cached_rows import CachedRows
     from miles_embedded.engine.decoder import Decoder, Emitted, one_each
+    from miles_embedded.engine.prompts import Prompts
+    from miles_embedded.engine.sampling import pick
     from miles_embedded.model.attention import AttentionOptions
     from miles_embedded.model.call import Call, active_context
-    from miles_embedded.model.load import decoder_layers, is_embedded, load_model
+    from miles_embedded.model.export import export_checkpoint
+    from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
+    from miles_embedded.model.load import backbone, decoder_layers, is_embedded, load_model
+    from miles_embedded.model.logprobs import logits_of
     from miles_embedded.model.onednn import available
     from miles_embedded.model.operations import (
         Attention,
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     )
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
+    from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
     from miles_embedded.trainer.packing import Packing
 
 __all__ = [
@@ -47,18 +55,29 @@ __all__ = [
     "Experts",
     "LogProbs",
     "Operations",
+    "OptimizerGroup",
     "PackedCall",
     "Packing",
+    "Prompts",
     "active_context",
+    "add_layer",
     "available",
+    "backbone",
     "decoder_layers",
+    "export_checkpoint",
     "is_embedded",
     "load_model",
+    "logits_of",
     "make_engine",
     "make_trainer",
+    "new_layer",
     "one_each",
     "operations_of",
+    "optimizer_group",
+    "pick",
     "plugin",
+    "read_layer",
+    "run_layer",
     "use_operations",
 ]
 
@@ -69,13 +88,19 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.engine.build": "make_engine",
         "miles_embedded.engine.cached_rows": "CachedRows",
         "miles_embedded.engine.decoder": "Decoder Emitted one_each",
+        "miles_embedded.engine.prompts": "Prompts",
+        "miles_embedded.engine.sampling": "pick",
         "miles_embedded.model.attention": "AttentionOptions",
         "miles_embedded.model.call": "Call active_context",
-        "miles_embedded.model.load": "decoder_layers is_embedded load_model",
+        "miles_embedded.model.export": "export_checkpoint",
+        "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
+        "miles_embedded.model.load": "backbone decoder_layers is_embedded load_model",
+        "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
+        "miles_embedded.trainer.optimizer_group": "OptimizerGroup optimizer_group",
         "miles_embedded.trainer.packing": "Packing",
     },
 )

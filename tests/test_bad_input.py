@@ -127,10 +127,10 @@ def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(refused, tmp_path
 
     plain, calls = state.save, []
 
-    def save(model, optimizer, directory):
+    def save(model, optimizer, directory, world):
         calls.append(directory)
-        plain(model, optimizer, directory)
-        if len(calls) == 2:
+        plain(model, optimizer, directory, world)
+        if len(calls) >= 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(state, "save", save)
@@ -190,6 +190,10 @@ def test_a_plugin_that_cannot_be_imported_shows_its_traceback(file, capsys):
 def test_wrong_flags(refused, file):
     assert "--rollout-batch-size" in refused(rollout_batch_size=0)
     assert "--lr" in refused(lr="fast")
+    assert "below 2**63" in refused(seed=99999999999999999999)
+    assert "<= 100000" in refused(n_samples_per_prompt=10**12)
+    assert "those of a single one are all 0" in refused(n_samples_per_prompt=1)
+    assert "--model-name ../../x" in refused(model_name="../../x", directory=None, save=None)
     assert "--rollout-temperature" in refused(rollout_temprature=1.0)  # the nearest spelling
     assert "over_sampling_batch_size must be >= rollout.batch_size" in refused(over_sampling_batch_size=1)
     assert "run.yaml" in refused("--config", str(file("run.yaml", "rollout: [")))
@@ -215,4 +219,28 @@ def test_a_defect_keeps_its_traceback(tmp_path, file):
     path = file("defect.py", "from miles_core import hookimpl\n\n@hookimpl\ndef on_step(run):\n    1 / 0\n")
     with pytest.raises(ZeroDivisionError) as caught:
         main(["train", *toy_arguments([str(path)], directory=tmp_path / "run")])
-    assert caught.value.__notes__ == ["in plugin defect, hook on_step"]
+    where, ending = caught.value.__notes__
+    assert where == "in plugin defect, hook on_step"
+    # the step was trained, so it is kept, and the last lines say so
+    assert f"checkpoint: {tmp_path}/run/checkpoints/step_00000001" in ending and "miles train --load" in ending
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("sample.tokens = [*sample.tokens, 10**6]", "has the token 1000000; token ids are 0 to"),
+        ("sample.rollout_log_probs = [float('nan')] * sample.response_length", "has the log-probability nan"),
+        ("raise SystemExit(3)", "called sys.exit(3) on sample 0"),
+    ],
+    ids=["token", "log-prob", "exit"],
+)
+def test_what_a_generate_function_must_not_return(refused, file, line, expected):
+    path = file(
+        "turn.py",
+        "async def generate(args, sample, sampling_params):\n"
+        "    answer = await args.generate(sample.tokens, sampling_params)\n"
+        "    sample.tokens, sample.response_length = sample.tokens + answer.tokens, len(answer.tokens)\n"
+        f"    {line}\n    return sample\n",
+    )
+    text = refused(custom_generate_function_path=path)
+    assert expected in text and str(path) in text, text

@@ -32,22 +32,25 @@ LAYERS: list[dict[str, str]] = [
     {
         "rollout": "errors data config observe reward contracts",
         "train": "errors data plugin config checkpoint algorithm contracts",
-        "sync": "data precision contracts",
+        "sync": "errors data precision contracts",
     },
     {"schedule": "plugin contracts rollout"},
     {"mismatch": "errors stash version data plugin observe precision contracts rollout sync"},
     {
         "run": "errors version data plugin config observe checkpoint reward precision contracts rollout train sync mismatch"
     },
-    {"loop": "contracts rollout sync mismatch run"},
     {
-        "launch": "plugin config observe checkpoint contracts run loop",
+        "loop": "errors contracts rollout sync mismatch run",
+        "remote": "errors data plugin config checkpoint precision contracts sync mismatch run",
+    },
+    {
+        "launch": "errors plugin config observe checkpoint contracts run loop",
         "convert": "errors data checkpoint precision",
         "demo": "errors plugin observe",
     },
     {
         "cli": "errors nearest version plugin config observe checkpoint precision contracts mismatch run launch convert demo",
-        "testing": "errors lookup data plugin config observe precision contracts mismatch run launch demo",
+        "testing": "errors lookup version data plugin config observe precision contracts sync mismatch run remote launch demo",
     },
 ]
 
@@ -58,7 +61,7 @@ ROOMS: list[dict[str, str]] = [
     {"quantized": "model core: errors data precision contracts sync"},
     {
         "engine": "manifest model quantized core: errors data precision contracts sync",
-        "trainer": "model quantized core: errors data precision contracts train",
+        "trainer": "model quantized core: errors data checkpoint precision contracts train",
     },
     {
         "testing": "manifest model quantized engine trainer core: errors lookup data precision contracts train testing",

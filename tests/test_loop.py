@@ -35,7 +35,9 @@ def test_it_learns(toy_run):
 def test_what_a_run_leaves_behind(toy_run, tmp_path):
     run = toy_run(steps=3, save_interval=2, export_hf=tmp_path / "exported")
     assert {p.name for p in run.directory.iterdir()} == {
+        ".lock",
         "checkpoints",
+        "ending.json",
         "config.yaml",
         "environment.json",
         "metrics.jsonl",
@@ -235,7 +237,7 @@ def test_over_sampling_with_a_filter_gives_unused_prompts_back(toy_run, tmp_path
 def test_a_filter_that_refuses_everything_ends_the_run_with_advice(toy_run, tmp_path):
     (tmp_path / "keep.py").write_text("def keep(args, samples):\n    return False\n")
     with pytest.raises(DataError, match="refused all of 40 groups; loosen --dynamic-sampling-filter-path"):
-        toy_run(dynamic_sampling_filter_path=tmp_path / "keep.py", n_samples_per_prompt=1)
+        toy_run(dynamic_sampling_filter_path=tmp_path / "keep.py", n_samples_per_prompt=2)
 
 
 def test_the_second_step_is_profiled(toy_run):

@@ -56,6 +56,9 @@ class Difference:
 #: Facts without which saved weights and optimiser states fit no model: its shape, and what it is trained in.
 FATAL = ("model.type", "model.hidden_size", "model.layers", "model.num_experts", "model.vocab_size", "train.precision")
 
+#: Options that say where a run is and what it shows, not what it does.
+WHERE = {"save", "load", "plugins", "log_level", "keep", "save_interval"}
+
 
 class Checkpoints:
     """The checkpoints of one run.
@@ -75,13 +78,31 @@ class Checkpoints:
         """The steps that have a checkpoint, ascending."""
         if not self.directory.is_dir():
             return []
-        self._recover()
         found = (_STEP.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
     def latest(self) -> int | None:
         """The last step that has a checkpoint, or None."""
         return max(self.steps(), default=None)
+
+    def recover(self) -> None:
+        """Put right what a process that died while it saved left: call it where nobody else writes."""
+        for aside in self.directory.glob(".step_*.replaced"):
+            final = aside.with_name(aside.name[1 : -len(".replaced")])
+            if final.exists():
+                shutil.rmtree(aside)
+            else:
+                aside.rename(final)
+        for dropped in self.directory.glob(".step_*.dropped"):
+            shutil.rmtree(dropped, ignore_errors=True)
+
+    def keep(self, count: int) -> None:
+        """Delete all but the last ``count`` checkpoints; each is renamed first, so that none is ever there in part."""
+        for step in self.steps()[:-count]:
+            path = self.path(step)
+            dropped = path.with_name(f".{path.name}.dropped")
+            path.rename(dropped)
+            shutil.rmtree(dropped, ignore_errors=True)
 
     @contextmanager
     def save(self, step: int, plan: Mapping[str, Any] | None = None) -> Iterator[Path]:
@@ -98,7 +119,7 @@ class Checkpoints:
         work = self.directory / f".{final.name}.saving"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._recover()
+            self.recover()
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
             yield work
@@ -116,8 +137,7 @@ class Checkpoints:
 
         Args:
             step: which one.
-            plan: the current plan as JSON data, compared with the saved one (``compare_plans``); differences that are not
-                fatal are logged. Without it nothing is compared.
+            plan: the current plan as JSON data, compared with the saved one (``compare_plans``). Without it nothing is.
 
         Raises:
             CheckpointError: none there, incomplete, damaged (the file is named), or saved under a plan that training
@@ -136,21 +156,13 @@ class Checkpoints:
         return path
 
     def _replace(self, work: Path, final: Path) -> None:
-        """Rename ``work`` to ``final``. An older ``final`` steps aside; after a crash ``_recover`` brings it back."""
+        """Rename ``work`` to ``final``. An older ``final`` steps aside; after a crash ``recover`` brings it back."""
         aside = final.with_name(f".{final.name}.replaced")
         if final.exists():
             final.rename(aside)
         work.rename(final)
         _sync_directory(self.directory)
         shutil.rmtree(aside, ignore_errors=True)
-
-    def _recover(self) -> None:
-        for aside in self.directory.glob(".step_*.replaced"):
-            final = aside.with_name(aside.name[1 : -len(".replaced")])
-            if final.exists():
-                shutil.rmtree(aside)
-            else:
-                aside.rename(final)
 
     def _cannot_save(self, step: int, written: int, error: BaseException) -> CheckpointError:
         earlier = [_size(self.path(s)) for s in self.steps()]
@@ -210,11 +222,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _check_plan(path: Path, saved: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> None:
     if saved is None:
         raise CheckpointError(f"checkpoint {path} records no plan, so it cannot be compared with this run's")
-    differences = compare_plans(saved, plan)
-    for difference in differences:
-        if not difference.fatal:
-            log.info("continuing from %s: %s", path, difference)
-    fatal = [str(d) for d in differences if d.fatal]
+    fatal = [str(d) for d in compare_plans(saved, plan) if d.fatal]
     if fatal:
         raise CheckpointError(
             f"checkpoint {path} was saved by a run that this one cannot continue: {'; '.join(fatal)}. "
@@ -222,16 +230,24 @@ def _check_plan(path: Path, saved: Mapping[str, Any] | None, plan: Mapping[str, 
         )
 
 
+def changes(path: Path, plan: Mapping[str, Any]) -> list[Difference]:
+    """What differs between the plan that the checkpoint at ``path`` was saved under and the current one."""
+    return compare_plans(_read_manifest(path).get("plan") or {}, plan)
+
+
 def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
-    """What differs between two plans (``Plan.to_json`` read as data): plugins, values they set, and the facts that
-    rules of either asked for. Only a change of a fact in ``FATAL`` is fatal."""
-    consulted = {*saved.get("consulted", ()), *current.get("consulted", ()), *FATAL}
+    """What differs between two plans (``Plan.to_json`` read as data): plugins, values they set, options, and the facts that
+    rules of either asked for. A change of a fact in ``FATAL``, or of an option that is ``fixed``, is fatal."""
+    both = [fact for plan in (saved, current) for fact in plan.get("facts", ())]
+    options = {fact["name"] for fact in both if fact.get("flag")} - WHERE
+    fixed = {*FATAL, *(fact["name"] for fact in both if fact.get("fixed"))}
+    consulted = {*saved.get("consulted", ()), *current.get("consulted", ()), *options, *fixed}
     before, after = _parts(saved, consulted), _parts(current, consulted)
     differences = []
     for name in dict.fromkeys([*before, *after]):
         was, now = before.get(name, "absent"), after.get(name, "absent")
         if was != now:
-            fatal = name in FATAL and name in before and name in after
+            fatal = name in fixed and name in before and name in after
             differences.append(Difference(name, was, now, fatal))
     return differences
 
@@ -262,6 +278,16 @@ def locate_checkpoint(source: Path | str, plan: Mapping[str, Any] | None = None)
         return Checkpoints(source.resolve().parent).load(int(match[1]), plan)
     inside = source / "checkpoints"
     return Checkpoints(inside if inside.is_dir() else source).load(None, plan)
+
+
+def run_of(source: Path | str) -> Path:
+    """The run directory that ``--load`` names: itself, or by its ``checkpoints`` directory or one step's."""
+    source = Path(source)
+    if _STEP.fullmatch(source.resolve().name):
+        return source.resolve().parent.parent
+    if not (source / "checkpoints").is_dir() and Checkpoints(source).steps():
+        return source.parent
+    return source
 
 
 def checkpoint_step(directory: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,18 @@ log = logging.getLogger(__name__)
 _NAME = "rng"
 
 
-def put_rng(store: Store) -> None:
-    """Save the states of Python's, NumPy's and torch's global generators, and of every CUDA device's when CUDA is in use."""
+RngState = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators, which a user's reward or a plugin may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state() -> RngState:
+    """The states of Python's, NumPy's and torch's global generators, and of every CUDA device's when CUDA is in use."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -30,7 +41,13 @@ def put_rng(store: Store) -> None:
         "python": {"version": version, "gauss": gauss},
         "numpy": {"kind": kind, "position": position, "has_gauss": has_gauss, "cached_gaussian": cached},
     }
-    store.put(_NAME, tensors, data)
+    return tensors, data
+
+
+def put_rng(store: Store, state: RngState | None = None, *, sharded: bool = False) -> None:
+    """Save ``state``, by default that of now; ``sharded``: each rank its own."""
+    tensors, data = state or rng_state()
+    store.put(_NAME, tensors, data, sharded=sharded)
 
 
 def get_rng(store: Store) -> None:

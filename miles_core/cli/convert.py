@@ -33,6 +33,8 @@ def run(argv: Sequence[str]) -> int:
         print(_help(words))
         return 0
     options, rest = _parser().parse_known_args(words)
+    if options.to is None and (found := _change(rest)):
+        return _changed(*found, options, rest)
     missing = [
         flag for flag, value in (("--to FORMAT", options.to), ("--model-dir DIR", options.model_dir)) if not value
     ]
@@ -50,6 +52,37 @@ def run(argv: Sequence[str]) -> int:
     with _progress(conversion.before) as advance:
         outcome = convert(conversion, options.save_dir, options.workers, options.shard_size, advance)
     print(_summary(conversion, outcome, options.json))
+    return 0
+
+
+def _change(rest: Sequence[str]) -> tuple[Plugin, str] | None:
+    """The plugin that changes checkpoints where one of these flags is given, and that flag."""
+    from miles_core.config.load import schema_for
+
+    given = {word.partition("=")[0] for word in rest}
+    for plugin in schema_for(rest).manifests.values():
+        for flag in plugin.converts:
+            if flag in given:
+                return plugin, flag
+    return None
+
+
+def _changed(plugin: Plugin, flag: str, options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Let ``plugin`` write the checkpoint, and print what it says."""
+    missing = [
+        word for word, value in (("--model-dir", options.model_dir), ("--save-dir", options.save_dir)) if not value
+    ]
+    if missing:
+        raise ConfigError(f"miles convert {flag} needs {' and '.join(f'{word} DIR' for word in missing)}")
+    if options.dry_run or options.json:
+        raise ConfigError(f"miles convert {flag}: --dry-run and --json go with --to FORMAT; leave them out")
+    from miles_core.config.load import load
+    from miles_core.plugin.load import import_target
+
+    config = load(["--plugins", plugin.name, *rest])
+    _refuse_foreign(config, plugin)
+    change = import_target(plugin.name, plugin.converts[flag])
+    print(change(options.model_dir, options.save_dir, config.plugin(plugin.name)))
     return 0
 
 
@@ -159,6 +192,11 @@ def _help(words: Sequence[str]) -> str:
                     {"action": "store_true"} if flag.option.is_bool else {"metavar": metavar(flag.option)}
                 )
                 group.add_argument(flag.spelling, help=text, **kind)
+    for plugin in schema.manifests.values():
+        for name in plugin.converts:
+            group = made.add_argument_group(f"{name}, without --to", plugin.summary.replace("%", "%%"))
+            flag = next(f for f in schema.distinct_flags() if f.spelling == name)
+            group.add_argument(name, help=describe(flag).replace("%", "%%"), metavar=metavar(flag.option))
     return made.format_help().rstrip()
 
 

@@ -1,6 +1,6 @@
 """``miles``: picks the subcommand, and turns errors into sentences and exit codes.
 
-0 done, 1 a defect (with its traceback), 2 a user's mistake (one message on stderr), 130 interrupted. A command is the
+0 done, 1 a defect (with its traceback), 2 a user's mistake (one message on stderr), 130 interrupted (143 by SIGTERM, 129 by SIGHUP). A command is the
 module ``miles_core.cli.<name>`` with ``run(argv) -> int``, imported only when it is called.
 """
 
@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message = str(error)
         print(message if message.startswith("error:") else f"error: {message}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
         return 2
 
 

@@ -141,7 +141,8 @@ class Config:
             origin, chosen = self.origin(path), path in self._chosen
             item = plain(self._values[path])
             choices = (False, True) if option.is_bool else option.choices
-            found.append(Fact(option.fact, item, origin, flag=option.flag, choices=choices, chosen=chosen))
+            fixed = option.info.fixed
+            found.append(Fact(option.fact, item, origin, flag=option.flag, choices=choices, chosen=chosen, fixed=fixed))
         flags = {table: prefix for prefix, table in self._schema.passthrough.items()}
         for path, raw in self._passthrough.items():
             table, _, key = path.partition(".")

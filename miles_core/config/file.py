@@ -44,13 +44,14 @@ def read(path: str) -> list[Entry]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot read it ({getattr(error, 'strerror', None) or error})") from None
     if file.suffix in (".yaml", ".yml", ".json"):
-        return _read_yaml(text, path)
+        return read_yaml(text, path)
     if file.suffix == ".toml":
         return _read_toml(text, path)
     raise ConfigError(f"--config {path}: its name must end in .yaml, .yml, .json or .toml")
 
 
-def _read_yaml(text: str, path: str) -> list[Entry]:
+def read_yaml(text: str, path: str) -> list[Entry]:
+    """The top-level entries of a text; ``path`` is what messages call it. ConfigError as for ``read``."""
     import yaml
 
     loader = yaml.SafeLoader(text)

@@ -34,11 +34,25 @@ class Run:
         part="schedule",
     )
     transport: str = option("copy", help="how weights travel to the engine", choices=("copy", "*"), part="transport")
+    sync_bucket_size: int = option(
+        512 * 2**20, help="bytes of weights that travel to engines in other processes at a time", metavar="BYTES", ge=1
+    )
+    max_restarts: int = option(
+        3, help="lost engines and trainer ranks that are replaced in a run; the next one ends it", metavar="N", ge=0
+    )
+    worker_timeout: float = option(
+        1800.0, help="seconds in which a worker must answer a call, else it counts as lost", metavar="S", gt=0
+    )
     save: Path | None = option(
         None, help="run directory: configuration, plan, metrics, checkpoints, report (default: runs/<name>-<time>)"
     )
-    load: Path | None = option(None, help="run directory or checkpoint to resume from")
+    load: Path | None = option(
+        None, help="run directory or checkpoint to go on from; its options hold where no other value is given"
+    )
     save_interval: int | None = option(None, help="write a checkpoint every N rollouts (and always at the end)", ge=1)
+    keep: int | None = option(
+        None, help="keep the last N checkpoints and delete older ones (default: keep all)", metavar="N", ge=1
+    )
     export_hf: Path | None = option(None, help="write the trained model here in Hugging Face layout at the end")
     verify_logprobs: bool = option(
         False, help="after every weight sync engine and trainer score the same tokens; stop when they disagree"
@@ -89,8 +103,8 @@ class Data:
 class Rollout:
     """How samples are generated."""
 
-    batch_size: int = option(32, flag="--rollout-batch-size", help="prompts per rollout step", ge=1)
-    n_samples_per_prompt: int = option(8, help="samples per prompt: one group", ge=1)
+    batch_size: int = option(32, flag="--rollout-batch-size", help="prompts per rollout step", ge=1, le=100_000)
+    n_samples_per_prompt: int = option(8, help="samples per prompt: one group", ge=1, le=100_000)
     num_rollout: int = option(100, help="rollout steps in all", ge=0)
     temperature: float = option(1.0, flag="--rollout-temperature", help="sampling temperature", gt=0)
     top_p: float = option(

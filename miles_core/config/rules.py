@@ -52,6 +52,12 @@ RULES: tuple[Rule, ...] = (
         "a discount needs an estimator with a return per token, such as reinforce_plus_plus",
         when="algorithm.gamma < 1",
     ),
+    Rule(
+        "rollout.n_samples_per_prompt >= 2",
+        "its advantages compare the samples of one prompt, and those of a single one are all 0",
+        when="algorithm.advantage_estimator in {grpo, dr_grpo, rloo, gspo, cispo, reinforce_plus_plus_baseline} "
+        "and rollout.custom_generate_function_path == none",
+    ),
     Rule("reward.rm_url", "a remote reward needs its address", when="reward.rm_type == remote"),
     Rule("reward.rm_type == remote", "only a remote reward is posted", when="reward.rm_url"),
     Rule("reward.custom_rm_path == none", "a sample has one reward function", when="reward.rm_type"),

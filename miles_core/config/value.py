@@ -28,6 +28,8 @@ def check(option: Option, raw: Any, origin: str) -> Any:
     """
     if option.optional and (raw is None or (isinstance(raw, str) and raw.lower() == NONE)):
         return None
+    if option.is_list and isinstance(raw, (str, list, tuple)) and [*([raw] if isinstance(raw, str) else raw)] == [NONE]:
+        return ()
     if option.is_list:
         raw = as_list(raw)
     if isinstance(raw, str) and raw.startswith("~") and option.is_path:
@@ -40,6 +42,8 @@ def check(option: Option, raw: Any, origin: str) -> Any:
             raise ConfigError(
                 f"{origin}: {option.fact} cannot be {item!r}; it is one of {listing(option.choices)}{hint}"
             )
+        if isinstance(item, int) and abs(item) >= 2**63:
+            raise ConfigError(f"{origin}: {option.fact} cannot be {item}; it must be below 2**63")
         if isinstance(item, (int, float)) and not _within(option, item):
             raise ConfigError(f"{origin}: {option.fact} cannot be {item:g}; it must be {option.info.bounds()}")
     return value

@@ -2,23 +2,28 @@
 
 The driver talks to a policy's trainer through a ``LearnerHandle`` and to its engine through the engine contract; a
 runtime makes both, and the driver does not know how far away they are. ``inline`` keeps them in this process. With a
-process for each GPU:
+process for each GPU (``miles_core.remote`` is all of this but for the processes themselves):
 
 - A trainer rank is a process that takes one call at a time (calls are collectives, in one order on every rank). Each builds
-  its own run, hooks and ``Learner`` after ``miles_core.backend.accept`` took the plan that came as JSON; the driver
+  its own run, hooks and ``Learner`` after ``worker_run`` accepted the plan that came as JSON; the driver
   compares the digests with ``same_plan``.
+- Before ``make_trainer`` is called in several ranks, the default process group of ``torch.distributed`` is initialised in each of
+  them: gloo for tensors on a CPU and NCCL for those on a GPU, one rank a process, and a rank sees its own GPU only. The trainer
+  derives its ``World`` from it.
 - The handle sends each call to all ranks. ``learn`` and ``supervise`` divide samples by whole groups over data-parallel
   ranks, the same share for all ranks of one model replica, and add up the (sum, weight) pairs of one rank a replica.
 - The engine of a policy is an ``Engine`` in front of processes that hold one engine each: ``generate`` picks one (a group stays
   together), every other call goes to all of them.
 - Weights never pass through the driver: ``push`` runs export, encoding and transport inside the ranks. A rank's
-  transport gets the same kind of engine front, to tell the engines to receive.
+  transport gets the same kind of engine front, to tell the engines to receive; tensors that are handed to that front travel as bytes.
+- A process that dies or does not answer is told as ``WorkerLost``. A lost engine is replaced behind its front. A lost rank takes the learner's
+  work since the last checkpoint with it: the driver asks the runtime to ``recover`` and repeats the steps from there.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +34,7 @@ from miles_core.contracts.engine import Engine
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
+from miles_core.errors import WorkerLost
 from miles_core.precision.quantizer import SideParity
 from miles_core.precision.schedule import Precisions
 
@@ -49,6 +55,11 @@ class LearnerHandle(ABC):
     @abstractmethod
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
         """Train on one rollout (whole groups), after ``step`` completed ones."""
+
+    async def intact(self) -> bool:
+        """Whether weights and optimiser are those of a completed ``learn``: True as well after one that failed before its
+        first optimiser step. What is not known is answered with False; a run that fails then saves nothing."""
+        return False
 
     @abstractmethod
     async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
@@ -77,8 +88,9 @@ class LearnerHandle(ABC):
         """Train, and encode what is pushed, in another precision from now on."""
 
     @abstractmethod
-    async def push(self, version: int) -> SyncReport:
-        """Encode the weights and deliver them to the policy's engine as ``version``."""
+    async def push(self, version: int, plain: bool = False) -> SyncReport:
+        """Encode the weights and deliver them to the policy's engine as ``version``. With ``plain`` by core's copy, now and from
+        then on. SyncError when they did not arrive."""
 
     @abstractmethod
     async def save(self, directory: Path) -> None:
@@ -122,3 +134,21 @@ class Runtime(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Release everything that was built, also after a failure half-way."""
+
+    def recovers(self, error: Exception) -> bool:
+        """Whether ``recover`` will be able to do something about what a part of this runtime raised."""
+        return False
+
+    async def recover(self, lost: WorkerLost) -> None:
+        """Rebuild what was lost: the parts stay the same objects, with the weights that they started with. Raises ``lost`` where
+        that cannot be done, or not again."""
+        raise lost
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call, ``busy/NAME`` in seconds and ``idle/NAME`` (share of the time) of each worker in a process of its
+        own."""
+        return {}
+
+    def activity(self) -> Mapping[str, int]:
+        """For each such worker how many calls it has to answer now; shown live."""
+        return {}

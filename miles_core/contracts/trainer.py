@@ -142,7 +142,8 @@ class Trainer(ABC):
 
     @abstractmethod
     def optimizer_step(self) -> dict[str, float]:
-        """Clip and step; returns metrics (``grad_norm``, ``lr``). A non-finite gradient norm raises MilesError."""
+        """Clip and step; returns metrics (``grad_norm``, ``lr``). A non-finite gradient norm raises NonFiniteError, and then
+        nothing has changed."""
 
     @abstractmethod
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:

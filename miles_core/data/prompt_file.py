@@ -100,6 +100,8 @@ class JsonlFile:
         except json.JSONDecodeError as error:
             hint = "; write one object a line, not one array" if number == 1 and line.lstrip()[:1] == b"[" else ""
             raise DataError(f"{place}: malformed JSON: {error.msg} at column {error.colno}{hint}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+            raise DataError(f"{place}: this JSON cannot be read ({error}); correct or remove the row") from error
         if not isinstance(row, dict):
             raise DataError(f"{place}: a row must be a JSON object with keys, this is {_kind(row)}")
         return row
@@ -135,9 +137,18 @@ class ParquetFile:
 
     def read(self, index: int) -> tuple[dict[str, Any], str]:
         """Row ``index`` and its place; columns nobody asked for are named but hold None."""
+        place = f"{self.path} row {self._first + index}"
         used = {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
-        row = dict.fromkeys(self._names) | json.loads(json.dumps(used, default=str))
-        return row, f"{self.path} row {self._first + index}"
+        try:
+            row = dict.fromkeys(self._names) | json.loads(json.dumps(used, default=_text))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{place}: a column holds bytes that are not UTF-8 text; store it as a string") from error
+        return row, place
+
+
+def _text(value: Any) -> str:
+    """A value that JSON cannot express, as text; a binary column usually holds some."""
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _kind(value: Any) -> str:

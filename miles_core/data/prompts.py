@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -150,6 +151,9 @@ class Prompts:
         return identity | ({"seed": self.seed} if self.shuffle else {})
 
     def _check(self, row: dict[str, Any], place: str) -> None:
+        for key in (self.input_key, self.label_key, self.metadata_key):
+            if key is not None:
+                _check_text(row.get(key), key, place)
         keys = ", ".join(repr(key) for key in row) or "none"
         if self.input_key not in row:
             raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {keys}")
@@ -173,43 +177,15 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.RandomState(np.frombuffer(key, dtype="<u4")).permutation(rows)
 
 
-def check_lengths(prompts: Prompts, render: Render, limit: int, origin: str) -> list[int]:
-    """Tokens of every prompt, in the order of the files.
-
-    Args:
-        prompts: all its rows are rendered; takes about as long as tokenising the files.
-        render: prompt -> token ids (``template.PromptTemplate``).
-        limit: tokens a prompt may have.
-        origin: where the limit comes from, for the message ("the context of 4096 tokens less 1024 for the response").
-
-    Raises:
-        DataError: some prompts are longer; names how many and the longest.
-    """
-    lengths = [len(render(row.prompt)) for row in prompts]
-    too_long = sum(length > limit for length in lengths)
-    if too_long:
-        worst = max(range(len(lengths)), key=lengths.__getitem__)
+def _check_text(value: Any, key: str, place: str) -> None:
+    """A half of a surrogate pair (``"\\ud83d"`` alone) is JSON, and no text: no tokenizer takes it and no file holds it."""
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+    except UnicodeEncodeError as error:
         raise DataError(
-            f"{too_long} of {len(lengths)} prompts are longer than {limit} tokens ({origin}); the longest has "
-            f"{lengths[worst]} ({prompts[worst].place}); raise the limit, or leave them out with "
-            "--rollout-max-prompt-len"
-        )
-    return lengths
-
-
-def drop_long(prompts: Prompts, render: Render, limit: int) -> int:
-    """Leave out prompts of more than ``limit`` tokens; returns how many.
-
-    Raises:
-        DataError: none would be left.
-    """
-    short = [i for i, row in enumerate(prompts) if len(render(row.prompt)) <= limit]
-    dropped = len(prompts) - len(short)
-    if not short:
-        raise DataError(f"all {dropped} prompts are longer than --rollout-max-prompt-len {limit}")
-    if dropped:
-        prompts.restrict(short)
-    return dropped
+            f"{place}: {key!r} holds half of a surrogate pair (character {error.start} of it), which is no text; correct or "
+            "remove the row"
+        ) from error
 
 
 def _check_prompt(prompt: Any, key: str, place: str) -> None:

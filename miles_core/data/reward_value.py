@@ -9,6 +9,9 @@ from typing import Any
 
 from miles_core.errors import DataError
 
+#: Rewards are squared and summed (standard deviations, returns) in float64, and end in float32.
+LARGEST = 1e30
+
 
 def number(reward: Any, reward_key: str | None) -> float:
     """The finite number in ``reward``: a number (bool, numpy and 0-d tensor too), or a dict holding it.
@@ -31,9 +34,17 @@ def number(reward: Any, reward_key: str | None) -> float:
             raise DataError(f"is {reward!r}, which is more than one number") from error
     if not isinstance(value, Real):
         raise DataError(f"is {reward!r} ({type(value).__name__}); a reward must be a number")
-    if not math.isfinite(value):
+    try:
+        found = float(value)
+    except OverflowError as error:
+        raise DataError("is a whole number of hundreds of digits; a reward must be a finite number") from error
+    if not math.isfinite(found):
         raise DataError(f"is {reward!r}; a reward must be finite")
-    return float(value)
+    if abs(found) > LARGEST:
+        raise DataError(
+            f"is {reward!r}; a reward must be between -{LARGEST:g} and {LARGEST:g}, or its square is infinite"
+        )
+    return found
 
 
 def reward_value(sample: Any, reward_key: str | None = None) -> float:

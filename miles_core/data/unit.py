@@ -7,28 +7,86 @@ encodes units with the run's format and hands ``Encoded`` to the transport.
 
 from __future__ import annotations
 
+import json
+import struct
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 from torch import Tensor
 
 
 @dataclass
 class Unit:
-    """Tensors of the model copy, checkpoint name -> tensor. Storage may be reused after the iterator moves on."""
+    """Tensors of the model copy, checkpoint name -> tensor. Storage may be reused after the iterator moves on, unless they are
+    ``lasting``: views of the trainer's own parameters, which stay where they are and which its next step changes."""
 
     tensors: dict[str, Tensor]
+    lasting: bool = False
 
 
 @dataclass
 class Encoded:
     """One checkpoint tensor as stored: ``name`` is the plain name (``...q_proj.weight``), ``parts`` maps stored names
-    (``...q_proj.weight``, ``...q_proj.weight_scale_inv``) to tensors, ``format`` is a format's name or "" for as is."""
+    (``...q_proj.weight``, ``...q_proj.weight_scale_inv``) to tensors, ``format`` is a format's name or "" for as is, ``lasting``
+    as for ``Unit``."""
 
     name: str
     parts: dict[str, Tensor] = field(default_factory=dict)
     format: str = ""
+    lasting: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes that travel."""
         return sum(t.numel() * t.element_size() for t in self.parts.values())
+
+    def to_bytes(self) -> bytes:
+        """As bytes that any process reads: a description in JSON and the tensors behind it. Not pickle, which does not know
+        the newer number types. Waits for the device that holds the tensors."""
+        data = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in self.parts.values()]
+        parts = [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in self.parts.items()
+        ]
+        head = json.dumps({"name": self.name, "format": self.format, "parts": parts}).encode()
+        body = b"".join([piece.numpy().data for piece in data])
+        return _HEAD.pack(len(head), len(body)) + head + body
+
+    @classmethod
+    def read(cls, data: bytes | memoryview) -> Iterator[Encoded]:
+        """Inverse of ``to_bytes``, for any number of them one after the other. The tensors share memory with ``data``, which
+        may be read-only: they are to be copied from, not changed."""
+        view, start = memoryview(data), 0
+        while start < len(view):
+            head, body = _HEAD.unpack_from(view, start)
+            start += _HEAD.size
+            said = json.loads(bytes(view[start : start + head]))
+            start += head
+            parts = dict(_tensors(said["parts"], view[start : start + body]))
+            start += body
+            yield cls(said["name"], parts, said["format"])
+
+
+#: How many bytes the description has, and the tensors.
+_HEAD = struct.Struct("<QQ")
+
+
+def _tensors(parts: Iterable[tuple[str, str, list[int]]], data: memoryview) -> Iterator[tuple[str, Tensor]]:
+    start = 0
+    for name, kind, shape in parts:
+        dtype = getattr(torch, kind)
+        count = dtype.itemsize
+        for size in shape:
+            count *= size
+        yield name, _as_tensor(np.asarray(data[start : start + count])).view(dtype).reshape(shape)
+        start += count
+
+
+def _as_tensor(piece: np.ndarray) -> Tensor:
+    """Bytes as a tensor on the same memory where its address allows every type; a copy elsewhere."""
+    aligned = piece if piece.ctypes.data % 16 == 0 else piece.copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the memory is read-only: nobody writes there
+        return torch.from_numpy(aligned)

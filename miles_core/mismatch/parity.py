@@ -11,8 +11,8 @@ itself declares ``bytes``. Where products read the codes, they are measured too 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from miles_core.errors import MilesError
 from miles_core.mismatch.product_probe import check_product
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import BYTES, TENSORS, VALUES, Measured, Quantizer, SideParity, bounded
+from miles_core.precision.schedule import PLAIN
 from miles_core.sync.precision import make_codec
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from miles_core.precision.codec import Codec
 
 log = logging.getLogger(__name__)
+
+Side = Literal["engine", "trainer"]
 
 #: Rows of a real layer that are probed, and columns of a made probe where the format's tile does not say.
 _ROWS, _COLUMNS = 256, 256
@@ -156,15 +159,35 @@ def check_sides(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> l
     Raises:
         MilesError: a side declares nothing, or is worse than it declares.
     """
-    sides = (
-        (f"engine {run.config.run.engine}", run.config.rollout.precision, engine.quantizer),
-        (f"trainer {run.config.run.trainer}", run.config.train.precision, trainer.quantizer),
+    sides: tuple[tuple[Side, str, Callable[[Format], Quantizer | None]], ...] = (
+        ("engine", run.config.rollout.precision, engine.quantizer),
+        ("trainer", run.config.train.precision, trainer.quantizer),
     )
     real: dict[str, Tensor] | None = None
     found = []
-    for backend, precision, quantizer in sides:
-        codec = make_codec(run, policy, precision)
-        if codec.format is not None:
+    for side, precision, quantizer in sides:
+        if precision != PLAIN:
+            codec = make_codec(run, policy, precision)
             real = real_layer(trainer.units(), codec) if real is None else real
-            found.append(check(backend, codec.format, quantizer(codec.format), real))
+            found.append(check_side(run, policy, side, precision, quantizer, real))
     return found
+
+
+def check_side(
+    run: Run,
+    policy: Policy,
+    side: Side,
+    precision: str,
+    quantizer: Callable[[Format], Quantizer | None],
+    real: Mapping[str, Tensor],
+) -> SideParity:
+    """``check`` for one side of a run, in the process that holds it.
+
+    Args:
+        precision: the format's name.
+        quantizer: ``Engine.quantizer`` or ``Trainer.quantizer``.
+        real: one layer of the model by name (``real_layer``), which the trainer's process has to send.
+    """
+    format = make_codec(run, policy, precision).format
+    assert format is not None  # the name of a format
+    return check(f"{side} {getattr(run.config.run, side)}", format, quantizer(format), real)

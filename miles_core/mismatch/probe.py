@@ -18,7 +18,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError
 from miles_core.rollout.record import Record
 from miles_core.rollout.sampling import training_sampling
-from miles_core.rollout.source import prompt_source
+from miles_core.rollout.source import open_prompts
 
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
@@ -43,8 +43,8 @@ def probe_prompts(run: Run, count: int = PROMPTS) -> list[list[int]]:
     """Token ids of the first ``count`` prompts of the run's data; of texts of our own where it has none."""
     if not run.config.data.prompt_data:
         return [run.tokenizer(text)["input_ids"] for text in PLAIN_PROMPTS[:count]]
-    rows = prompt_source(run.config, run.render, run.config.data.prompt_data, "--prompt-data").next(count)
-    longest = run.config.rollout.max_context_len
+    rows = open_prompts(run.config, run.config.data.prompt_data, "--prompt-data").next(count)
+    longest = run.config.rollout.max_context_len or run.plan.fact("model.context")
     made = [list(run.render(row.prompt)) for row in rows]
     fitting = [p for p in made if longest is None or len(p) < longest]
     if not fitting:

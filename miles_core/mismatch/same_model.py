@@ -25,20 +25,25 @@ COMPARED = ("num_experts", "top_k", "moe_layers", "layers", "hidden_size", "voca
 
 
 def check_same_model(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> None:
+    """``compare_models`` of a trainer and an engine (started) in this process."""
+    compare_models(run, policy, trainer.model_facts(), engine.model_facts())
+
+
+def compare_models(run: Run, policy: Policy, trainer: Mapping[str, object], engine: Mapping[str, object]) -> None:
     """Hold the model of both sides against the checkpoint's ``config.json`` and against each other.
 
     Args:
-        engine: started.
+        trainer, engine: what each said of its model (``Trainer.model_facts``, ``Engine.model_facts``).
 
     Raises:
         CheckpointError: two of them differ; names every difference.
     """
     checkpoint = policy.hf_checkpoint or run.config.model.hf_checkpoint
-    sides = {
+    sides: dict[str, Mapping[str, Any]] = {
         # 0 experts means that no key says so; the model's class may have a default
         f"--hf-checkpoint {checkpoint}": {f.name: f.value or None for f in model_facts(checkpoint)},
-        f"the trainer ({run.config.run.trainer})": trainer.model_facts(),
-        f"the engine ({run.config.run.engine})": engine.model_facts(),
+        f"the trainer ({run.config.run.trainer})": trainer,
+        f"the engine ({run.config.run.engine})": engine,
     }
     names = list(sides)
     for i, first in enumerate(names):

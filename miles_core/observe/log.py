@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LEVELS = ("debug", "info", "warning", "error")
 _MARK = "miles"
+#: ``extra`` of a record that goes to ``run.log`` and not to the terminal, where the same is shown in another way.
+FILE_ONLY = {"file_only": True}
 
 
 def debugging() -> bool:
@@ -62,6 +64,7 @@ def configure(
         terminal = logging.StreamHandler(console.file)
         terminal.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     terminal.setLevel(number)
+    terminal.addFilter(lambda record: not getattr(record, "file_only", False))
     handlers: list[logging.Handler] = [terminal]
     if run_dir is not None:
         Path(run_dir).mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,12 @@ class MetricLog:
             log.info("%s: dropped %d records after step %s, from where this run continues", path, dropped, resume_step)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
 
+    def roll_back(self, step: int) -> None:
+        """Drop the records of steps after ``step``; sinks keep what they have."""
+        self._file.close()
+        _repair(self.path, step)
+        self._file = self.path.open("a", encoding="utf-8")
+
     def append(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Write one record and return its finite metrics; the others are logged as warnings by name.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,11 +58,16 @@ class Progress:
         self._durations: deque[float] = deque(maxlen=WINDOW)
         self._last_step = self._last_line = time.monotonic()
         self._shown: dict[str, float] = {}
+        self._activity: Callable[[], Mapping[str, int]] = dict
+
+    def watch(self, activity: Callable[[], Mapping[str, int]]) -> None:
+        """Show live beside the bar of the phase how many calls each worker has to answer, where there are workers."""
+        self._activity = activity
 
     def __enter__(self) -> Progress:
         self._last_step = self._last_line = time.monotonic()
         if self._console is not None and self._console.is_terminal:
-            self._bars = _bars(self._console)
+            self._bars = _bars(self._console, lambda: self._activity())
             self._steps = self._bars.add_task("step", total=self.total, completed=self.done, text="")
             self._work = self._bars.add_task("", total=None, text="", visible=False)
             self._bars.start()
@@ -136,15 +141,24 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
-def _bars(console: Console) -> Bars:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+def _bars(console: Console, activity: Callable[[], Mapping[str, int]]) -> Bars:
+    from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
     from rich.progress import Progress as Bars
+    from rich.text import Text
+
+    class Workers(ProgressColumn):
+        """On the bar of the phase: each worker and its calls, the idle ones dim."""
+
+        def render(self, task: Task) -> Text:
+            pairs = activity().items() if task.description != "step" else ()
+            return Text(" ").join(Text(f"{name} {count}", style="" if count else "dim") for name, count in pairs)
 
     return Bars(
         TextColumn("{task.description:>8}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn("{task.fields[text]}"),
+        Workers(),
         console=console,
         refresh_per_second=8,
     )

@@ -32,6 +32,8 @@ from miles_core.version import __version__
 log = logging.getLogger(__name__)
 
 HTML = "report.html"
+#: How the run ended, written by the run itself.
+ENDING = "ending.json"
 IMAGES = "report"
 #: Metrics that have a better direction; the others show their range only.
 UPWARD = ("reward/mean", "eval/accuracy", "eval/reward", "rollout/tokens_per_second")
@@ -131,7 +133,7 @@ def _budget(run_dir: Path) -> dict[str, Any]:
 def _status(run_dir: Path, records: Sequence[Mapping[str, Any]], total: int | None) -> str:
     """One sentence about how far the run is."""
     if not records:
-        return "This run has not completed a step yet, so there is nothing to plot."
+        return "This run has not completed a step yet, so there is nothing to plot." + _ended(run_dir, 0.0)
     last = records[-1]["step"]
     if total is not None and last >= total:
         return f"Finished: {total} of {total} steps are complete."
@@ -139,8 +141,15 @@ def _status(run_dir: Path, records: Sequence[Mapping[str, Any]], total: int | No
     gaps = [b.get("time", 0) - a.get("time", 0) for a, b in pairwise(records)]
     running = age < max(60.0, 5 * statistics.median(gaps or [0.0]))
     of = f"{last} of {total} steps are complete" if total is not None else f"{last} steps are complete"
-    state = "Still running" if running else "Not running"
-    return f"{state}: {of}, the last one {_duration(age)} ago."
+    ended = _ended(run_dir, records[-1].get("time", 0))
+    state = "Still running" if running and not ended else "Not running"
+    return f"{state}: {of}, the last one {_duration(age)} ago.{ended}"
+
+
+def _ended(run_dir: Path, since: float) -> str:
+    """How the run ended, where that was after ``since``: a run that was continued ends again."""
+    found = _json(run_dir / ENDING)
+    return f" It {found['why']}." if found.get("why") and found.get("time", 0) >= since else ""
 
 
 def _cards(records: Sequence[Mapping[str, Any]], total: int | None) -> list[dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,6 +42,14 @@ class Clock:
     def add(self, name: str, seconds: float) -> None:
         """Count ``seconds`` for a phase that was timed elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def waited(self, elsewhere: Mapping[str, float]) -> None:
+        """Give seconds that the innermost open phase spent waiting to the phases that took them in another process."""
+        self._switch()
+        for name, seconds in elsewhere.items():
+            self.add(name, seconds)
+            if self._open:
+                self.add(self._open[-1], -seconds)
 
     def metrics(self) -> dict[str, float]:
         """``time/<phase>`` and ``time/step`` in seconds since the last call (or the clock's making); starts anew."""

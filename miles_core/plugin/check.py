@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from importlib.util import find_spec
 
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, backends_of, provider
@@ -74,10 +75,12 @@ def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, 
     checked.problems += activation.problems
     for plugin in active.values():
         _version(checked, plugin)
+        _modules(checked, plugin)
         for rule in plugin.requires:
             _rule(checked, plugin.name, rule, checked.facts)
         for rule in plugin.recommends:
             _advise(checked, plugin.name, rule, checked.facts)
+        _notes(checked, plugin)
         _uses(checked, plugin)
         _hooks(checked, plugin)
         _review(checked, plugin)
@@ -145,6 +148,16 @@ def _advise(checked: Checked, who: str, rule: Rule, facts: Facts) -> None:
     checked.advice.append(f"{who} recommends {wanted}: {rule.because}")
 
 
+def _notes(checked: Checked, plugin: Plugin) -> None:
+    """The plugin's sentences whose condition holds."""
+    for condition, sentence in plugin.notes.items():
+        try:
+            if evaluate(condition, checked.facts.lookup) is Truth.TRUE:
+                checked.advice.append(f"{plugin.name}: {sentence}")
+        except RuleError as error:
+            checked.problems.append(Problem(plugin.name, repr(condition), str(error), verb="has a broken note:"))
+
+
 def _version(checked: Checked, plugin: Plugin) -> None:
     """The range of core versions a plugin works with; pip's own check is bypassed by ``--no-deps`` and editable
     trees."""
@@ -160,6 +173,14 @@ def _version(checked: Checked, plugin: Plugin) -> None:
         values = (("miles-core", __version__, "installed"),)
         because = f"{plugin.name} {plugin.version} was made for those versions; install one that fits"
         checked.problems.append(Problem(plugin.name, f"miles-core {plugin.core}", because, values))
+
+
+def _modules(checked: Checked, plugin: Plugin) -> None:
+    """Software that a plugin needs and whose absence would otherwise be found when the run is built."""
+    for module, install in plugin.modules.items():
+        if find_spec(module) is None:
+            because = f"Python finds no module of that name here; to install it: {install}"
+            checked.problems.append(Problem(plugin.name, f"the module {module}", because))
 
 
 def _uses(checked: Checked, plugin: Plugin) -> None:

@@ -57,6 +57,7 @@ _MODEL_NAMES = (
     "moe_layers",
     "vocab_size",
     "hidden_size",
+    "context",
     "mtp_layers",
     "quantized",
 )
@@ -68,6 +69,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd"),
+    "context": ("max_position_embeddings", "n_positions", "max_sequence_length"),
     "mtp_layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers"),
 }
 
@@ -232,7 +234,7 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
     moe = experts > 1
     found["num_experts"] = (experts, origin)
     found["moe"] = (moe, origin)
-    found["moe_layers"] = (_moe_layers(inner, int(found["layers"][0] or 0)), origin) if moe else (0, origin)
+    found["moe_layers"] = (len(moe_layers(inner)), origin) if moe else (0, origin)
     found["mtp_layers"] = (int(found["mtp_layers"][0] or 0), found["mtp_layers"][1])
     quantisation = config.get("quantization_config") or inner.get("quantization_config") or {}
     method = quantisation.get("quant_method", "yes") if quantisation else "none"
@@ -245,19 +247,23 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
     return facts
 
 
-def _moe_layers(config: Mapping[str, Any], layers: int) -> int:
-    """How many decoder layers have experts, in the ways the families write it."""
+def moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Numbers of the decoder layers that have experts, in the ways the families write it; from the keys of the language model
+    in a ``config.json``, none where there is no expert."""
+    if not any(config.get(key) for key in _KEYS["num_experts"]):
+        return ()
     for key, sparse in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
         listed = config.get(key)
         if isinstance(listed, list):
-            return sum(entry == sparse for entry in listed)
+            return tuple(i for i, entry in enumerate(listed) if entry == sparse)
     if isinstance(config.get("moe_layers"), list):
-        return len(config["moe_layers"])
+        return tuple(config["moe_layers"])
+    layers = next((int(config[key]) for key in _KEYS["layers"] if config.get(key) is not None), 0)
     first = int(config.get("first_k_dense_replace") or 0)
     every = int(config.get("moe_layer_freq") or 1)
     step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
     dense = set(config.get("mlp_only_layers") or ())
-    return sum(i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense for i in range(layers))
+    return tuple(i for i in range(layers) if i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense)
 
 
 def override(facts: Facts, given: Sequence[str]) -> Facts:

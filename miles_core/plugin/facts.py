@@ -41,6 +41,7 @@ class Fact:
         flag: the flag that sets it, when a user can.
         choices: the other values it may take, for suggested fixes.
         chosen: a user chose this value (a plugin may not silently change it).
+        fixed: a run that is continued must have the same value.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Fact:
     flag: str = ""
     choices: tuple[Any, ...] = ()
     chosen: bool = False
+    fixed: bool = False
 
     def __str__(self) -> str:
         value = show(self.value) if self.state is State.KNOWN else self.state.value

@@ -83,8 +83,11 @@ class Plugin:
         capabilities: what the backends this plugin provides can do, kind -> names (or ``Capability(name, when)``), e.g.
             ``{"engine": ("score",)}``. A transport whose messages an engine must know (``Engine.receive``) is named under
             the kind ``transport``, and engines that know them declare ``transport:NAME``.
+        modules: software that its distribution cannot promise, name of an import -> how to install it. A run is refused where the
+            driver's installation lacks one.
         requires: rules that must hold. A rule ``plugin.x`` activates x.
         recommends: advice, printed and never enforced.
+        notes: condition -> a sentence that the plan tells the user where it holds, such as which of several ways is taken.
         claims: exclusive slots, slot -> reason; two active claimants of one slot conflict.
         pairs: supported precision cells.
         before, after: names of plugins this one comes before or after in every chain.
@@ -102,6 +105,8 @@ class Plugin:
         hints: what this plugin's metrics, and core's, say about it, and what helps then; see ``Hint``. They are followed
             while the plugin is installed, active or not: ``when`` says in which runs.
         remedies: what it does against a trouble that core's hints and errors warn of.
+        converts: flag of this plugin -> ``"module:callable"``, what ``miles convert`` does where that flag is given instead of
+            a format: ``f(model_dir, save_dir, options)`` writes a checkpoint and returns a line that says what it did.
         demo: ``miles demo`` trains with this plugin where it is installed.
     """
 
@@ -117,8 +122,10 @@ class Plugin:
     sets: Mapping[str, Any] = field(default_factory=dict)
     uses: Mapping[str, str] = field(default_factory=dict)
     capabilities: Mapping[str, tuple[str | Capability, ...]] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
     requires: tuple[Rule, ...] = ()
     recommends: tuple[Rule, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
     claims: Mapping[str, str] = field(default_factory=dict)
     pairs: tuple[Pair, ...] = ()
     before: tuple[str, ...] = ()
@@ -131,6 +138,7 @@ class Plugin:
     review: str = ""
     hints: tuple[Hint, ...] = ()
     remedies: tuple[Remedy, ...] = ()
+    converts: Mapping[str, str] = field(default_factory=dict)
     demo: bool = False
 
     def capability(self, kind: str, name: str) -> Capability | None:

@@ -29,6 +29,7 @@ class OptionInfo:
     ge: float | None = None
     le: float | None = None
     lt: float | None = None
+    fixed: bool = False
 
     def bounds(self) -> str:
         """The allowed range as shown to users, e.g. ``"> 0, <= 1"``; empty when there is none."""
@@ -51,6 +52,7 @@ def option(
     ge: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    fixed: bool = False,
     default_factory: Any = dataclasses.MISSING,
 ) -> Any:
     """Declare one option of a configuration dataclass.
@@ -67,8 +69,9 @@ def option(
             ``Plugin.formats``. A name that exactly one installed plugin provides enables that plugin.
         fact: the name in rules, where it is not ``<group>.<field>``.
         gt, ge, le, lt: bounds of a number (or of every number of a list).
+        fixed: a run that is continued must have the same value: saved weights or states mean nothing under another.
     """
-    info = OptionInfo(help, flag, tuple(choices), tuple(aliases), enables, metavar, part, fact, gt, ge, le, lt)
+    info = OptionInfo(help, flag, tuple(choices), tuple(aliases), enables, metavar, part, fact, gt, ge, le, lt, fixed)
     kwargs: dict[str, Any] = {"metadata": {METADATA_KEY: info}}
     if default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=default_factory, **kwargs)

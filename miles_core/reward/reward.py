@@ -16,6 +16,8 @@ from miles_core.reward.remote import RemoteReward
 from miles_core.reward.rules import RULES, Rule
 
 RM_TYPES = (*RULES, "math", "remote")
+#: Those that compare a response with a label.
+LABELLED = (*RULES, "math")
 DEFAULT_CONCURRENCY = 64
 
 
@@ -50,8 +52,20 @@ class RewardFunction:
         loop = asyncio.get_running_loop()
         async with self._limits.setdefault(loop, asyncio.Semaphore(self.concurrency)):
             if self._pool is not None:
-                return await loop.run_in_executor(self._pool, self.function, args, sample)
-            return await self.function(args, sample)
+                return await loop.run_in_executor(self._pool, self._in_thread, args, sample)
+            try:
+                return await self.function(args, sample)
+            except SystemExit as error:
+                raise DataError(_left(error)) from error
+
+    def _in_thread(self, args: Any, sample: Any) -> Any:
+        """Call the function; what an event loop cannot pass on (it would wait for ever, or end) becomes a DataError."""
+        try:
+            return self.function(args, sample)
+        except StopIteration as error:
+            raise DataError("it raised StopIteration: give next(...) a default, or catch it") from error
+        except SystemExit as error:
+            raise DataError(_left(error)) from error
 
 
 def make_reward(
@@ -112,6 +126,7 @@ async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> No
 async def _score_one(sample: Any, reward: RewardFunction, args: Any, reward_key: str | None) -> None:
     who = f"the reward function {reward.name} ({reward.origin})"
     value = sample.reward
+    tokens = list(getattr(sample, "tokens", ()))
     if value is None:
         try:
             value = await reward(args, sample)
@@ -121,11 +136,19 @@ async def _score_one(sample: Any, reward: RewardFunction, args: Any, reward_key:
             raise DataError(f"{who} raised {type(error).__name__} on sample {sample.index}: {error}") from error
     else:
         who = "the generate function that set it"
+    if list(getattr(sample, "tokens", ())) != tokens:
+        raise DataError(
+            f"{who} changed the tokens of sample {sample.index}, which the engine's log-probs belong to; copy them first"
+        )
     try:
         checked = number(value, reward_key)
     except DataError as error:
         raise DataError(f"the reward of sample {sample.index}, from {who}, {error}") from error
     sample.reward = value if isinstance(value, dict) else checked
+
+
+def _left(error: SystemExit) -> str:
+    return f"it called sys.exit({error.code!r}); raise an error instead, or return a reward"
 
 
 def _on_sample(rule: Rule) -> Callable[[Any, Any], float]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample, Status
 from miles_core.rollout.queue import Prompt
-from miles_core.rollout.source import prompt_source
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -25,20 +24,20 @@ FIRST_INDEX = 1 << 40
 
 
 class Evaluator:
-    """The data sets of ``--eval-prompt-data``, opened and checked once.
+    """Scores the data sets of ``--eval-prompt-data``.
 
     Args:
         run: for configuration and rendering.
+        sets: the data sets by name; the one without a name has the empty one.
         generate, score: as in training, with evaluation's sampling parameters.
         progress: told about every finished group; None when it shows something else meanwhile.
     """
 
-    def __init__(self, run: Run, generate: Generate, score: Score, progress: Progress | None) -> None:
-        self.run, self.generate, self.score, self.progress = run, generate, score, progress
-        self.sets: dict[str, Prompts] = {}
-        for entry in run.config.evaluation.prompt_data:
-            name, _, path = entry.rpartition("=")
-            self.sets[name] = prompt_source(run.config, run.render, path, "--eval-prompt-data")
+    def __init__(
+        self, run: Run, sets: dict[str, Prompts], generate: Generate, score: Score, progress: Progress | None
+    ) -> None:
+        self.run, self.sets = run, sets
+        self.generate, self.score, self.progress = generate, score, progress
 
     @property
     def count(self) -> int:

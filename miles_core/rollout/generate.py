@@ -8,7 +8,9 @@ plugins see the request, and records log-probabilities and declared fields call 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Awaitable, Callable, Mapping
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from miles_core.contracts.engine import Request, Response, Sampling
@@ -143,14 +145,21 @@ class Generator:
         async def ask(tokens: list[int], sampling_params: Any = None) -> Response:
             return await self.ask(sample, record, tokens, self._sampling(sampling_params))
 
-        made = await self.custom(Args(self.run.config.args, ask), sample, dataclasses.asdict(self.sampling))
-        samples = made if isinstance(made, list) else [made]
         where = self.run.config.rollout.custom_generate_function_path
+        try:
+            made = await self.custom(Args(self.run.config.args, ask), sample, dataclasses.asdict(self.sampling))
+        except SystemExit as error:
+            raise DataError(
+                f"{where} called sys.exit({error.code!r}) on sample {sample.index}; raise an error, or return the sample with "
+                "status FAILED"
+            ) from error
+        samples = made if isinstance(made, list) else [made]
         if not samples or not all(isinstance(s, Sample) for s in samples):
             raise DataError(
                 f"{where} returned {type(made).__name__} for sample {sample.index}; return a Sample or a list of them"
             )
         for one in samples:
+            _check_made(one, str(where), int(self.run.plan.fact("model.vocab_size") or len(self.run.tokenizer)))
             one.group_index = sample.group_index
             one.rollout_id = sample.index
         return samples
@@ -168,6 +177,18 @@ class Generator:
             raise DataError(f"sampling_params has no {unknown[0]!r}; it takes {', '.join(sorted(known))}")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}
         return dataclasses.replace(self.sampling, **values)
+
+
+def _check_made(sample: Sample, where: str, vocabulary: int) -> None:
+    """Tokens that are whole numbers of the vocabulary, log-probabilities that are numbers."""
+    wrong = next((t for t in sample.tokens if not isinstance(t, Integral) or not 0 <= t < vocabulary), None)
+    if wrong is not None:
+        raise DataError(f"{where}: sample {sample.index} has the token {wrong!r}; token ids are 0 to {vocabulary - 1}")
+    bad = next((p for p in sample.rollout_log_probs or () if not math.isfinite(p)), None)
+    if bad is not None:
+        raise DataError(
+            f"{where}: sample {sample.index} has the log-probability {bad!r}; give 0.0 where the loss mask is 0"
+        )
 
 
 def load_generate(spec: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from miles_core.checkpoint.directory import Checkpoints
-from miles_core.checkpoint.rng import get_rng, put_rng
+from miles_core.checkpoint.rng import get_rng, put_rng, rng_state
 from miles_core.checkpoint.samples import get_samples, put_samples
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.run import Run
@@ -35,11 +35,11 @@ class RunCheckpoints:
         self.run, self.parts, self.schedule, self.resume_from = run, parts, schedule, resume_from
         self.directories = Checkpoints(run.directory / "checkpoints")
         self.saved_step: int | None = None
-        self._committed = schedule.state()
+        self._mark()
 
     async def commit(self) -> None:
         """The step is complete: from here an interrupted run goes on. Saves when a checkpoint is due."""
-        self._committed = self.schedule.state()
+        self._mark()
         interval = self.run.config.run.save_interval
         if interval and self.run.step % interval == 0:
             await self.save()
@@ -48,6 +48,31 @@ class RunCheckpoints:
         """Forget an unfinished rollout: the run stands where the last completed step left it."""
         log.info("interrupted: the unfinished rollout is dropped; the run stands at step %d", self.run.step)
         self.schedule.load_state(self._committed)
+
+    async def rescue(self) -> None:
+        """Save the last completed step of a run that an error ends, where its weights are still there.
+
+        They are, unless the error came between two optimiser steps of one rollout step. A step that was trained and failed
+        afterwards (its sync, its evaluation) is complete. Never raises: the error that ends the run is the one to be told.
+        """
+        run = self.run
+        try:
+            intact = all([await each.learner.intact() for each in self.parts])
+            if run.step > self._step:
+                self._mark()
+            elif not intact or self._trained != [policy.trained for policy in run.policies]:
+                log.warning(
+                    "step %d was trained in part and is lost, and with it what no checkpoint holds", run.step + 1
+                )
+                return
+            if self.saved_step != run.step and (run.step > 0 or run.config.sft.data):
+                await self.save()
+        except Exception as failed:
+            log.error("the last completed step (%d) cannot be saved: %s", self._step, failed)
+
+    def _mark(self) -> None:
+        self._step, self._committed, self._rng = self.run.step, self.schedule.state(), rng_state()
+        self._trained = [policy.trained for policy in self.run.policies]
 
     async def finish(self) -> None:
         """Write what a finished or interrupted run leaves behind."""
@@ -67,9 +92,11 @@ class RunCheckpoints:
             store.put("run", data={"step": run.step, "trained": trained, **self._committed.data})
             if self._committed.samples:
                 put_samples(store, HELD, self._committed.samples)
-            put_rng(store)
+            put_rng(store, self._rng)
             run.hooks.on("on_save", run=run, policy=None, store=store)
         self.saved_step = run.step
+        if run.config.run.keep:
+            self.directories.keep(run.config.run.keep)
 
     async def resume(self) -> bool:
         """Continue from ``resume_from``; False when the run starts anew."""
@@ -88,6 +115,6 @@ class RunCheckpoints:
         if directory.parent.resolve() == self.directories.directory.resolve():
             self.saved_step = run.step
         run.hooks.on("on_load", run=run, policy=None, store=store)
-        self._committed = self.schedule.state()
+        self._mark()
         log.info("continuing %s: %d steps are complete", directory, run.step)
         return True

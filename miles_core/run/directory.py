@@ -1,39 +1,109 @@
-"""The directory a run lives in; never two runs in one."""
+"""The directory a run lives in: one run in it, one process at a time, and none left behind by a start that is refused."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from miles_core.checkpoint.directory import Checkpoints
+from miles_core.checkpoint.directory import Checkpoints, run_of
 from miles_core.config.config import Config
 from miles_core.errors import ConfigError
+from miles_core.observe.metrics import read
+
+log = logging.getLogger(__name__)
+
+#: Locked while a process writes into the directory; the system releases it with the process, however that ends.
+LOCK = ".lock"
 
 
-def run_directory(config: Config, resume_from: Path | None) -> Path:
-    """``--save``, else the directory of the run that is continued, else ``runs/<model>-<time>``; never two runs in one."""
+def run_directory(config: Config) -> Path:
+    """``--save``, else the directory of the run that ``--load`` continues, else ``runs/<model>-<time>``. Touches nothing."""
     options = config.run
-    if options.save is None and resume_from is not None:
-        return resume_from.parent.parent
-    label = config.model.model_name or Path(config.model.hf_checkpoint or "run").name
-    directory = Path(options.save) if options.save else Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if resume_from is None or directory.resolve() != resume_from.parent.parent.resolve():
-        _refuse_to_overwrite(directory)
+    if options.save is not None:
+        return Path(options.save)
+    if options.load is not None:
+        return run_of(options.load)
+    label = config.model.model_name or Path(config.model.hf_checkpoint or "run").absolute().name
+    if Path(label).name != label:
+        raise ConfigError(f"--model-name {label}: it is a part of the run directory's name; leave / and .. out")
+    return Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+@contextmanager
+def claimed(config: Config) -> Iterator[Path]:
+    """The run's directory, made where it is not there, and this process's alone while the block runs.
+
+    An error inside the block removes what was made, unless something other than the lock was put there.
+
+    Raises:
+        ConfigError: another process writes there, another run is there, or the directory cannot be made.
+    """
+    directory = run_directory(config)
+    refuse_to_overwrite(config)
+    made = [p for p in (directory, *directory.parents) if not p.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ConfigError(f"--save {directory}: the directory cannot be made ({error.strerror})") from error
-    return directory
+        _remove(made)
+        raise ConfigError(f"--save {directory}: the directory cannot be made or written ({error.strerror})") from error
+    try:
+        _lock(descriptor, directory)
+        refuse_to_overwrite(config)  # again, now that nobody else writes
+        Checkpoints(directory / "checkpoints").recover()
+        yield directory
+    except BaseException:
+        _remove(made)
+        raise
+    finally:
+        os.close(descriptor)
 
 
-def _refuse_to_overwrite(directory: Path) -> None:
-    """A run that left a checkpoint or a metric stays as it is; one that failed before may be started again."""
-    metrics = directory / "metrics.jsonl"
+def _lock(descriptor: int, directory: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.fstat(descriptor).st_nlink:  # a start that was refused has just removed the directory
+            raise BlockingIOError
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+        raise ConfigError(
+            f"--save {directory}: {holder} is writing this run; wait until it has ended, stop it, or choose another directory"
+        ) from error
+    except OSError as error:  # a file system without locks
+        log.warning("%s cannot be locked (%s): see to it that no other process writes there", directory, error.strerror)
+    with suppress(OSError):  # who it is is a courtesy; a full disk is told where it matters
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _remove(made: list[Path]) -> None:
+    """Remove directories that were just made, innermost first, where they hold nothing but a lock."""
+    for directory in made:
+        if [entry.name for entry in directory.iterdir()] == [LOCK] if directory.is_dir() else False:
+            (directory / LOCK).unlink()
+        with suppress(OSError):
+            directory.rmdir()
+
+
+def refuse_to_overwrite(config: Config) -> None:
+    """A run that left a checkpoint or the metrics of a step stays as it is, unless ``--load`` continues it; one that failed before
+    its first step may be started again. Raises ConfigError."""
+    directory, load = run_directory(config), config.run.load
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--save {directory}: it is a file; name a directory")
+    if load is not None and run_of(load).resolve() == directory.resolve():
+        return
     if Checkpoints(directory / "checkpoints").latest() is not None:
         raise ConfigError(
             f"--save {directory} already holds a run; continue it with --load {directory}, or choose another directory"
         )
-    if metrics.exists() and metrics.stat().st_size:
+    if any(record["step"] > 0 for record in read(directory / "metrics.jsonl")):
         raise ConfigError(
             f"--save {directory} already holds the metrics of a run without a checkpoint; "
             "choose another directory, or delete it"

@@ -67,6 +67,9 @@ class InlineLearner(LearnerHandle):
         (share,) = divided(samples, self.rank.run.config.train, replicas=1)
         return Learned(combined([self.rank.learn(share, step)]), share.count)
 
+    async def intact(self) -> bool:
+        return self.rank.learner.intact
+
     async def supervise(self, samples: Sequence[Sample], lr: float) -> dict[str, float]:
         return combined([self.rank.supervise(samples, lr)])
 
@@ -83,8 +86,8 @@ class InlineLearner(LearnerHandle):
     async def rebuild(self, precisions: Precisions) -> None:
         self.rank.rebuild(precisions)
 
-    async def push(self, version: int) -> SyncReport:
-        return await self.rank.push(version)
+    async def push(self, version: int, plain: bool = False) -> SyncReport:
+        return await self.rank.push(version, plain)
 
     async def save(self, directory: Path) -> None:
         self.rank.save(directory)

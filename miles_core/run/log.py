@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import Runtime
 from miles_core.data.sample import Sample
 from miles_core.observe.hints import Hints
 from miles_core.observe.metrics import MetricLog
@@ -37,6 +38,20 @@ class RunLog:
     ) -> None:
         self.directory, self.metrics, self.progress = directory, metrics, progress
         self.hints, self.profiler = hints, profiler
+        self._runtime: Runtime | None = None
+
+    def watch(self, runtime: Runtime) -> None:
+        """Show what the workers of a runtime do, live and in every step's metrics."""
+        self._runtime = runtime
+        self.progress.watch(runtime.activity)
+
+    def workers(self) -> dict[str, float]:
+        """How busy the workers of the runtime were since the last call."""
+        return self._runtime.metrics() if self._runtime is not None else {}
+
+    def roll_back(self, step: int) -> None:
+        """Forget the metrics of all steps after ``step``: they will be made again."""
+        self.metrics.roll_back(step)
 
     @contextmanager
     def step(self, run: Run) -> Iterator[None]:

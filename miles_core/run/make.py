@@ -45,7 +45,11 @@ def make_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, star
     options = run.config.run
     return RunLog(
         run.directory,
-        MetricLog(run.directory / "metrics.jsonl", resume_step=start, sinks=sinks(run.config, run.directory)),
+        MetricLog(
+            run.directory / "metrics.jsonl",
+            resume_step=-1 if start is None else start,
+            sinks=sinks(run.config, run.directory),
+        ),
         progress,
         Hints(hints_of(manifests.values(), run.plan.holds)),
         Profiler(options.profile_dir or run.directory / "profile", count=int(options.profile)),

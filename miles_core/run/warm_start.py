@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import random
 
+from miles_core.config.config import Config
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
+from miles_core.errors import DataError
 from miles_core.rollout.collect import Interrupted
+from miles_core.rollout.source import NO_LIMITS, Limits, encoded
 from miles_core.run.log import RunLog
 
 
-async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog) -> None:
+async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog, samples: list[Sample]) -> None:
     """``--sft-steps`` steps on ``--sft-data``; nothing to do without it. Raises Interrupted when the user stops it."""
     options = run.config.sft
-    if not options.data or not options.steps:
+    if not samples:
         return
-    samples = supervised_samples(run)
     order = random.Random(run.config.train.seed)
     queue: list[Sample] = []
     log.progress.phase("warm start", total=options.steps)
@@ -36,16 +38,30 @@ async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog) -> None:
     log.record(0, run.clock.metrics() | metrics)
 
 
-def supervised_samples(run: Run) -> list[Sample]:
-    """Prompt and response tokenised apart, an end token appended: what the engine would have produced."""
-    options, data = run.config.sft, run.config.data
-    assert options.data is not None  # the caller looked
-    rows = Prompts(
-        options.data, input_key=data.input_key, label_key=options.response_key, metadata_key=data.metadata_key
+def open_pairs(config: Config) -> Prompts:
+    """The rows of ``--sft-data``, keys and values checked."""
+    options, data = config.sft, config.data
+    return Prompts(
+        options.data or (),
+        input_key=data.input_key,
+        label_key=options.response_key,
+        metadata_key=data.metadata_key,
     )
+
+
+def supervised_samples(run: Run, rows: Prompts, limits: Limits = NO_LIMITS) -> list[Sample]:
+    """Prompt and response tokenised apart, an end token appended: what the engine would have produced.
+
+    Raises DataError, with the row's place, where a pair cannot be tokenised or is too long for the model.
+    """
     samples = []
     for number, row in enumerate(rows):
-        prompt = run.render(row.prompt)
+        prompt = encoded(run.render, row, limits)
         answer = [*run.tokenizer.encode(str(row.label), add_special_tokens=False), run.tokenizer.eos_token_id]
+        if limits.context is not None and len(prompt) + len(answer) > limits.context:
+            raise DataError(
+                f"{row.place}: prompt and response have {len(prompt) + len(answer)} tokens, and {limits.context} fit "
+                f"({limits.origin}); shorten or remove the pair"
+            )
         samples.append(Sample(prompt=row.prompt, tokens=prompt + answer, response_length=len(answer), index=number))
     return samples

@@ -1,7 +1,8 @@
 """The test kit for plugin authors.
 
-``toy_run`` and ``plan`` are pytest fixtures once miles-core is installed, and functions here. The contracts are suites that an
-implementation is run through: subclass one and write what makes the thing under test. Importing this imports no torch.
+``toy_run``, ``plan`` and ``ranks`` are pytest fixtures once miles-core is installed, the first two functions here as well. The
+contracts are suites that an implementation is run through: subclass one and write what makes the thing under test. Importing
+this imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from miles_core.testing.format_contract import FormatContract, hard_cases
     from miles_core.testing.format_plugin_contract import FormatPluginContract
     from miles_core.testing.quantized_engine_contract import QuantizedEngineContract
+    from miles_core.testing.ranked_trainer_contract import RankedTrainerContract
+    from miles_core.testing.ranks import RankError, Ranks
     from miles_core.testing.tiny import tiny_checkpoint, tiny_tokenizer
     from miles_core.testing.trainer_contract import Setup, TrainerContract
 
@@ -23,6 +26,9 @@ __all__ = [
     "FormatPluginContract",
     "Limits",
     "QuantizedEngineContract",
+    "RankError",
+    "RankedTrainerContract",
+    "Ranks",
     "Setup",
     "ToyRun",
     "TrainerContract",
@@ -41,6 +47,8 @@ __getattr__, __dir__ = looked_up(
         "miles_core.testing.format_contract": "FormatContract hard_cases",
         "miles_core.testing.format_plugin_contract": "FormatPluginContract",
         "miles_core.testing.quantized_engine_contract": "QuantizedEngineContract",
+        "miles_core.testing.ranked_trainer_contract": "RankedTrainerContract",
+        "miles_core.testing.ranks": "RankError Ranks",
         "miles_core.testing.tiny": "tiny_checkpoint tiny_tokenizer",
         "miles_core.testing.trainer_contract": "Setup TrainerContract",
     },

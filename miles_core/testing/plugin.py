@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from miles_core.testing.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes with a torch.distributed group, started when they are first asked for; see ``miles_core.testing.ranks``."""
+    from miles_core.testing.ranks import Ranks
+
+    shared = Ranks()
+    yield shared
+    shared.close()
 
 
 @pytest.fixture

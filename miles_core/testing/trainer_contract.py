@@ -4,7 +4,8 @@
         def make(self, checkpoint, setup):
             return MyTrainer(checkpoint, **vars(setup))
 
-The yardstick is Transformers' own model in float64, one sample at a time, with an AdamW written out in ten lines.
+The yardstick is Transformers' own model in float64, one sample at a time, with an AdamW written out in ten lines. A trainer of
+several ranks is run through ``RankedTrainerContract`` too.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ whole optimiser step, the number of trained tokens. Every trainer's schedule cal
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,14 @@ from miles_core.contracts.trainer import Loss, Output
 from miles_core.data.batch import Batch
 
 
-def trained_tokens(batch: Batch) -> Tensor:
-    """How many tokens of ``batch`` (one rank's samples of a whole step) are trained on; at least 1."""
-    return (batch.mask != 0).sum().clamp(min=1)
+def trained_tokens(batch: Batch, sum: Callable[[Tensor], Tensor]) -> Tensor:
+    """How many tokens of a whole step are trained on; at least 1.
+
+    Args:
+        batch: one rank's samples of the step.
+        sum: over data-parallel ranks, ``Trainer.sum``.
+    """
+    return sum((batch.mask != 0).sum()).clamp(min=1)
 
 
 def with_auxiliary(share: Loss, output: Output, tokens: Tensor) -> Loss:

@@ -38,9 +38,15 @@ Metrics = dict[str, tuple[float, float]]
 
 
 class Learner:
-    """The trainer of one policy with everything the algorithm adds to it."""
+    """The trainer of one policy with everything the algorithm adds to it.
+
+    Attributes:
+        intact: False from the first optimiser step of a ``learn`` or ``supervise`` until it is done: then weights and
+            optimiser are those of no completed step.
+    """
 
     def __init__(self, run: Run, policy: Policy, trainer: Trainer) -> None:
+        self.intact = True
         self.run, self.policy, self.trainer = run, policy, trainer
         hooks, options = run.hooks, run.config.algorithm
         self.corrections = hooks.chain("wrap_correction", run=run)
@@ -61,7 +67,7 @@ class Learner:
                     policy_loss(options, self.correct if self.corrections else None), hooks.chain("wrap_loss", run=run)
                 ),
                 optimizer_step=compose(
-                    trainer.optimizer_step, hooks.chain("wrap_optimizer_step", run=run, policy=policy)
+                    self._optimizer_step, hooks.chain("wrap_optimizer_step", run=run, policy=policy)
                 ),
             )
         )
@@ -90,13 +96,18 @@ class Learner:
         with self.run.clock.phase("train"):
             for number, rows in enumerate(steps):
                 add(metrics, self._optimise(batch.select(rows), first=number == 0))
+        self.intact = True
         return metrics
 
     def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
         """One supervised step on prompt/response pairs."""
         batch = collate(samples)
-        batch.columns["loss_weight"] = loss_weights(batch.mask, batch.lengths, batch.rollout, "token_mean")
-        return self.trainer.step(batch, loss=supervised_loss, lr=lr)
+        batch.columns["loss_weight"] = loss_weights(
+            batch.mask, batch.lengths, batch.rollout, "token_mean", sum=self.trainer.sum
+        )
+        metrics = self.trainer.step(batch, loss=supervised_loss, lr=lr)
+        self.intact = True
+        return metrics
 
     def log_probs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Of each sample's response tokens, [response_length] float32; see ``LearnerHandle.log_probs``."""
@@ -125,6 +136,14 @@ class Learner:
         self.run.hooks.on(
             "on_load", run=self.run, policy=self.policy, store=Store(directory / "plugins", self.trainer.world)
         )
+
+    def _optimizer_step(self) -> dict[str, float]:
+        before, self.intact = self.intact, False
+        try:
+            return self.trainer.optimizer_step()
+        except NonFiniteError:  # raised before anything changes
+            self.intact = before
+            raise
 
     def _rewards(self, samples: Sequence[Sample]) -> Tensor:
         """[samples] float64: the reward trained on, over-length penalty included; ``Sample.reward`` stays as given."""

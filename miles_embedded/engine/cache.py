@@ -41,10 +41,10 @@ class Store:
             return
         slots = self.slots if slots <= self.slots else max(slots, min(2 * self.slots, slots + 256))
         width = self.width if width <= self.width else round_up(max(width, min(2 * self.width, width + 1024)), _WIDTH)
-        used = int(self.lengths[: self.size].max(initial=0))
         for key, old in self.slabs.items():
             new = old.new_zeros(slots, old.shape[1], width, *old.shape[3:])
-            new[: self.size, :, :used] = old[: self.size, :, :used]
+            # all columns: a slab may hold more than ``lengths`` says
+            new[: self.size, :, : old.shape[2]] = old[: self.size]
             self.slabs[key] = new
         self.lengths = np.concatenate([self.lengths, np.zeros(slots - len(self.lengths), np.int64)])
         self.slots, self.width = slots, width
@@ -130,6 +130,40 @@ class Cache:
         renumber[whence] = where
         self.prefix_of[: self.rows] = renumber[self.prefix_of[: self.rows]]
         return holes, movers, (gone, where, whence)
+
+    def own_lengths(self, slots: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        """Of ``lengths`` tokens of rows, how many are their own; ValueError inside of a prompt."""
+        own = np.asarray(lengths, np.int64) - self.prefixes.lengths[self.prefix_of[slots]]
+        if (own < 0).any():
+            raise ValueError(f"rows cut to {list(lengths)} tokens: that is inside of their prompts")
+        return own
+
+    def cut(self, slots: np.ndarray, lengths: Sequence[int]) -> None:
+        """Drop what rows hold beyond ``lengths`` tokens; ValueError where they hold fewer, or inside of a prompt."""
+        own = self.own_lengths(slots, lengths)
+        if (own > self.own.lengths[slots]).any():
+            raise ValueError(f"rows cut to {list(lengths)} tokens: the cache holds fewer")
+        self.own.lengths[slots] = own
+
+    def pick(self, slots: np.ndarray, front: np.ndarray, counts: np.ndarray, picked: np.ndarray) -> None:
+        """Of what rows hold behind their first ``front`` own tokens, keep some, closed up.
+
+        Args:
+            slots: [rows].
+            front: [rows] own tokens that stay in any case.
+            counts: [rows] further tokens that are kept.
+            picked: [sum of counts] which, counted from ``front``, ascending within a row.
+        """
+        within = np.arange(len(picked)) - np.repeat(counts.cumsum() - counts, counts)
+        moved = picked != within
+        if moved.any():
+            row, start = (np.repeat(x, counts)[moved] for x in (slots, front))
+            for slab in self.own.slabs.values():
+                where, to, source = (
+                    to_device(x, slab.device) for x in (row, start + within[moved], start + picked[moved])
+                )
+                slab[where, :, to] = slab[where, :, source]
+        self.own.lengths[slots] = front + counts
 
     def tensors(self) -> list[Tensor]:
         """Every slab, to count memory."""

@@ -21,13 +21,17 @@ _STEP = 16
 class CachedRows:
     """Which cached tokens the rows of one decode call see; made once a call and used by every layer.
 
-    Row i feeds ``counts[i]`` tokens that follow what its slot holds. Queries are padded to ``queries`` a row.
+    Row i feeds ``counts[i]`` tokens that follow what its slot holds. Queries are padded to ``queries`` a row. With ``parents``
+    what follows is a tree: a token sees what is in front of the tree, its ancestors and itself, and its position is its depth.
 
     Attributes:
         cache: where the rows are; room for the fed tokens is reserved.
         slots: [rows] slot of each row's own tokens.
         counts: [rows] tokens that each row feeds.
         device: of the model.
+        lengths: [rows] own tokens in front of those that are fed (of the tree); None: all that the slots hold.
+        parents: [rows, nodes] of each node of a row's tree the parent, a node before it or -1 for none; the tokens that are
+            fed are its last nodes, as many for each row.
         count: how many rows.
         before: [rows] own tokens in the cache before this call.
         prefix_lengths: [rows] tokens of each row's prompt.
@@ -37,12 +41,15 @@ class CachedRows:
     slots: np.ndarray
     counts: np.ndarray
     device: torch.device
+    lengths: np.ndarray | None = None
+    parents: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         own = self.cache.own
         self.count, self.queries = len(self.slots), int(self.counts.max())
         self.even = bool((self.counts == self.queries).all())
-        self.before = own.lengths[self.slots].copy()
+        self.front = own.lengths[self.slots].copy() if self.lengths is None else self.lengths
+        self.before = self.front if self.parents is None else self.front + self.parents.shape[1] - self.counts
         self.after = self.before + self.counts
         self.width = round_up(int(self.after.max()), _STEP)
         own.reserve(own.size, self.width)
@@ -78,7 +85,8 @@ class CachedRows:
         queries = torch.arange(self.queries, device=self.device)
         last = to_device(self.before, self.device)[:, None] + queries
         ends = to_device(self.prefix_lengths - 1, self.device)[:, None].expand(-1, self.queries)
-        hidden = torch.cat([self._beyond(self.prefix_width, ends), self._beyond(self.width, last)], -1)
+        own = self._beyond(self.width, last) if self.parents is None else self._strangers(self.parents)
+        hidden = torch.cat([self._beyond(self.prefix_width, ends), own], -1)
         return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, _NEVER)
 
     @cached_property
@@ -106,6 +114,21 @@ class CachedRows:
     def _beyond(self, width: int, last: Tensor) -> Tensor:
         """[rows, queries, width] True for columns after ``last`` [rows, queries]."""
         return torch.arange(width, device=self.device) > last[:, :, None]
+
+    def _strangers(self, parents: np.ndarray) -> Tensor:
+        """[rows, queries, width] True for columns that a node of a tree does not see."""
+        nodes = parents.shape[1]
+        family = np.zeros((self.count, nodes, nodes), bool)
+        row = np.arange(self.count)
+        for node in range(nodes):
+            above = parents[:, node]
+            family[:, node] = family[row, above] & (above >= 0)[:, None]
+            family[:, node, node] = True
+        column = np.arange(self.width) - self.front[:, None]
+        at = np.broadcast_to(column.clip(0, nodes - 1)[:, None], (self.count, self.queries, self.width))
+        inside = ((column >= 0) & (column < nodes))[:, None]
+        seen = np.where(inside, np.take_along_axis(family[:, nodes - self.queries :], at, 2), (column < 0)[:, None])
+        return to_device(~seen, self.device)
 
     @cached_property
     def own_slots(self) -> Tensor | None:
@@ -144,8 +167,12 @@ class CachedRows:
     @property
     def positions(self) -> np.ndarray:
         """[tokens] index of each fed token in its sequence."""
-        first = self.cache.prefixes.lengths[self.cache.prefix_of[self.slots]] + self.before
-        return np.repeat(first, self.counts) + self.within
+        if self.parents is not None:
+            depth = np.zeros(self.parents.shape, np.int64)
+            for node, above in enumerate(self.parents.T):
+                depth[:, node] = np.where(above < 0, 0, depth[np.arange(self.count), above] + 1)
+            return ((self.prefix_lengths + self.front)[:, None] + depth[:, -self.queries :]).reshape(-1)
+        return np.repeat(self.prefix_lengths + self.before, self.counts) + self.within
 
     def write(self, slab: Tensor, flat: Tensor) -> None:
         """Store the fed tokens' entries, flat [tokens, heads, ...], in an own slab."""

@@ -6,12 +6,15 @@ agrees with, drops the rest from the cache and emits them all at once.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
+from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.sampling import Sampled
 
 if TYPE_CHECKING:
@@ -36,30 +39,35 @@ class Emitted:
     capped: Sequence[Sequence[bool]] | None = None
 
 
-class Decoder(Protocol):
+class Decoder(ABC):
     """One step over the running rows.
 
-    When it returns, each row's cache must hold its tokens up to and without the last emitted one: feed through
-    ``engine.forward``, which appends to the cache, and drop what is not kept with ``engine.truncate``. Rows come and
-    go between steps; whatever a decoder remembers belongs in a mapping keyed by row and is dropped in ``leave``.
+    When ``step`` returns, each row's cache must hold its tokens up to and without the last emitted one: feed through
+    ``engine.forward``, which appends to the cache, and drop what is not kept with ``engine.truncate`` or ``engine.keep``.
+    Rows come and go between steps; whatever a decoder remembers belongs in a mapping keyed by row and is dropped in ``leave``.
     """
 
+    @abstractmethod
     def step(self, engine: EmbeddedEngine, rows: list[Row]) -> Emitted:
-        """Advance every row; ``row.tokens`` is prompt and response so far, its last token not yet cached."""
+        """Advance every row; ``row.tokens`` is prompt and response so far, its last token not yet cached. Numbers put
+        into ``row.metrics`` come back with the response."""
+
+    def prompts(self, engine: EmbeddedEngine, prompts: Prompts) -> None:
+        """Prompts were computed, each once for all rows that will continue it; ``join`` follows."""
+
+    def join(self, engine: EmbeddedEngine, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
+        """These rows now run; ``hidden[i]`` [hidden] is that of the last token which the cache holds of row i."""
 
     def leave(self, rows: Sequence[Row]) -> None:
         """These rows are finished or were evicted from the cache."""
 
 
-class PlainDecoder:
+class PlainDecoder(Decoder):
     """One token a row and step."""
 
     def step(self, engine: EmbeddedEngine, rows: list[Row]) -> Emitted:
         logits = engine.forward(rows, [row.tokens[-1:] for row in rows]).logits
         return one_each(engine.sample(logits, rows))
-
-    def leave(self, rows: Sequence[Row]) -> None:
-        """Nothing is remembered."""
 
 
 def one_each(sampled: Sampled) -> Emitted:

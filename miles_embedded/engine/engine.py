@@ -19,21 +19,22 @@ from torch import Tensor, nn
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
+from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
+from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.decoder import one_each
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks
 from miles_embedded.engine.runner import Fed, Runner
 from miles_embedded.engine.scheduler import Row, Scheduler
 from miles_embedded.engine.settings import Settings
+from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import facts_of
-from miles_embedded.model.load_units import load_units
 from miles_embedded.model.nonfinite import first_nonfinite
-from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.linear import linear_shapes
 
 
@@ -47,16 +48,14 @@ class EmbeddedEngine(Engine):
         self.decoder = settings.decoder
         config = text_configuration(model)
         self.max_context = settings.max_context or config.max_position_embeddings
-        self.codec = settings.codec
-        self._inputs = self._rounded_inputs()
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype)
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
         self.rows: list[Row] = []
         self._joining: list[Row] = []
         self._prefixes = Prefixes(self.runner)
-        self._version = -1
-        self._usable, self._paused, self._stopped = True, False, False
+        self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._prefixes.retire)
+        self._paused, self._stopped = False, False
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
@@ -65,7 +64,12 @@ class EmbeddedEngine(Engine):
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._weights.version
+
+    @property
+    def codec(self) -> Codec:
+        """What reads encoded weights now."""
+        return self._weights.codec
 
     async def start(self) -> None:
         self._stopped = self._paused = False
@@ -97,12 +101,16 @@ class EmbeddedEngine(Engine):
         return [results[i] for i in range(len(sequences))]
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
-        if not self._paused and (self.rows or self.scheduler.waiting):
-            raise RuntimeError(f"update_weights with {len(self.rows)} requests in flight: pause or abort them first")
-        self._usable = False
-        load_units(self.model, self._inputs.taking(units), self.codec.decode)
-        self._version, self._usable = version, True
-        self._prefixes.retire()
+        self._quiet("update_weights")
+        self._weights.update(units, version)
+
+    async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
+        self._quiet("share_weights")
+        return self._weights.update(units, version, share=True)
+
+    async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
+        self._quiet("receive")
+        self._weights.receive(message, version, last)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._paused = True
@@ -136,17 +144,8 @@ class EmbeddedEngine(Engine):
         self._prefixes.clear()
 
     async def rebuild(self, precision: str) -> None:
-        """Weights always lie here as plain numbers, beside the codes of native products: a precision is how they are
-        read, and how products read their inputs."""
-        if not self._paused and (self.rows or self.scheduler.waiting):
-            raise RuntimeError(f"rebuild with {len(self.rows)} requests in flight: pause or abort them first")
-        if self.settings.codec_of is None:
-            raise RuntimeError("this engine was built without a way to make other codecs (Settings.codec_of)")
-        self._inputs.remove()
-        self.codec = self.settings.codec_of(precision)
-        self._inputs = self._rounded_inputs()
-        self._usable = False
-        self._prefixes.retire()
+        self._quiet("rebuild")
+        self._weights.rebuild(precision)
 
     def quantizer(self, format: Format) -> FormatItself:
         """There is no other code here than the format's own."""
@@ -154,28 +153,39 @@ class EmbeddedEngine(Engine):
 
     @property
     def native_products(self) -> bool:  # type: ignore[override]
-        return bool(self._inputs.layers)
+        return bool(self._weights.inputs.layers)
 
     def emulated_products(self) -> AbstractContextManager[None]:
-        return self._inputs.emulated()
+        return self._weights.inputs.emulated()
 
     def model_facts(self) -> Mapping[str, Any]:
         return facts_of(self.model)
 
     # -- what a decoder calls ---------------------------------------------------------------------------------------
 
-    def forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> Fed:
-        """Feed ``tokens[i]`` (one or more) to row i; logits and hidden states of all of them, flat, in order."""
-        return self.runner.forward(self._slots(rows), tokens, self._fields())
+    def forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], parents: np.ndarray | None = None) -> Fed:
+        """Feed ``tokens[i]`` (one or more) to row i; logits and hidden states of all of them, flat, in order. ``parents``
+        [rows, tokens] makes them a tree, see ``CachedRows``."""
+        return self.runner.forward(self._slots(rows), tokens, self._fields(), parents)
+
+    def call(
+        self, rows: Sequence[Row], counts: Sequence[int], lengths: Sequence[int], parents: np.ndarray | None = None
+    ) -> DecodeCall:
+        """A call for layers that stand beside the model's. Row i feeds ``counts[i]`` tokens behind the first ``lengths[i]`` of
+        its sequence, or with ``parents`` the last nodes of a tree that stands there. Their keys and values are kept in the
+        cache of the same rows, which are not longer for it; what was kept behind ``lengths[i]`` is overwritten."""
+        slots, counted = self._slots(rows), np.asarray(counts, np.int64)
+        return self.runner.call(slots, counted, self.runner.cache.own_lengths(slots, lengths), parents)
 
     def truncate(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         """Drop the cache of row i beyond ``lengths[i]`` tokens, prompt included; never into the prompt."""
-        slots = self._slots(rows)
-        cache = self.runner.cache
-        own = np.asarray(lengths, np.int64) - cache.prefixes.lengths[cache.prefix_of[slots]]
-        if (own < 0).any() or (own > cache.own.lengths[slots]).any():
-            raise ValueError(f"truncate to {list(lengths)}: outside of what is cached")
-        cache.own.lengths[slots] = own
+        self.runner.cache.cut(self._slots(rows), lengths)
+
+    def keep(self, rows: Sequence[Row], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Of what row i was fed behind its first ``lengths[i]`` tokens, keep the tokens ``paths[i]`` (ascending), and no others."""
+        slots, counts = self._slots(rows), np.fromiter(map(len, paths), np.int64, len(paths))
+        front = self.runner.cache.own_lengths(slots, lengths)
+        self.runner.cache.pick(slots, front, counts, np.concatenate([np.asarray(p, np.int64) for p in paths]))
 
     def sample(
         self, logits: Tensor, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 0
@@ -186,17 +196,25 @@ class EmbeddedEngine(Engine):
         u = self._uniform(rows, keys, positions, stream)
         return draw.sample(logits, params, u, recording)
 
-    def distribution(self, logits: Tensor, rows: Sequence[Row]) -> draw.Distribution:
-        """What ``sample`` draws from: [n, vocab] log-probabilities."""
-        return draw.distribution(logits, self._parameters(rows)[0])
+    def distribution(self, logits: Tensor, rows: Sequence[Row], counts: Tensor | None = None) -> draw.Distribution:
+        """What ``sample`` draws from: [n, vocab] log-probabilities. ``counts`` [rows]: logits rows of each row, instead of one."""
+        return draw.distribution(logits, self._parameters(rows)[0].repeated(counts))
 
-    def record(self, dist: draw.Distribution, rows: Sequence[Row], tokens: Tensor) -> draw.Sampled:
-        """Log-probabilities and supports of tokens [n] that a decoder chose itself from ``distribution(logits, rows)``."""
-        return draw.record(dist, tokens, self._parameters(rows)[2])
+    def record(
+        self, dist: draw.Distribution, rows: Sequence[Row], tokens: Tensor, counts: Tensor | None = None
+    ) -> draw.Sampled:
+        """Log-probabilities and supports of tokens [n] that a decoder chose itself from ``distribution(logits, rows, counts)``."""
+        recording = self._parameters(rows)[2]
+        if recording is not None and counts is not None:
+            recording = recording.repeat_interleave(counts)
+        return draw.record(dist, tokens, recording)
 
     def uniform(self, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 1) -> Tensor:
-        """[n] float64 numbers in (0, 1); ``stream`` 0 is what ``sample`` uses."""
-        return self._uniform(rows, self._parameters(rows)[1], positions, stream)
+        """Float64 numbers in (0, 1) for ``positions`` [rows] or [rows, n]; ``stream`` 0 is what ``sample`` uses."""
+        keys = self._parameters(rows)[1]
+        if positions is not None and positions.dim() == 2:
+            keys = keys.unsqueeze(1)
+        return self._uniform(rows, keys, positions, stream)
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
@@ -216,7 +234,7 @@ class EmbeddedEngine(Engine):
 
     @torch.no_grad()
     def _step(self) -> None:
-        if not self._usable:
+        if not self._weights.complete:
             raise MilesError(
                 "the engine has no complete weights (an update failed part-way, or its layout changed); it cannot "
                 "generate until an update succeeds"
@@ -226,7 +244,7 @@ class EmbeddedEngine(Engine):
             self._admit()
             if self.rows:
                 emitted = self.decoder.step(self, self.rows)
-                self._finish(self.scheduler.accept(self.rows, emitted, self._version))
+                self._finish(self.scheduler.accept(self.rows, emitted, self.version))
         except NonFiniteError as error:
             raise NonFiniteError(self._find_nonfinite(error)) from error
 
@@ -234,7 +252,7 @@ class EmbeddedEngine(Engine):
         """Run the rows through the model once more, to name the first module that computed what is not finite."""
         tokens = [row.tokens for row in (*self.rows, *self._joining)]
         found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0))
-        return f"engine, weight version {self._version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
+        return f"engine, weight version {self.version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
 
     def _admit(self) -> None:
         waiting = self.scheduler.waiting
@@ -250,7 +268,7 @@ class EmbeddedEngine(Engine):
         wanted: dict[Key, set[str]] = {}
         for row in joining:
             wanted.setdefault(row.start, set()).update(row.fields)
-        found = self._prefixes.compute(wanted)
+        found = self._prefixes.compute(wanted, lambda prompts: self.decoder.prompts(self, prompts))
         for row in joining:
             if lacking := row.fields - found[row.start].fields:
                 row.future.set_exception(_not_recorded(lacking))
@@ -263,6 +281,7 @@ class EmbeddedEngine(Engine):
             row.slot = slot
         self.rows += joining
         self._changed()
+        self.decoder.join(self, joining, [p.hidden for p in prefixes])
         self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if not r.log_probs])
 
     def _first_tokens(self, fresh: list[tuple[Row, Prefix]]) -> None:
@@ -274,7 +293,7 @@ class EmbeddedEngine(Engine):
         index = torch.tensor([order[prefix] for _, prefix in fresh], device=logits.device)
         rows = [row for row, _ in fresh]
         sampled = self.sample(logits.index_select(0, index), rows)
-        self._finish(self.scheduler.accept(rows, one_each(sampled), self._version))
+        self._finish(self.scheduler.accept(rows, one_each(sampled), self.version))
 
     def _finish(self, rows: list[Row], finish: str = "") -> None:
         if not rows:
@@ -334,10 +353,12 @@ class EmbeddedEngine(Engine):
                 else:
                     row.future.cancel()
 
-    # -- small things -----------------------------------------------------------------------------------------------
+    def _quiet(self, what: str) -> None:
+        """Refuse to change what requests in flight are computed with."""
+        if not self._paused and (self.rows or self.scheduler.waiting):
+            raise RuntimeError(f"{what} with {len(self.rows)} requests in flight: pause or abort them first")
 
-    def _rounded_inputs(self) -> RoundedInputs:
-        return RoundedInputs(self.model, self.codec, self.settings.products.of(self.codec.format, self.model))
+    # -- small things -----------------------------------------------------------------------------------------------
 
     def _slots(self, rows: Sequence[Row]) -> np.ndarray:
         return np.fromiter((row.slot for row in rows), np.int64, len(rows))

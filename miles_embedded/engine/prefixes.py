@@ -5,13 +5,14 @@ A prefix is computed when the first row needs it, and kept while any row does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from miles_embedded.engine.cache import move_items
+from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.runner import Runner
 
 Key = tuple[int, ...]
@@ -37,12 +38,13 @@ class Prefixes:
         self._slots: list[Prefix] = []
         self._known: dict[Key, Prefix] = {}
 
-    def compute(self, wanted: Mapping[Key, set[str]]) -> dict[Key, Prefix]:
+    def compute(self, wanted: Mapping[Key, set[str]], computed: Callable[[Prompts], None]) -> dict[Key, Prefix]:
         """Find or compute prefixes.
 
         Args:
             wanted: tokens -> names of fields that must be recorded for them. A name that no module records is missing
                 from the result's ``fields``.
+            computed: told about prefixes that had to be computed.
         """
         known = self._known
         found = {k: known[k] for k, names in wanted.items() if k in known and names <= known[k].fields}
@@ -50,7 +52,7 @@ class Prefixes:
         names = set().union(*wanted.values())
         for chunk in chunks([len(k) for k in fresh]):
             keys = [fresh[i] for i in chunk]
-            slots, hidden, recorded = self.runner.prefixes(keys, names)
+            slots, hidden, recorded = self.runner.prefixes(keys, names, computed)
             for i, key in enumerate(keys):
                 prefix = found[key] = known[key] = Prefix(key, int(slots[i]), hidden[i], recorded)
                 self._slots.append(prefix)

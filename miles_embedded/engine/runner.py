@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
-from miles_embedded.engine.attention import CachedRows, DecodeCall, PromptCall
+from miles_embedded.engine.attention import DecodeCall, PromptCall
 from miles_embedded.engine.cache import Cache, Store, to_device
+from miles_embedded.engine.cached_rows import CachedRows
+from miles_embedded.engine.prompts import Prompts
 from miles_embedded.model.attention import window_mask
 from miles_embedded.model.call import Call
 from miles_embedded.model.configuration import head
@@ -62,12 +64,15 @@ class Runner:
         self.cache = Cache()
 
     @torch.no_grad()
-    def prefixes(self, sequences: Sequence[Sequence[int]], names: set[str]) -> tuple[np.ndarray, Tensor, set[str]]:
+    def prefixes(
+        self, sequences: Sequence[Sequence[int]], names: set[str], computed: Callable[[Prompts], None] = lambda p: None
+    ) -> tuple[np.ndarray, Tensor, set[str]]:
         """Compute prefixes into new slots of the cache.
 
         Args:
             sequences: their tokens.
             names: fields to keep if modules record them.
+            computed: told about them, while their call can still attend.
 
         Returns:
             Their slots, the hidden state of their last tokens [prefixes, hidden], and the names that were recorded.
@@ -75,7 +80,10 @@ class Runner:
         lengths = [len(s) for s in sequences]
         slots = self.cache.add_prefixes(lengths)
         call = PromptCall(self._context(sum(lengths)), lengths, self.cache, slots)
-        hidden = self._run([t for s in sequences for t in s], _positions(lengths), call)
+        tokens, positions = [t for s in sequences for t in s], _positions(lengths)
+        hidden = self._run(tokens, positions, call)
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        computed(Prompts(call, ids, to_device(positions, self.device), hidden))
         recorded = names & call.ctx.extras.keys()
         for name in recorded:
             rows = call.pad(call.ctx.extras[name])
@@ -85,17 +93,30 @@ class Runner:
         return slots, hidden.index_select(0, ends), recorded
 
     @torch.no_grad()
-    def forward(self, slots: np.ndarray, tokens: Sequence[Sequence[int]], names: set[str]) -> Fed:
-        """Feed ``tokens[i]`` (at least one) after what row ``slots[i]`` holds and append them to its cache."""
+    def forward(
+        self, slots: np.ndarray, tokens: Sequence[Sequence[int]], names: set[str], parents: np.ndarray | None = None
+    ) -> Fed:
+        """Feed ``tokens[i]`` (at least one) after what row ``slots[i]`` holds and append them to its cache; ``parents``: see ``CachedRows``."""
         counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        held = CachedRows(self.cache, slots, counts, self.device)
-        call = DecodeCall(self._context(int(counts.sum())), held)
+        call = self.call(slots, counts, None, parents)
+        held = call.rows
         hidden = self._run([t for row in tokens for t in row], held.positions, call)
         for name in names & call.ctx.extras.keys():
             rows = call.ctx.extras[name]
             held.write(_field_slab(self.cache.own, name, rows), rows.unsqueeze(1))
         self.cache.own.lengths[slots] += counts
         return Fed(hidden, self.head)
+
+    def call(
+        self,
+        slots: np.ndarray,
+        counts: np.ndarray,
+        lengths: np.ndarray | None = None,
+        parents: np.ndarray | None = None,
+    ) -> DecodeCall:
+        """A call over cached rows, see ``CachedRows``; how many tokens the rows hold stays as it is."""
+        held = CachedRows(self.cache, slots, counts, self.device, lengths, parents)
+        return DecodeCall(self._context(int(counts.sum())), held)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -95,6 +95,13 @@ class Params:
     def truncated(self) -> bool:
         """True when some row's support is smaller than the vocabulary."""
         return not (isinstance(self.top_k, int) and self.top_k <= 0 and self.top_p == 1.0)
+
+    def repeated(self, counts: Tensor | None) -> Params:
+        """Each row's parameters ``counts`` [n] times; None is once."""
+        if counts is None:
+            return self
+        each = {n: x.repeat_interleave(counts, 0) for n, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **each)
 
 
 def params_of(samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Params:

@@ -32,6 +32,7 @@ class Row:
         slot: where the cache holds it, -1 outside.
         fields: recorded fields it asked for, without the sampling support.
         records_support: it wants its sampling support, and has one.
+        metrics: numbers that the decoder keeps about it; the response's.
         finish: why it ended, "" while it runs.
     """
 
@@ -49,6 +50,7 @@ class Row:
     slot: int = -1
     finish: str = ""
     text: StopText | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.fields = self.request.extras - {SAMPLING_SUPPORT.name}
@@ -174,7 +176,7 @@ class Scheduler:
     def _response(self, row: Row, finish: str, extras: dict[str, Any]) -> Response:
         tokens = row.response
         text = row.text.text if row.text is not None and finish == "stop" and row.tokens[-1] not in row.stops else None
-        metrics: dict[str, float] = {}
+        metrics = dict(row.metrics)
         if SAMPLING_SUPPORT.name in row.request.extras:
             # No row recorded anything: nothing was truncated, and an empty support means the whole vocabulary.
             extras[SAMPLING_SUPPORT.name] = row.supports or [np.zeros(0, np.int32)] * len(tokens)

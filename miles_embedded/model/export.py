@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError
 from miles_embedded.model.configuration import configuration
-from miles_embedded.model.views import export
+from miles_embedded.model.views import export, sources, together, views
 
 #: Bytes of one weight file.
 SHARD_BYTES = 5 * 10**9
 
 
-def export_checkpoint(model: nn.Module, tokenizer: Any, directory: Path | str, shard_bytes: int = SHARD_BYTES) -> None:
+def export_checkpoint(
+    model: nn.Module,
+    tokenizer: Any,
+    directory: Path | str,
+    shard_bytes: int = SHARD_BYTES,
+    units: Iterator[Unit] | None = None,
+) -> None:
     """Write ``directory``; it appears complete or not at all.
 
     Args:
@@ -28,6 +37,7 @@ def export_checkpoint(model: nn.Module, tokenizer: Any, directory: Path | str, s
         tokenizer: a Transformers tokenizer, or None to leave it out.
         directory: must not exist, or be empty; CheckpointError otherwise, and when the disk refuses.
         shard_bytes: a weight file is closed before it grows beyond this.
+        units: ``views.export`` of the model, where the caller has begun it.
     """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -35,7 +45,7 @@ def export_checkpoint(model: nn.Module, tokenizer: Any, directory: Path | str, s
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        _write(model, tokenizer, work, shard_bytes)
+        _write(model, tokenizer, work, shard_bytes, units or export(model))
         os.chmod(work, 0o755)
         os.replace(work, directory)
     except OSError as error:
@@ -44,7 +54,7 @@ def export_checkpoint(model: nn.Module, tokenizer: Any, directory: Path | str, s
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int) -> None:
+def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int, units: Iterator[Unit]) -> None:
     configuration(model).save_pretrained(directory)
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
@@ -59,7 +69,7 @@ def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int) 
     home = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     pending: dict[str, Tensor] = {}
     size = 0
-    for unit in export(model):
+    for unit in units:
         for name, tensor in unit.tensors.items():
             pending[name] = tensor.detach().to("cpu").contiguous()
             size += tensor.nbytes
@@ -74,12 +84,12 @@ def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int) 
 def _plan(model: nn.Module, shard_bytes: int) -> list[list[str]]:
     """Tensor names of each shard, in stream order."""
     shards: list[list[str]] = [[]]
-    used = 0
-    for unit in export(model):
-        for name, tensor in unit.tensors.items():
-            if shards[-1] and used + tensor.nbytes > shard_bytes:
-                shards.append([])
-                used = 0
-            shards[-1].append(name)
-            used += tensor.nbytes
+    used, state = 0, sources(model)
+    for view in (v for members in together(views(model)) for v in members):
+        nbytes = math.prod(view.size) * state[view.source].element_size()
+        if shards[-1] and used + nbytes > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(view.name)
+        used += nbytes
     return shards

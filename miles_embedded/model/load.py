@@ -64,10 +64,10 @@ def build_model(run: Any, policy: Any, role: str) -> nn.Module:
     return model
 
 
-def is_embedded(run: Any, role: str) -> bool:
-    """Whether a model of this role (see the hook ``on_model``) is run by the embedded engine, trainer, or both if they share it."""
-    sides = {"rollout": ("engine",), "draft": ("engine",), "shared": ("engine", "trainer")}.get(role, ("trainer",))
-    return all(getattr(run.config.run, side) == "embedded" for side in sides)
+def is_embedded(model: nn.Module) -> bool:
+    """Whether a model was loaded for this package's engine and trainer, so that ``active_context`` holds in its layers.
+    A backend of another name that runs such a model is meant too."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
 
 
 def make_model(run: Any, policy: Any) -> nn.Module:
@@ -188,13 +188,14 @@ def has_windows(model: nn.Module) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers, in order."""
+    """The decoder layers that the model runs, in order. Layers behind them (``extra_layers``) are not among them."""
     layers = getattr(backbone(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise CheckpointError(
             f"{type(model).__name__} has no list of decoder layers; it cannot be run by the embedded backend"
         )
-    return layers
+    run = getattr(text_configuration(model), "num_hidden_layers", None) or len(layers)
+    return layers if run >= len(layers) else layers[:run]
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:

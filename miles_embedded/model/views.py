@@ -24,6 +24,7 @@ from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
 from miles_embedded.model.configuration import configuration
+from miles_embedded.model.sharded import Held, held, whole
 
 #: Final names of the two halves that a number format encodes with one scale: gate and up.
 _COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
@@ -44,6 +45,21 @@ class View:
     def of(self, tensor: Tensor) -> Tensor:
         """The view of the module tensor."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+    def write(self, source: Held, tensor: Tensor) -> None:
+        """Copy the checkpoint tensor into what this process holds of the module tensor."""
+        if not source.divided:
+            self.of(source.tensor).copy_(tensor)
+            return
+        # Along the dimension with the largest stride entries follow each other in memory, so a process has a run of them.
+        along = max(range(len(self.size)), key=lambda d: (self.size[d] > 1, self.stride[d]))
+        step, (start, end) = self.stride[along], source.elements
+        first = max(-(-(start - self.offset) // step), 0)
+        count = min(-(-(end - self.offset) // step), self.size[along]) - first
+        if count > 0:
+            size = (*self.size[:along], count, *self.size[along + 1 :])
+            at = source.tensor.storage_offset() + self.offset + first * step - start
+            source.tensor.as_strided(size, self.stride, at).copy_(tensor.narrow(along, first, count))
 
     def part(self, expert: Expert) -> View:
         """One matrix of this view, which holds all experts."""
@@ -80,22 +96,40 @@ def sources(model: nn.Module) -> dict[str, Tensor]:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Names that a checkpoint leaves out because they share storage with another: left out -> the one that is kept."""
     state = model.state_dict(keep_vars=True)
-    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    declared = {
+        f"{path}.{a}".lstrip("."): f"{path}.{b}".lstrip(".")
+        for path, module in model.named_modules()
+        for a, b in (getattr(module, "all_tied_weights_keys", None) or {}).items()
+    }
     return {a: b for a, b in declared.items() if a in state and b in state and state[a] is state[b]}
 
 
 def export(model: nn.Module) -> Iterator[Unit]:
-    """The checkpoint's tensors, as views of the model's memory: one a unit, but gate and up of one MLP or expert together."""
-    state = {n: t.detach() for n, t in sources(model).items()}
-    for members in together(views(model)):
-        yield Unit({v.name: v.of(state[v.source]) for v in members})
+    """The checkpoint's tensors, as views of the model's memory: one a unit, but gate and up of one MLP or expert together.
+
+    A collective where parameters are divided among processes: each is put together in turn, and every process gets every unit.
+    """
+    units = list(together(views(model)))
+    last = {view.source: number for number, members in enumerate(units) for view in members}
+    state, gathered = sources(model), dict[str, Tensor]()
+    for number, members in enumerate(units):
+        for view in members:
+            if view.source not in gathered:
+                gathered[view.source] = whole(state[view.source])
+        yield Unit(
+            {v.name: v.of(gathered[v.source]) for v in members},
+            lasting=not any(held(state[v.source]).divided for v in members),
+        )
+        for view in members:
+            if last[view.source] == number:
+                gathered.pop(view.source, None)
 
 
 class Loader:
     """Writes checkpoint tensors into a model, in any order."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._state = {n: t.detach() for n, t in sources(model).items()}
+        self._held = {n: held(t) for n, t in sources(model).items()}
         self._views = {v.name: v for v in views(model)}
         self._tied = tied_names(model)
         self._missing = dict.fromkeys(self._views)
@@ -107,14 +141,21 @@ class Loader:
     def put(self, name: str, tensor: Tensor) -> None:
         """Copy one checkpoint tensor in, or one matrix of a tensor that holds all experts; CheckpointError when the model
         has no such tensor or its shape is another."""
+        self._write(self._arrived(name, tensor), tensor)
+
+    def _write(self, view: View, tensor: Tensor) -> None:
+        view.write(self._held[view.source], tensor)
+
+    def _arrived(self, name: str, tensor: Tensor) -> View:
+        """The view a tensor belongs to, which is no longer missing."""
         name = name if name in self._views else self._tied.get(name, name)
         view = self._views.get(name) or self._part(name)
         if view is None:
             raise CheckpointError(f"the model has no tensor {name}; the weights are of another model")
         if tuple(tensor.shape) != view.size:
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the model's is {list(view.size)}")
-        view.of(self._state[view.source]).copy_(tensor)
         self._missing.pop(name, None)
+        return view
 
     def _part(self, name: str) -> View | None:
         """The view of one expert's matrix; from its first on, a joined tensor is expected matrix by matrix."""

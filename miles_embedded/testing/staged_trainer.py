@@ -134,7 +134,7 @@ class StagedTrainer(EmbeddedTrainer):
     ) -> dict[str, tuple[float, float]]:
         """See ``Trainer.step``: one forward, one backward, ``AHEAD`` micro-batches deep."""
         loss = loss or self.callbacks.loss
-        tokens = self.sum(trained_tokens(batch))
+        tokens = trained_tokens(batch, self.sum)
         totals: dict[str, tuple[Tensor, Tensor]] = {}
         self.optimizer.zero_grad()
         self.optimizer.fixed_lr = lr

@@ -16,6 +16,7 @@ from miles_core.contracts.trainer import Context
 from miles_core.data.batch import Batch
 from miles_core.errors import ConfigError
 from miles_embedded.model.call import active_context
+from miles_embedded.model.load import decoder_layers
 from miles_embedded.trainer.packing import Packing
 
 _KEY = "load_balance"
@@ -71,7 +72,7 @@ def routers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """(router, experts) of every mixture-of-experts layer, in order. The router is the sibling of ``experts`` whose weight has one
     row an expert; it returns its logits, alone or first."""
     found = []
-    for module in model.modules():
+    for module in decoder_layers(model).modules():
         experts = getattr(module, "experts", None)
         count = getattr(experts, "num_experts", None)
         if not isinstance(experts, nn.Module) or count is None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from miles_core.train.steps import step_count
 from miles_embedded.model.load import build_model
 from miles_embedded.quantized.trained import TrainedPrecision
+from miles_embedded.trainer.data_parallel import Alone, Replicated, world_here
+from miles_embedded.trainer.fully_shard import FullyShard
 from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
@@ -22,7 +25,22 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
         precision.add(model)
         return model
 
-    return EmbeddedTrainer(build("train"), trainer_config(run.config), lambda: build("ref"), precision)
+    model = build("train")
+    parallel = data_parallel(run.config.embedded.sharding_strategy, next(model.parameters()).device)
+    return EmbeddedTrainer(model, trainer_config(run.config), lambda: build("ref"), precision, parallel)
+
+
+def data_parallel(strategy: str, device: torch.device) -> Alone:
+    """How this process trains with those of torch.distributed's default group, which a runtime of several ranks has made.
+
+    Args:
+        strategy: ``full_shard`` or ``no_shard``, as ``--sharding-strategy``.
+        device: where the model is.
+    """
+    world = world_here()
+    if world.size == 1:
+        return Alone()
+    return FullyShard(world, device) if strategy == "full_shard" else Replicated(world, device)
 
 
 def trainer_config(config: Any) -> TrainerConfig:

@@ -1,56 +1,146 @@
-"""A trainer's state on disk: weights in the checkpoint's layout, the optimiser's tensors, and the step as JSON."""
+"""A trainer's state on disk: weights, the optimiser's tensors, random-number states, and the step as JSON.
+
+Ranks that hold different rows of a tensor write a file each (``model.0-of-2.safetensors``), and its whole is their rows in the
+order of ranks. A rank reads the rows it holds from whichever files have them, so the number of ranks may change between saving
+and loading, and so may the sharding strategy.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
+from miles_core.checkpoint.rng import get_rng, put_rng
+from miles_core.checkpoint.store import Store
+from miles_core.data.world import World
 from miles_core.errors import CheckpointError
-from miles_embedded.model.views import Loader, export
+from miles_embedded.model.sharded import Held, held
+from miles_embedded.model.views import sources
 from miles_embedded.trainer.optimizer import Optimizer
 
-WEIGHTS, MOMENTS, STEP = "model.safetensors", "optimizer.safetensors", "trainer.json"
+WEIGHTS, MOMENTS, STEP, RANDOM = "model", "optimizer", "trainer.json", "random"
+
+log = logging.getLogger(__name__)
 
 
-def save(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
-    """Write the three files into ``directory``, which is made if need be. Atomicity is the caller's (a fresh directory)."""
+def save(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) -> None:
+    """Write this rank's files into ``directory``, which is made if need be. Atomicity is the caller's (a fresh directory)."""
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {n: t.contiguous() for unit in export(model) for n, t in unit.tensors.items()}
-    save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
-    moments = {n: t.contiguous() for n, t in optimizer.tensors().items()}
-    save_file(moments, directory / MOMENTS)
-    (directory / STEP).write_text(json.dumps({"step": optimizer.step_number, "tensors": len(moments)}))
+    put_rng(Store(directory / RANDOM, world), sharded=True)
+    weights = {name: held(tensor) for name, tensor in sources(model).items()}
+    files = world.size if any(own.divided for own in weights.values()) else 1
+    if world.rank >= files:
+        return  # the first rank has everything
+    # what is whole on every rank, a buffer say, the first one writes
+    tensors = {n: own.tensor for n, own in weights.items() if own.divided or world.rank == 0}
+    _write(tensors, _file(directory, WEIGHTS, world.rank, files))
+    moments = optimizer.tensors()
+    _write(moments, _file(directory, MOMENTS, world.rank, files))
+    if world.rank == 0:
+        noted = {"step": optimizer.step_number, "files": files, "ranks": world.size, "tensors": len(moments)}
+        (directory / STEP).write_text(json.dumps(noted))
 
 
-def load(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
-    """Inverse of ``save``. CheckpointError names what is missing, damaged or of another model."""
-    for name in (WEIGHTS, MOMENTS, STEP):
-        if not (directory / name).is_file():
-            raise CheckpointError(
-                f"{directory}: it has no {name}; is this a trainer checkpoint of the embedded backend?"
-            )
+def load(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) -> None:
+    """Inverse of ``save``, on any number of ranks. CheckpointError names what is missing, damaged or of another model."""
+    noted = _noted(directory)
     try:
-        load_weights(model, directory / WEIGHTS)
-        noted, moments = json.loads((directory / STEP).read_text()), load_file(directory / MOMENTS)
-        if len(moments) != noted["tensors"]:
-            raise ValueError(f"{len(moments)} tensors where {noted['tensors']} were saved")
-        optimizer.restore(moments, int(noted["step"]))
+        with ExitStack() as stack:
+            weights = _Whole(directory, WEIGHTS, noted["files"], stack)
+            moments = _Whole(directory, MOMENTS, noted["files"], stack)
+            if len(moments) != noted["tensors"]:
+                raise CheckpointError(
+                    f"{directory}: {MOMENTS} has {len(moments)} tensors where {noted['tensors']} were saved"
+                )
+            _load_weights(model, weights)
+            optimizer.restore({n: moments.rows(n, optimizer.holds(n)) for n in moments.names}, noted["step"])
     except SafetensorError as error:
         raise CheckpointError(f"{directory}: a file is damaged or truncated ({error})") from error
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{directory}: {MOMENTS} or {STEP} does not belong to this model ({error})") from error
+    except KeyError as error:
+        raise CheckpointError(f"{directory}: {MOMENTS} does not belong to this model ({error})") from error
+    if world.rank < noted["ranks"]:
+        get_rng(Store(directory / RANDOM, World(world.rank, noted["ranks"])))
+    else:
+        log.warning("%s has no random-number state of rank %d, which goes on with its own", directory, world.rank)
 
 
-def load_weights(model: nn.Module, file: Path) -> None:
-    """Read one safetensors file in checkpoint layout into ``model``; every tensor must be there."""
-    loader = Loader(model)
-    with safe_open(file, "pt") as opened:
-        for name in opened.keys():  # noqa: SIM118 - not a dict
-            loader.put(name, opened.get_tensor(name))
-    missing = loader.missing()
-    if missing:
-        raise CheckpointError(f"{file}: {len(missing)} tensors are missing, first {missing[0]}")
+def _noted(directory: Path) -> dict[str, int]:
+    file = directory / STEP
+    if not file.is_file():
+        raise CheckpointError(f"{directory}: it has no {STEP}; is this a trainer checkpoint of the embedded backend?")
+    try:
+        noted = json.loads(file.read_text())
+        return {name: int(noted[name]) for name in ("step", "files", "ranks", "tensors")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged or of another version ({error!r})") from error
+
+
+@torch.no_grad()
+def _load_weights(model: nn.Module, weights: _Whole) -> None:
+    own = {name: held(tensor) for name, tensor in sources(model).items()}
+    missing, foreign = [n for n in own if n not in weights.names], [n for n in weights.names if n not in own]
+    if missing or foreign:
+        why = f"lack {missing[0]}" if missing else f"have {foreign[0]}, which the model has not"
+        raise CheckpointError(f"{weights.directory}: the weights {why}; they are of another model")
+    for name, mine in own.items():
+        mine.tensor.copy_(weights.rows(name, mine))
+
+
+class _Whole:
+    """Tensors that several files may have rows of, in the order of the files."""
+
+    def __init__(self, directory: Path, kind: str, count: int, stack: ExitStack) -> None:
+        self.directory = directory
+        files = [_file(directory, kind, number, count) for number in range(count)]
+        absent = next((file.name for file in files if not file.is_file()), None)
+        if absent is not None:
+            raise CheckpointError(
+                f"{directory}: it has no {absent}, though {STEP} counts it; use an earlier checkpoint"
+            )
+        opened: list[Any] = [stack.enter_context(safe_open(file, "pt")) for file in files]
+        self.names: dict[str, list[Any]] = {}
+        for file in opened:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                self.names.setdefault(name, []).append(file)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def rows(self, name: str, mine: Held | None) -> Tensor:
+        """The rows that this process holds; all of a tensor without rows (``mine`` None)."""
+        files = self.names[name]
+        if mine is None:
+            return files[0].get_tensor(name)
+        slices = [file.get_slice(name) for file in files]
+        shapes = [tuple(part.get_shape()) for part in slices]
+        saved = (sum(s[0] for s in shapes), *shapes[0][1:]) if shapes[0] else ()
+        if saved != mine.shape:
+            raise CheckpointError(
+                f"{self.directory}: {name} has shape {list(saved)}, the model's is {list(mine.shape)}; it is another model"
+            )
+        if not saved:
+            return files[0].get_tensor(name)
+        first, last, start, parts = mine.first, mine.first + len(mine.tensor), 0, []
+        for part, shape in zip(slices, shapes, strict=True):
+            low, high = max(first - start, 0), min(last - start, shape[0])
+            if low < high:
+                parts.append(part[low:high])
+            start += shape[0]
+        return torch.cat(parts) if parts else mine.tensor.new_empty(0, *saved[1:]).cpu()
+
+
+def _file(directory: Path, kind: str, number: int, count: int) -> Path:
+    return directory / (f"{kind}.{number}-of-{count}.safetensors" if count > 1 else f"{kind}.safetensors")
+
+
+def _write(tensors: Mapping[str, Tensor], file: Path) -> None:
+    save_file({n: t.contiguous() for n, t in tensors.items()}, file, metadata={"format": "pt"})

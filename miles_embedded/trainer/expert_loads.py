@@ -55,11 +55,13 @@ class Loads:
             sum: over data-parallel ranks.
         """
         counts, self._counts = self._counts, [None] * len(self._experts)
-        worst = [sum(count).double() for count in counts if count is not None]
-        if not worst:
+        if not counts:
             return {}
-        value = max(float(count.max() / count.mean()) for count in worst)
-        return {"train/expert_imbalance": (value, 1.0)}
+        # a rank whose samples are none counted nothing, and takes part all the same
+        flat = [torch.zeros(n) if count is None else count for n, count in zip(self._experts, counts, strict=True)]
+        loads = sum(torch.cat([count.double().cpu() for count in flat])).split(self._experts)
+        values = [float(load.max() / load.mean()) for load in loads if load.any()]
+        return {"train/expert_imbalance": (max(values), 1.0)} if values else {}
 
     def _recorder(self, layer: int) -> Any:
         def record(experts: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:

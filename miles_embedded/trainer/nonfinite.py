@@ -20,25 +20,26 @@ if TYPE_CHECKING:
 
 
 def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFunction, tokens: Tensor) -> str:
-    """Compute every micro-batch of a failed step again; a clause that names the first tensor that is not finite, the
-    micro-batch and its samples. Gradients are cleared afterwards."""
-    splits = trainer.split(batch)
-    for number, samples in enumerate(splits, start=1):
-        micro_batch, ctx = trainer.prepare(batch, samples, "train", trainer.config.entropy)
+    """Compute every micro-batch of a failed step again, on every rank; a clause that names the first tensor that is not finite,
+    the micro-batch and its samples. Gradients are cleared afterwards."""
+    first = ""
+    every = trainer.micro_batches(batch, "train", trainer.config.entropy)
+    for number, (_, micro_batch, ctx) in enumerate(every, start=1):
         with NonFiniteWatch(trainer.model) as watch:
-            output = trainer.callbacks.forward(trainer.model, micro_batch, ctx)
+            output = trainer.parallel.call(trainer.callbacks.forward, trainer.model, micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             found = watch.first or _column(micro_batch)
             if not found and not finite(share.value):
                 found = "the loss itself, from finite log-probs and columns,"
-            if not found and share.value.requires_grad:
+            if share.value.requires_grad:
                 share.value.backward()
-                found = watch.first
+                found = found or watch.first
         trainer.optimizer.zero_grad()
-        if found:
+        if found and not first:
             who = ", ".join(map(str, micro_batch.index.tolist()[:8])) + (", ..." if len(micro_batch) > 8 else "")
-            return f"{found} in micro-batch {number} of {len(splits)} (samples {who})"
-    return f"all {len(splits)} micro-batches are finite one by one, so their sum overflows"
+            first = f"{found} in micro-batch {number} of {len(trainer.split(batch))} (samples {who})"
+    first = trainer.parallel.first(first)  # the ranks go on together, so none may stop at what it found
+    return first or "all micro-batches are finite one by one, so their sum overflows"
 
 
 def _column(batch: Batch) -> str:

@@ -1,19 +1,23 @@
 """AdamW on FP32 master weights, with a learning-rate schedule and clipping by the global norm.
 
 A model copy in FP32 (or FP64) is its own master. A BF16 copy has a separate FP32 master, into which every micro-batch's
-gradient is summed as soon as it is complete, so that neither the sum over micro-batches nor the step loses bits.
+gradient is summed as soon as it is complete, so that neither the sum over micro-batches nor the step loses bits. Of a
+parameter that is divided among processes, the master is what this process holds.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from miles_core.errors import NonFiniteError
+from miles_embedded.model.sharded import Held, held
+from miles_embedded.trainer.data_parallel import Alone
+from miles_embedded.trainer.optimizer_group import OptimizerGroup, group_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 class Optimizer:
-    """AdamW over named parameters of a model.
+    """AdamW over named parameters of a model. Those of an ``OptimizerGroup`` are clipped, decayed and stepped as it says.
 
     Attributes:
         masters: parameter name -> the tensor that is stepped; its ``grad`` is the step's gradient.
@@ -60,23 +64,29 @@ class Optimizer:
         fixed_lr: takes the place of the schedule, which then does not advance.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(self, model: nn.Module, config: OptimizerConfig, parallel: Alone | None = None) -> None:
         self.config = config
+        self._parallel = parallel or Alone()
         self.step_number = 0
         self.fixed_lr: float | None = None
         self.copies: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.masters: dict[str, Tensor] = {n: self._master(p) for n, p in self.copies.items()}
-        self._adam = _adamw(self.masters, config)
+        self.apart = {n for n, p in self.copies.items() if p.dtype not in (torch.float32, torch.float64)}
+        self.masters: dict[str, Tensor] = {n: self._master(n, p) for n, p in self.copies.items()}
+        self._names: dict[OptimizerGroup | None, list[str]] = {None: []}
+        for name, parameter in self.copies.items():
+            self._names.setdefault(group_of(parameter), []).append(name)
+        self._adam = _adamw({g: [self.masters[n] for n in names] for g, names in self._names.items()}, config)
 
-    def _master(self, copy: nn.Parameter) -> Tensor:
-        if copy.dtype in (torch.float32, torch.float64):
+    def _master(self, name: str, copy: nn.Parameter) -> Tensor:
+        own = held(copy)
+        if name not in self.apart and not own.divided:
             return copy
-        master = copy.detach().float().clone().requires_grad_()
+        master = (own.tensor.float().clone() if name in self.apart else own.tensor).requires_grad_()
 
         def collect(parameter: Tensor) -> None:
-            grad = parameter.grad
-            assert grad is not None
-            master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
+            assert parameter.grad is not None
+            grad = held(parameter.grad).tensor
+            master.grad = grad.to(master.dtype) if master.grad is None else master.grad.add_(grad)
             parameter.grad = None
 
         copy.register_post_accumulate_grad_hook(collect)
@@ -93,34 +103,57 @@ class Optimizer:
             master.grad = None
 
     def step(self) -> dict[str, float]:
-        """Clip, step, refresh the model copy. Returns ``grad_norm`` (before clipping) and ``lr``; raises NonFiniteError
-        when the norm is not finite, and then nothing has changed."""
-        grads = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-        norm_value = float(norm)
-        if not math.isfinite(norm_value):
-            raise NonFiniteError(self._blame(norm_value))
-        if self.config.clip_grad > 0 and norm_value > self.config.clip_grad:
-            torch._foreach_mul_(grads, self.config.clip_grad / norm_value)
+        """Clip, step, refresh the model copy. Returns ``grad_norm`` (before clipping; of further groups ``grad_norm/NAME``) and
+        ``lr``; raises NonFiniteError when a norm is not finite, and then nothing has changed."""
+        self._parallel.sum_gradients(self.masters.values())
+        grads = {
+            g: [m.grad for n in names if (m := self.masters[n]).grad is not None] for g, names in self._names.items()
+        }
+        norms = {group: self._norm(each) for group, each in grads.items()}
+        for norm in norms.values():
+            if not math.isfinite(norm):
+                raise NonFiniteError(self._blame(norm))
+        for group, norm in norms.items():
+            bound = self.config.clip_grad if group is None else group.clip_grad
+            if 0 < bound < norm:
+                torch._foreach_mul_(grads[group], bound / norm)
+            if group is not None and group.renewed:
+                self._renew(group)
         rate = learning_rate(self.config, self.step_number) if self.fixed_lr is None else self.fixed_lr
-        for group in self._adam.param_groups:
-            group["lr"] = rate
+        for each in self._adam.param_groups:
+            own = each["miles_group"]
+            each["lr"] = rate if own is None or own.lr is None else own.lr
         self._adam.step()
         self.refresh()
         self.zero_grad()
         self.step_number += self.fixed_lr is None
-        return {"grad_norm": norm_value, "lr": rate}
+        further = {f"grad_norm/{g.name}": norm for g, norm in norms.items() if g is not None and grads[g]}
+        return {"grad_norm": norms[None], "lr": rate, **further}
+
+    def _norm(self, grads: list[Tensor]) -> float:
+        """Of these gradients on all processes."""
+        own = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        return math.sqrt(float(self._parallel.square_norm(own.double().square())))
+
+    @torch.no_grad()
+    def _renew(self, group: OptimizerGroup) -> None:
+        """Take what is in the model copy as the group's masters, and forget its moments."""
+        for name in self._names[group]:
+            self.masters[name].copy_(held(self.copies[name]).tensor)
+            self._adam.state.pop(self.masters[name], None)
+        group.renewed = False
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Round the masters into the model copy."""
-        apart = [(c, self.masters[n]) for n, c in self.copies.items() if c is not self.masters[n]]
+        apart = [(held(self.copies[n]).tensor, self.masters[n]) for n in self.apart]
         if apart:
             torch._foreach_copy_([c for c, _ in apart], [m for _, m in apart])
 
     def _blame(self, norm: float) -> str:
         bad = [n for n, m in self.masters.items() if m.grad is not None and not bool(m.grad.isfinite().all())]
-        where = f"first in {bad[0]} ({len(bad)} of {len(self.masters)} parameters)" if bad else "only in their sum"
+        found = f"first in {bad[0]} ({len(bad)} of {len(self.masters)} parameters)" if bad else ""
+        where = self._parallel.first(found) or "only in their sum"
         return (
             f"the gradient norm of optimiser step {self.step_number + 1} is {norm}, {where}; nothing was changed by "
             "this step: try a lower --lr, or look at this step's rewards and log-probs"
@@ -131,10 +164,16 @@ class Optimizer:
         and so on."""
         out: dict[str, Tensor] = {}
         for name, master in self.masters.items():
-            if master is not self.copies[name]:
+            if name in self.apart:
                 out[f"master.{name}"] = master.detach()
             out |= {f"{key}.{name}": value for key, value in self._adam.state.get(master, {}).items()}
         return out
+
+    def holds(self, name: str) -> Held | None:
+        """What this process holds of the tensor of that name in ``tensors``; None for a count of steps. KeyError when there
+        is no such parameter."""
+        key, _, parameter = name.partition(".")
+        return None if key == "step" else held(self.copies[parameter])
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor], step_number: int) -> None:
@@ -142,7 +181,7 @@ class Optimizer:
         self.reset()
         self.step_number = step_number
         for name, master in self.masters.items():
-            if master is not self.copies[name]:
+            if name in self.apart:
                 master.copy_(tensors[f"master.{name}"])
             if f"step.{name}" in tensors:
                 fused = self._adam.defaults.get("fused")
@@ -155,14 +194,14 @@ class Optimizer:
                 }
 
 
-def _adamw(masters: dict[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    decayed = [m for m in masters.values() if m.dim() > 1]
-    others = [m for m in masters.values() if m.dim() <= 1]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    device = next(iter(masters.values())).device.type
+def _adamw(masters: dict[OptimizerGroup | None, list[Tensor]], config: OptimizerConfig) -> torch.optim.AdamW:
+    groups: list[dict[str, Any]] = []
+    for group, members in masters.items():
+        decay = config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
+        decayed, others = ([m for m in members if (m.dim() > 1) is many] for many in (True, False))
+        groups.append({"params": decayed, "weight_decay": decay, "miles_group": group})
+        groups.append({"params": others, "weight_decay": 0.0, "miles_group": group})
+    device = next(m for members in masters.values() for m in members).device.type
     how = {"fused": True} if device in ("cpu", "cuda") else {"foreach": True}
     return torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, **how

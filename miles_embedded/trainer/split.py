@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from miles_core.data.batch import Batch
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from miles_core.data.batch import Batch, Ragged
 from miles_embedded.trainer.packing import row_counts
 
 
@@ -28,6 +33,31 @@ def split(
     if idle:  # nobody trains on them, they cost nothing, but their results are asked for
         found = [[*found[0], *idle], *found[1:]] if found else [idle]
     return found
+
+
+def idle_sample(batch: Batch) -> Batch:
+    """One sample that trains nothing, with every column of ``batch``: its first, or two tokens where it has none."""
+    if len(batch):
+        one = batch.select([0])
+        return replace(one, columns=one.columns | {"loss_mask": torch.zeros_like(one.mask)})
+
+    def rows(column: Tensor | Ragged) -> Tensor | Ragged:
+        if isinstance(column, Ragged):
+            return Ragged(column.values, column.offsets.new_zeros(3))
+        return column.new_zeros(2, *column.shape[1:])
+
+    number = batch.lengths.new_zeros(1)
+    return replace(
+        batch,
+        tokens=batch.tokens.new_zeros(2),
+        lengths=number + 2,
+        prompt_lengths=number + 1,
+        group=number,
+        rollout=number,
+        index=number,
+        columns={name: rows(column) for name, column in batch.columns.items()},
+        scalars={name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.scalars.items()},
+    )
 
 
 def _pieces(members: list[int], trunk: int, own: list[int], limit: int) -> list[tuple[int, list[int]]]:

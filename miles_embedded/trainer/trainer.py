@@ -37,12 +37,13 @@ from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer import checkpoint
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
+from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.emulate import emulating
 from miles_embedded.trainer.expert_loads import Loads
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import Optimizer, OptimizerConfig
 from miles_embedded.trainer.packing import Packing, pack
-from miles_embedded.trainer.split import split
+from miles_embedded.trainer.split import idle_sample, split
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,14 @@ class TrainerConfig:
 
 
 class EmbeddedTrainer(Trainer):
-    """A trainer of one Transformers model in this process.
+    """A trainer of one Transformers model, in this process or together with others.
 
     Args:
         model: prepared by ``miles_embedded.model.load``.
         config: see ``TrainerConfig``.
         reference: makes the reference model for ``kind="ref"`` when it is first asked for.
         precision: of the models, where it may change.
+        parallel: how it trains with other processes, each of which has such a trainer and is called alike.
     """
 
     capabilities = frozenset({"entropy", "sampling_support", "rebuild"})
@@ -86,12 +88,16 @@ class EmbeddedTrainer(Trainer):
         config: TrainerConfig,
         reference: Callable[[], nn.Module] | None = None,
         precision: TrainedPrecision | None = None,
+        parallel: Alone | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.precision = precision
+        self.parallel = parallel or Alone()
+        self.world = self.parallel.world
         self.layers = tuple(range(len(decoder_layers(model))))
-        self.optimizer = Optimizer(model, config.optimizer)
+        self.parallel.divide(model)
+        self.optimizer = Optimizer(model, config.optimizer, self.parallel)
         self.balance = Balance(model, config.aux_loss_coef) if config.aux_loss_coef > 0 else None
         self.loads = Loads(model)
         self._make_reference = reference
@@ -118,7 +124,9 @@ class EmbeddedTrainer(Trainer):
         if self._reference is None:
             if self._make_reference is None:
                 raise RuntimeError("this trainer was built without a reference model")
-            self._reference = self._make_reference().to(self.device).requires_grad_(False).eval()
+            reference = self._make_reference().to(self.device).requires_grad_(False).eval()
+            self.parallel.divide(reference)
+            self._reference = reference
         return self._reference
 
     def forward(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
@@ -168,8 +176,10 @@ class EmbeddedTrainer(Trainer):
         """See ``Trainer.log_probs``."""
         chunk = self.reference if kind == "ref" else self._scored or self.model
         results = []
-        for samples in self.split(batch):
-            results.append((samples, self.callbacks.forward(chunk, *self.prepare(batch, samples, kind, entropy))))
+        for samples, micro_batch, ctx in self.micro_batches(batch, kind, entropy):
+            output = self.parallel.call(self.callbacks.forward, chunk, micro_batch, ctx)
+            if samples:
+                results.append((samples, output))
         return self._gathered(batch, results, ("log_probs", "entropy") if entropy else ("log_probs",))
 
     def step(
@@ -177,17 +187,17 @@ class EmbeddedTrainer(Trainer):
     ) -> dict[str, tuple[float, float]]:
         """See ``Trainer.step``."""
         loss = loss or self.callbacks.loss
-        tokens = self.sum(trained_tokens(batch))
+        tokens = trained_tokens(batch, self.sum)
         totals: dict[str, tuple[Tensor, Tensor]] = {}
         self.optimizer.zero_grad()
         self.optimizer.fixed_lr = lr
-        for samples in self.split(batch):
-            micro_batch, ctx = self.prepare(batch, samples, "train", self.config.entropy)
-            output = self.callbacks.forward(self.model, micro_batch, ctx)
+        for samples, micro_batch, ctx in self.micro_batches(batch, "train", self.config.entropy):
+            output = self.parallel.call(self.callbacks.forward, self.model, micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             if share.value.requires_grad:
                 share.value.backward()
-            add_pairs(totals, share.metrics | ctx.metrics)
+            if samples:
+                add_pairs(totals, share.metrics | ctx.metrics)
         try:
             stepped = self.callbacks.optimizer_step()
         except NonFiniteError as error:
@@ -205,6 +215,22 @@ class EmbeddedTrainer(Trainer):
     def split(self, batch: Batch) -> list[list[int]]:
         """The samples of each micro-batch of a step, as positions in ``batch``."""
         return split(batch, self.config.micro_batch_size, self.config.max_tokens, self.config.share_prompts)
+
+    def micro_batches(self, batch: Batch, kind: Pass, entropy: bool) -> Iterator[tuple[list[int], Batch, Context]]:
+        """The micro-batches of a pass: samples, and what ``prepare`` makes of them. Where ranks go in step, those with fewer
+        get further ones without samples, which train nothing.
+
+        Args:
+            batch: this rank's samples of the step.
+            kind: which pass it is.
+            entropy: whether the pass asks for the entropy.
+        """
+        splits = self.split(batch)
+        idle = self.parallel.most(len(splits)) - len(splits) if self.parallel.in_step else 0
+        for samples in splits:
+            yield samples, *self.prepare(batch, samples, kind, entropy)
+        for _ in range(idle):
+            yield [], *self.prepare(idle_sample(batch), [0], kind, entropy)
 
     def prepare(self, batch: Batch, samples: list[int], kind: Pass, entropy: bool) -> tuple[Batch, Context]:
         """One micro-batch on the model's device, packed, and the context that ``forward`` wants with it.
@@ -262,25 +288,34 @@ class EmbeddedTrainer(Trainer):
         """See ``Trainer.model_facts``."""
         return facts_of(self.model)
 
+    def sum(self, value: Tensor) -> Tensor:
+        """See ``Trainer.sum``."""
+        return self.parallel.sum(value)
+
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""
         self.optimizer.reset()
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
-        """See ``Trainer.units``; one rank has everything. Views of the model's memory, changed by the next step."""
-        return export(self.model)
+        """See ``Trainer.units``; the first rank yields them. Views of the model's memory, changed by the next step."""
+        with _exhausted(export(self.model)) as units:
+            for unit in units:
+                if everywhere or self.world.rank == 0:
+                    yield unit
 
     def export(self, directory: Path, tokenizer: Any) -> None:
-        """See ``Trainer.export``."""
-        export_checkpoint(self.model, tokenizer, directory)
+        """See ``Trainer.export``; the first rank writes."""
+        with _exhausted(export(self.model)) as units:
+            if self.world.rank == 0:
+                export_checkpoint(self.model, tokenizer, directory, units=units)
 
     def save(self, directory: Path) -> None:
         """See ``Trainer.save``."""
-        checkpoint.save(self.model, self.optimizer, Path(directory))
+        checkpoint.save(self.model, self.optimizer, Path(directory), self.world)
 
     def load(self, directory: Path) -> None:
         """See ``Trainer.load``; CheckpointError when ``directory`` holds another model."""
-        checkpoint.load(self.model, self.optimizer, Path(directory))
+        checkpoint.load(self.model, self.optimizer, Path(directory), self.world)
 
     def _gathered(
         self, batch: Batch, results: list[tuple[list[int], Output]], names: tuple[str, ...]
@@ -294,6 +329,16 @@ class EmbeddedTrainer(Trainer):
             for (samples, _), values in zip(results, parts, strict=True):
                 out[name][_flat(batch, samples)] = values
         return out
+
+
+@contextmanager
+def _exhausted(units: Iterator[Unit]) -> Iterator[Iterator[Unit]]:
+    """Read to the end what was left: other ranks wait for this one with each unit, also when it fails half-way."""
+    try:
+        yield units
+    finally:
+        for _ in units:
+            pass
 
 
 def add_pairs(totals: dict[str, tuple[Tensor, Tensor]], pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 
 from miles_core.checkpoint.directory import (
     Checkpoints,
+    changes,
     check_files,
     checkpoint_step,
     compare_plans,
@@ -102,6 +103,24 @@ def test_directory_that_cannot_be_made(tmp_path):
         save(Checkpoints(tmp_path / "file" / "ckpt"), 1)
 
 
+def test_looking_at_checkpoints_changes_nothing_that_somebody_else_is_writing(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 5)
+    checkpoints.path(5).rename(tmp_path / ".step_00000005.replaced")  # another process is about to put the new one here
+    assert checkpoints.steps() == [] and (tmp_path / ".step_00000005.replaced").exists()
+
+
+def test_only_the_last_are_kept_and_what_a_crash_left_of_the_others_goes(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2, 10, 11):
+        save(checkpoints, step)
+    checkpoints.keep(2)
+    assert checkpoints.steps() == [10, 11] and len(list(tmp_path.iterdir())) == 2
+    checkpoints.path(10).rename(tmp_path / ".step_00000010.dropped")
+    checkpoints.recover()
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000011"]
+
+
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_crash_at_any_point_of_a_replacement_leaves_one_good_checkpoint(tmp_path, done):
     checkpoints = Checkpoints(tmp_path)
@@ -112,6 +131,7 @@ def test_crash_at_any_point_of_a_replacement_leaves_one_good_checkpoint(tmp_path
     final, aside = checkpoints.path(5), tmp_path / ".step_00000005.replaced"
     for old, new in ((final, aside), (work, final))[:done]:
         old.rename(new)
+    checkpoints.recover()
     text = (Checkpoints(tmp_path).load() / "policy/model.txt").read_text()
     assert text == ("new" if done == 2 else "old")
     save(checkpoints, 6)
@@ -173,18 +193,27 @@ def plan(**facts):
     }
 
 
-def test_other_plan_is_refused_only_on_what_matters(tmp_path, caplog):
+def test_other_plan_is_refused_only_on_what_matters(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     saved = plan(model__layers=2)
     save(checkpoints, 1, plan=saved)
-    with caplog.at_level("INFO"):
-        checkpoints.load(plan=plan(model__layers=2, tis="0.2"))
-    assert "plugin tis was 0.1, is now 0.2" in caplog.text
+    newer = plan(model__layers=2, tis="0.2")
+    assert list(map(str, changes(checkpoints.load(plan=newer), newer))) == ["plugin tis was 0.1, is now 0.2"]
     with pytest.raises(CheckpointError, match=r"model\.layers was 2, is now 3"):
         checkpoints.load(plan=plan(model__layers=3))
     save(checkpoints, 2)
     with pytest.raises(CheckpointError, match="records no plan"):
         checkpoints.load(plan=saved)
+
+
+def test_options_are_compared_and_a_fixed_one_must_not_change():
+    def with_option(value, fixed):
+        fact = {"name": "mine.size", "value": value, "state": "KNOWN", "flag": "--mine-size", "fixed": fixed}
+        return {**plan(), "facts": [fact]}
+
+    (told,) = compare_plans(with_option(32, False), with_option(128, False))
+    assert str(told) == "mine.size was 32, is now 128" and not told.fatal
+    assert compare_plans(with_option(32, True), with_option(128, True))[0].fatal
 
 
 def test_plans_are_compared_by_what_matters():

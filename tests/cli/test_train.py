@@ -7,6 +7,7 @@ import pytest
 
 from miles_core.cli import train
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.testing.toy import toy_arguments
 
 PLUGIN = '''
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ def launched(monkeypatch):
 
     def launch(config, plan, manifests, console=None):
         calls.append(SimpleNamespace(config=config, plan=plan, manifests=manifests))
-        return SimpleNamespace(run=SimpleNamespace(stop_requested=False))
+        return SimpleNamespace(signal=0)
 
     module = ModuleType("miles_core.launch")
     module.launch = launch
@@ -53,11 +54,32 @@ def test_help_shows_the_options_of_a_plugin_in_its_own_group(capsys, shout):
     assert "shout (plugin shout):" in text and "--shout-loudness N" in text and "--dry-run" in text
 
 
-def test_a_dry_run_prints_the_plan_and_builds_nothing(capsys, shout, launched):
-    assert train.run(["--plugins", shout, "--dry-run", "--shout-loudness", "3"]) == 0
+def test_a_dry_run_prints_the_plan_and_builds_nothing(capsys, shout, launched, tmp_path):
+    words = toy_arguments([shout], directory=tmp_path / "run")
+    assert train.run([*words, "--dry-run", "--shout-loudness", "3"]) == 0
     text = capsys.readouterr().out
     assert "shout" in text and "rollout.top_k = 7" in text
-    assert launched == []
+    assert launched == [] and not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_says_all_that_would_end_the_run_later(tmp_path):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export/there").touch()
+    options = {
+        "prompt_data": tmp_path / "none.jsonl",
+        "custom_rm_path": tmp_path / "none.py",
+        "custom_generate_function_path": tmp_path / "gone.py",
+        "dynamic_sampling_filter_path": tmp_path / "filter.py",
+        "eval_prompt_data": f"held={tmp_path}/eval.jsonl",
+        "eval_interval": 1,
+        "sft_data": tmp_path / "pairs.jsonl",
+        "export_hf": tmp_path / "export",
+        "load": tmp_path / "nothing",
+    }
+    with pytest.raises(ConfigError, match="7 problems") as caught:
+        train.run([*toy_arguments(directory=tmp_path / "run", **options), "--dry-run"])
+    for name in ("none.jsonl", "none.py", "gone.py", "filter.py", "eval.jsonl", "export", "nothing"):
+        assert name in str(caught.value)
 
 
 def test_a_run_gets_the_configuration_with_what_plugins_set(shout, launched, model_directory):
@@ -69,16 +91,16 @@ def test_a_run_gets_the_configuration_with_what_plugins_set(shout, launched, mod
 
 
 def test_a_run_that_was_stopped_exits_with_130(monkeypatch, launched, model_directory):
-    stopped = SimpleNamespace(run=SimpleNamespace(stop_requested=True))
+    stopped = SimpleNamespace(signal=2)
     monkeypatch.setattr(sys.modules["miles_core.launch"], "launch", lambda *a: stopped)
     assert train.run(["--hf-checkpoint", model_directory, "--prompt-data", "p.jsonl"]) == 130
 
 
 def test_what_a_run_cannot_do_without_is_said_before_anything_is_made(launched, model_directory):
-    with pytest.raises(ConfigError, match="miles train needs --hf-checkpoint DIR"):
-        train.run([])
-    with pytest.raises(ConfigError, match="miles train needs --prompt-data FILE"):
-        train.run(["--hf-checkpoint", model_directory])
+    with pytest.raises(
+        ConfigError, match=r"needs --hf-checkpoint DIR[\s\S]*needs --prompt-data FILE[\s\S]*no reward is chosen"
+    ):
+        train.run(["--dry-run"])
     with pytest.raises(CheckpointError, match="--hf-checkpoint /no/such/place"):
         train.run(["--hf-checkpoint", "/no/such/place", "--prompt-data", "p.jsonl"])
     assert launched == []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.data.prompts import Prompts, check_lengths, drop_long, epoch_order
+from miles_core.data.prompts import Prompts, epoch_order
 from miles_core.errors import DataError
 
 
@@ -165,16 +165,28 @@ def test_files_that_are_none(tmp_path):
         Prompts([])
 
 
-def test_prompts_longer_than_the_limit(tmp_path):
-    path = write(tmp_path / "d.jsonl", [{"input": "a" * n} for n in (2, 5, 9, 3)])
-    prompts = Prompts(path)
-    assert check_lengths(prompts, list, 9, "the context") == [2, 5, 9, 3]
-    with pytest.raises(DataError, match=r"2 of 4 prompts are longer than 4 tokens \(the context\); .* 9 .*d.jsonl:3"):
-        check_lengths(prompts, list, 4, "the context")
-    before = prompts.state()
-    assert drop_long(prompts, list, 4) == 2
-    assert names(prompts.next(3)) == ["aa", "aaa", "aa"]
-    with pytest.raises(DataError, match="number of prompts"):
-        prompts.load_state(before)
-    with pytest.raises(DataError, match="all 2 prompts are longer than --rollout-max-prompt-len 1"):
-        drop_long(prompts, list, 1)
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (r'{"input": "a\ud83d"}', r"d.jsonl:1: 'input' holds half of a surrogate pair"),
+        (r'{"input": "a", "label": {"b": "\udc00"}}', r"d.jsonl:1: 'label' holds half"),
+        ('{"input": "a", "label": ' + "7" * 5000 + "}", r"d.jsonl:1: this JSON cannot be read"),
+        ('{"input": "a", "label": ' + "[" * 100_000 + "]" * 100_000 + "}", r"d.jsonl:1: this JSON cannot be read"),
+    ],
+    ids=["prompt", "label", "digits", "brackets"],
+)
+def test_rows_that_no_tokenizer_or_file_takes(tmp_path, row, message):
+    (tmp_path / "d.jsonl").write_text(row + "\n")
+    with pytest.raises(DataError, match=message):
+        Prompts(str(tmp_path / "d.jsonl"), label_key="label" if "label" in row else None)
+
+
+def test_a_binary_column_of_parquet_is_text(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"input": [b"what?", "café".encode()]}), tmp_path / "d.parquet")
+    assert [row.prompt for row in Prompts(str(tmp_path / "d.parquet"))] == ["what?", "café"]
+    pq.write_table(pa.table({"input": [b"\xff\xfe"]}), tmp_path / "e.parquet")
+    with pytest.raises(DataError, match=r"e.parquet row 0: a column holds bytes that are not UTF-8"):
+        Prompts(str(tmp_path / "e.parquet"))

@@ -24,7 +24,7 @@ PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "plugins/*/README.md", "examples/**/*.md", "benchmarks/*.md")
     for path in ROOT.glob(pattern)
-    if path != HOOKS and ".venv" not in path.parts
+    if path != HOOKS and not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 
 

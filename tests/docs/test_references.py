@@ -10,7 +10,7 @@ TEXTS = [
     path
     for kind in ("py", "md", "toml")
     for path in sorted(ROOT.rglob(f"*.{kind}"))
-    if not {".venv", "build", "dist"} & set(path.relative_to(ROOT).parts)
+    if not any(part.startswith(".") or part in ("build", "dist") for part in path.relative_to(ROOT).parts)
     and path.name not in ("CHANGELOG.md", "test_references.py")
 ]
 #: ``miles_core.precision.format.Format``, and ``miles_core/loop.py``.

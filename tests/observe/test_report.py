@@ -224,3 +224,11 @@ def test_the_mismatch_budget_of_a_verified_run(toy_run):
     assert "Mismatch budget at weight version 0" in page
     assert "weight quantisation" in page and "replayed: training is free of it" in page
     assert (run.directory / "report" / "budget.png").is_file()
+
+
+def test_a_run_that_ended_says_how(tmp_path):
+    make_run(tmp_path, 1)
+    ending = {"why": "ended by DataError: no such answer", "time": time.time() + 5}
+    (tmp_path / "ending.json").write_text(json.dumps(ending))
+    page = report(tmp_path).read_text()
+    assert "Not running" in page and "It ended by DataError: no such answer." in page

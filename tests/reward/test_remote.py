@@ -17,10 +17,13 @@ def server():
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
+            self.server.tokens.append(self.headers["Authorization"])
             self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             status, body = self.server.answers.pop(0)
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
+            if 300 <= status < 400:
+                self.send_header("Location", self.server.url)
             self.end_headers()
             self.wfile.write(body)
 
@@ -28,7 +31,7 @@ def server():
             return
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    server.answers, server.asked = [], []
+    server.answers, server.asked, server.tokens = [], [], []
     server.url = f"http://127.0.0.1:{server.server_port}/score"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -72,3 +75,20 @@ def test_an_address_must_be_http():
         RemoteReward("ftp://x")
     with pytest.raises(ConfigError, match="--rm-url"):
         RemoteReward(None)
+
+
+def test_does_not_go_where_the_service_sends_it(server):
+    server.answers = [(302, b""), (200, b"1")]
+    with pytest.raises(DataError, match=r"it moved to http://127.*give that as --rm-url"):
+        RemoteReward(server.url)(None, SAMPLE)
+    assert len(server.asked) == 1
+
+
+def test_a_token_comes_from_the_environment_and_never_in_the_address(server, monkeypatch):
+    with pytest.raises(ConfigError, match="MILES_RM_TOKEN") as caught:
+        RemoteReward("https://me:secret@judge.example/score")
+    assert "secret" not in str(caught.value)
+    monkeypatch.setenv("MILES_RM_TOKEN", "abc")
+    server.answers = [(200, b"1")]
+    RemoteReward(server.url)(None, SAMPLE)
+    assert server.tokens == ["Bearer abc"]

@@ -1,5 +1,6 @@
 import asyncio
 import math
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -154,3 +155,29 @@ def test_choices():
         make_reward("remote")
     with pytest.raises(ConfigError, match="concurrency is 0"):
         make_reward("exact", concurrency=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda args, sample: next(iter(())), "it raised StopIteration: give next"),
+        (lambda args, sample: sys.exit("enough"), r"it called sys.exit\('enough'\)"),
+        (lambda args, sample: 10**400, "a whole number of hundreds of digits"),
+        (lambda args, sample: 1e308, "its square is infinite"),
+        (lambda args, sample: sample.tokens.append(3) or 1.0, "changed the tokens of sample 10"),
+    ],
+    ids=["StopIteration", "sys.exit", "10**400", "1e308", "tokens"],
+)
+def test_what_a_function_must_not_do(function, message):
+    batch = samples("yes")
+    batch[0].tokens = [1, 2]
+    with pytest.raises(DataError, match=message):
+        asyncio.run(asyncio.wait_for(score(batch, custom(function, "thread"), ARGS), 20))
+
+
+def test_sys_exit_in_an_async_function():
+    async def leave(args, sample):
+        sys.exit(3)
+
+    with pytest.raises(DataError, match=r"sample 10.*it called sys.exit\(3\)"):
+        asyncio.run(score(samples("yes"), custom(leave, "async"), ARGS))

@@ -36,7 +36,7 @@ def attention(
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if isinstance(call, PackedCall) and call.longest <= PACKED_KEYS:
             return _packed(call, q, k, v, scaling).unsqueeze(0)
-        if isinstance(call, DecodeCall) and call.longest <= DECODED_KEYS:
+        if isinstance(call, DecodeCall) and call.longest <= DECODED_KEYS and call.rows.parents is None:
             return _decoded(call, module.layer_idx, q, k, v, scaling).unsqueeze(0)
     return before(call, module, query, key, value, scaling, options)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,8 +25,8 @@ class CpuKernels:
             raise ConfigError(f"--plugins cpu_kernels: {reason}; without the plugin, torch computes alone")
 
     @hookimpl
-    def on_model(self, run: Any, model: nn.Module, role: str) -> None:
-        if is_embedded(run, role):
+    def on_model(self, model: nn.Module, role: str) -> None:
+        if is_embedded(model):
             use_kernels(model, f"the {role} model")
 
 

@@ -12,6 +12,7 @@ from miles_core.testing.toy import plan
 from miles_cpu_kernels import hooks
 from miles_cpu_kernels.hooks import CpuKernels, use_kernels
 from miles_cpu_kernels.kernels import rms_norm
+from miles_embedded.model.load import NAME
 from miles_embedded.model.operations import TORCH, operations_of
 
 
@@ -71,13 +72,10 @@ def test_a_model_that_is_not_float32_is_named():
         use_kernels(model, "the train model")
 
 
-@pytest.mark.parametrize(
-    ("engine", "trainer", "changed"), [("embedded", "other", ["rollout"]), ("other", "embedded", ["train"])]
-)
-def test_models_of_other_backends_are_left_alone(monkeypatch, engine, trainer, changed):
+def test_models_of_other_backends_are_left_alone(monkeypatch):
     found = []
     monkeypatch.setattr(hooks, "use_kernels", lambda model, what: found.append(model))
-    run = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(engine=engine, trainer=trainer)))
-    for role in ("rollout", "train", "shared"):
-        CpuKernels().on_model(run=run, model=role, role=role)
-    assert found == changed
+    other, mine = (SimpleNamespace(config=SimpleNamespace(_attn_implementation=name)) for name in ("sdpa", NAME))
+    for model in (other, mine, torch.nn.Linear(2, 2)):
+        CpuKernels().on_model(model=model, role="train")
+    assert found == [mine]

@@ -15,6 +15,7 @@ class Int4Config:
         flag="--int4-group-size",
         help="weights of a row that share a scale, for trainer, engine and checkpoint; must divide every K",
         ge=1,
+        fixed=True,
     )
     scope: Literal["all", "experts"] = option(
         "all", flag="--int4-scope", help="every linear layer and expert, or routed experts only"

@@ -16,7 +16,7 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=R3Config,
-    hooks={"": "miles_r3.hooks:R3", "trainer == embedded or engine == embedded": "miles_r3.embedded:EmbeddedR3"},
+    hooks={"": "miles_r3.hooks:R3"},
     fields=(ROUTES,),
     uses={
         "engine.routed_experts": "the experts to replay are the ones the engine used",

@@ -1,4 +1,4 @@
-"""Recording and replaying routes in Transformers modules, for the embedded engine and trainer.
+"""Recording and replaying routes in Transformers modules that ``miles_embedded`` loaded, whoever runs them.
 
 Every family calls ``experts(hidden, index, weights)``; that is where routes are read (rollout) and replaced
 (training). The router's logits are taken from the router's output of the same call. Nothing is kept on a module: routes
@@ -12,29 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core import Context, PluginError, hookimpl
-from miles_embedded import active_context, decoder_layers, is_embedded
+from miles_core import Context, PluginError
+from miles_embedded import active_context, decoder_layers
 from miles_r3 import ROUTES
-from miles_r3.config import R3Config
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
 from miles_r3.routers import RULES, Weights, router_of
 
 #: Keys in ``Context.attached``: routes to replay, where there were any, a router's logits until its experts run, and what
 #: the trainer would have chosen.
 REPLAY, RECORDED, LOGITS, OWN = "r3.replay", "r3.recorded", "r3.logits", "r3.own"
-
-
-class EmbeddedR3:
-    """Taps the routers of every embedded model instance."""
-
-    def __init__(self, options: R3Config) -> None:
-        self.options = options
-
-    @hookimpl
-    def on_model(self, run: Any, model: nn.Module, role: str) -> None:
-        tapped = ("rollout", "train", "shared", *(("ref",) if self.options.deterministic else ()))
-        if role in tapped and is_embedded(run, role):
-            tap(model, self.options.deterministic)
 
 
 def moe_blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,8 @@
-"""Where r3 plugs in, whatever the backends: ask for routes, hand them to the forward, count disagreements."""
+"""Where r3 plugs in: ask for routes, hand them to the forward, count disagreements, tap the modules that it can.
+
+A backend with modules of its own takes ``ctx.attached[REPLAY]`` itself and leaves its own choices in ``ctx.attached[OWN]``, empty
+for a chunk without routers; a forward that leaves none has not replayed and stops the run.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from miles_core import Batch, Context, DataError, Output, PluginError, Sample, hookimpl
+from miles_embedded import is_embedded
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
-from miles_r3.embedded import OWN, RECORDED, REPLAY
+from miles_r3.embedded import OWN, RECORDED, REPLAY, tap
 from miles_r3.spill import RouteBuffer
 
 #: Passes over sampled tokens by the policy. Reference, teacher and critic passes route for themselves.
@@ -26,6 +31,12 @@ class R3:
         self.buffer: RouteBuffer | None = None
         self.counts: tuple[int | None, ...] = ()
         self._reported = 0
+
+    @hookimpl
+    def on_model(self, model: nn.Module, role: str) -> None:
+        tapped = ("rollout", "train", "shared", *(("ref",) if self.options.deterministic else ()))
+        if role in tapped and is_embedded(model):
+            tap(model, self.options.deterministic)
 
     @hookimpl
     def on_sample(self, run: Any, sample: Sample) -> None:
@@ -56,11 +67,18 @@ class R3:
 
         def wrap(inner: Any) -> Any:
             def forward(chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
-                if ctx.kind in REPLAYED and sampled(micro_batch):
+                replayed = ctx.kind in REPLAYED and sampled(micro_batch)
+                if replayed:
                     column = micro_batch.columns[ROUTES.name]
                     assert isinstance(column, Tensor)
                     ctx.attached[REPLAY], ctx.attached[RECORDED] = routes_of_rows(column, ctx.rows, experts)
                 output: Output = inner(chunk, micro_batch, ctx)
+                if replayed and OWN not in ctx.attached:
+                    raise PluginError(
+                        f"r3: nothing in {type(chunk).__name__} of --trainer {run.config.run.trainer} took the routes of the rollout, so "
+                        "it would train with routes of its own; this trainer declares routing_replay and has no half of r3: "
+                        "run without r3, or with --trainer embedded"
+                    )
                 if ctx.kind == "train":
                     ctx.metrics.update(disagreement(ctx))
                 return output

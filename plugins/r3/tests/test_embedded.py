@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
@@ -10,8 +8,8 @@ from miles_embedded import decoder_layers
 from miles_embedded.model.load import NAME, prepare
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
-from miles_r3.embedded import OWN, RECORDED, REPLAY, EmbeddedR3, moe_blocks, tap
-from miles_r3.hooks import disagreement
+from miles_r3.embedded import OWN, RECORDED, REPLAY, moe_blocks, tap
+from miles_r3.hooks import R3, disagreement
 
 COMMON = {
     "vocab_size": 32,
@@ -187,22 +185,22 @@ def test_a_dense_model_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("role", "engine", "trainer", "tapped"),
-    [
-        ("rollout", "embedded", "embedded", True),
-        ("train", "embedded", "embedded", True),
-        ("shared", "embedded", "embedded", True),
-        ("ref", "embedded", "embedded", False),
-        ("draft", "embedded", "embedded", False),
-        ("train", "embedded", "elsewhere", False),
-        ("rollout", "elsewhere", "embedded", False),
-    ],
+    ("role", "tapped"), [("rollout", True), ("train", True), ("shared", True), ("ref", False), ("draft", False)]
 )
-def test_only_the_policys_embedded_models_are_tapped(role, engine, trainer, tapped):
+def test_only_the_policys_models_are_tapped(role, tapped):
     model = make("Qwen3Moe", tapped=False)
-    options = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(engine=engine, trainer=trainer)))
-    EmbeddedR3(R3Config()).on_model(options, model, role)
+    R3(R3Config()).on_model(model, role)
     call = CausalCall("rollout")
     run(model, call)
     assert (ROUTES.name in call.ctx.extras) == tapped
     assert OWN not in call.ctx.attached
+
+
+def test_modules_that_another_backend_made_are_left_to_it():
+    model = make("Qwen3Moe", tapped=False)
+    model.config._attn_implementation = "eager"
+    R3(R3Config()).on_model(model, "train")
+    model.config._attn_implementation = NAME
+    call = CausalCall("rollout")
+    run(model, call)
+    assert ROUTES.name not in call.ctx.extras

@@ -22,13 +22,16 @@ def batch(routes=True, rollout=True):
     return collate(samples, [ROUTES])
 
 
-def forward(micro_batch, kind):
+def forward(micro_batch, kind, taken=True):
     ctx = Context(kind, (0, 1), torch.arange(len(micro_batch.tokens)))
-    run = SimpleNamespace(plan=SimpleNamespace(fact=lambda name, default: 8))
+    options = SimpleNamespace(run=SimpleNamespace(trainer="elsewhere"))
+    run = SimpleNamespace(plan=SimpleNamespace(fact=lambda name, default: 8), config=options)
     seen = []
 
     def inner(chunk, micro_batch, ctx):
         seen.append(ctx.attached.get(REPLAY))
+        if taken:
+            ctx.attached[OWN] = {}
         return Output()
 
     R3(R3Config()).wrap_forward(run)(inner)(None, micro_batch, ctx)
@@ -40,6 +43,17 @@ def test_policy_passes_replay(kind):
     routes, _ = forward(batch(), kind)
     assert routes.shape == (7, 2, 2)
     assert routes[1].tolist() == [[1, 6], [1, 6]]
+
+
+@pytest.mark.parametrize("kind", ["old", "train", "verify"])
+def test_a_trainer_that_leaves_the_routes_alone_stops_the_run(kind):
+    with pytest.raises(PluginError, match="nothing in NoneType of --trainer elsewhere took the routes"):
+        forward(batch(), kind, taken=False)
+
+
+def test_passes_without_replay_need_nobody_to_take_routes():
+    forward(batch(), "ref", taken=False)
+    forward(batch(routes=False, rollout=False), "train", taken=False)
 
 
 def test_reference_passes_do_not():

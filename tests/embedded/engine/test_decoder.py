@@ -11,14 +11,14 @@ import torch
 
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.testing.tiny import tiny_checkpoint
-from miles_embedded.engine.decoder import Emitted
+from miles_embedded.engine.decoder import Decoder, Emitted
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.sampling import pick
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 
 
-class DraftingDecoder:
+class DraftingDecoder(Decoder):
     """Drafts with ``propose(row) -> tokens`` (a point mass each) and verifies all drafts of all rows in one forward.
 
     Acceptance sampling (Leviathan et al. 2023, arXiv 2211.17192): draft x is kept with probability p(x); the first that is not
@@ -27,9 +27,6 @@ class DraftingDecoder:
 
     def __init__(self, propose):
         self.propose, self.steps, self.drafted, self.accepted = propose, 0, 0, 0
-
-    def leave(self, rows):
-        pass
 
     def step(self, engine, rows):
         drafts = [list(self.propose(row))[: row.limit - len(row.tokens) - 1] for row in rows]

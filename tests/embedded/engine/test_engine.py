@@ -13,8 +13,9 @@ from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
-from miles_core.testing.engine_contract import stored_units
+from miles_core.testing.stored import stored_units
 from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
+from miles_embedded.engine.decoder import Decoder
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.scheduler import StopText
 from miles_embedded.engine.settings import Settings
@@ -117,9 +118,7 @@ def test_finished_rows_leave_and_waiting_ones_join(small):
     sizes = []
     step = engine.decoder.step
 
-    class Watching:
-        leave = engine.decoder.leave
-
+    class Watching(Decoder):
         def step(self, engine, rows):
             sizes.append(len(rows))
             return step(engine, rows)

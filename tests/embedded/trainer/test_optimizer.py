@@ -8,6 +8,7 @@ from torch import nn
 
 from miles_core.errors import MilesError
 from miles_embedded.trainer.optimizer import Optimizer, OptimizerConfig, learning_rate
+from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
 
 
 def model(dtype=torch.float32):
@@ -104,3 +105,28 @@ def test_frozen_parameters_are_left_out():
     net = model()
     net[0].requires_grad_(False)
     assert set(Optimizer(net, OptimizerConfig()).masters) == {"1.weight", "1.bias", "2.weight"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_group_is_trained_in_its_own_way(dtype):
+    """Its rate, decay and clip norm; what the others do is the same to the bit whatever its gradient is."""
+    results = []
+    for scale in (1.0, 1e3):
+        net = model(dtype)
+        group = OptimizerGroup("further", lr=0.01, weight_decay=0.0, clip_grad=0.5)
+        optimizer_group(net[2].parameters(), group)
+        optimizer = Optimizer(net, OptimizerConfig(lr=0.1, clip_grad=0.1))
+        backward(net)
+        optimizer.masters["2.weight"].grad = torch.full((3, 5), scale)
+        metrics = optimizer.step()
+        assert metrics["lr"] == 0.1 and metrics["grad_norm/further"] == pytest.approx(scale * math.sqrt(15))
+        results.append({n: p.detach().clone() for n, p in net.named_parameters()})
+        assert [g["lr"] for g in optimizer._adam.param_groups if g["params"]] == [0.1, 0.1, 0.01]
+        # new values written into the parameters are what the next step starts from, without moments
+        net[2].weight.data.fill_(0.25)
+        group.renewed = True
+        backward(net)
+        optimizer.masters["2.weight"].grad = torch.full((3, 5), 1.0)
+        optimizer.step()
+        torch.testing.assert_close(net[2].weight, torch.full((3, 5), 0.24, dtype=dtype), rtol=0, atol=1e-3)
+    assert all(torch.equal(results[0][n], results[1][n]) for n in results[0] if not n.startswith("2."))

@@ -163,7 +163,7 @@ def test_an_empty_batch_is_a_step_without_gradient(checkpoint):
 
 def test_another_models_state_is_refused(checkpoint, tmp_path):
     trainer = embedded(checkpoint)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"trainer\.json"):
         trainer.load(tmp_path)
     trainer.save(tmp_path / "saved")
     other = embedded(tiny_checkpoint("qwen3_moe", tmp_path / "wider", hidden_size=64))

@@ -1,0 +1,115 @@
+"""What is cheap to check and often wrong: looked at before the model is loaded, and told together."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from miles_core.checkpoint.directory import locate_checkpoint
+from miles_core.checkpoint.hf_files import CheckpointFiles
+from miles_core.config.config import Config
+from miles_core.contracts.run import Run
+from miles_core.errors import CheckpointError, ConfigError
+from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.plan import Plan
+from miles_core.run.directory import refuse_to_overwrite, run_directory
+from miles_core.run.inputs import Inputs
+from miles_core.run.make import make_run
+from miles_core.run.problems import Problems
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+#: switch -> the packages it imports.
+_PACKAGES = {"use_wandb": ("--use-wandb", "wandb"), "use_tensorboard": ("--use-tensorboard", "tensorboard")}
+
+
+def check_start(config: Config, plan: Plan, manifests: Mapping[str, Plugin]) -> Run:
+    """What ``--dry-run`` asks: would this run start? The checks of ``checked``, its directory and the checkpoint it continues;
+    nothing is made or written.
+
+    Raises:
+        MilesError: all that is wrong, together.
+    """
+    problems = Problems()
+    with problems():
+        refuse_to_overwrite(config)
+    with problems():
+        if config.run.load is not None:
+            locate_checkpoint(config.run.load, json.loads(plan.to_json()))
+    run, _ = checked(config, plan, manifests, run_directory(config), problems)
+    return run
+
+
+def checked(
+    config: Config, plan: Plan, manifests: Mapping[str, Plugin], directory: Path, problems: Problems | None = None
+) -> tuple[Run, Inputs]:
+    """The run that an accepted plan describes and what it reads beside its model; nothing is built and nothing written.
+
+    Args:
+        config, plan, manifests: as for ``launch``.
+        directory: the run's.
+        problems: what is wrong already, told with the rest.
+
+    Raises:
+        MilesError: files, keys, prompts, functions, the tokenizer, the weights' headers, the export directory or a package that a
+            switch needs are not what the run needs: all of it at once.
+    """
+    problems = problems or Problems()
+    for flag, value in (
+        ("--hf-checkpoint DIR", config.model.hf_checkpoint),
+        ("--prompt-data FILE", config.data.prompt_data),
+    ):
+        with problems():
+            if value is None:
+                raise ConfigError(f"miles train needs {flag}; miles demo makes a small model and prompts of its own")
+    with problems():
+        _check_weights(config, plan)
+    with problems():
+        _check_export(config)
+    for name, (flag, package) in _PACKAGES.items():
+        with problems():
+            if getattr(config.run, name) and find_spec(package) is None:
+                raise ConfigError(
+                    f"{flag} needs the package {package!r}, which is not installed: pip install {package}"
+                )
+    run = None
+    if config.model.hf_checkpoint is not None:
+        with problems():
+            run = make_run(config, plan, manifests, directory)
+    inputs = Inputs(config, problems)
+    if run is not None:
+        inputs.check(run, problems)
+    problems.told()
+    assert run is not None  # or there was a problem
+    return run, inputs
+
+
+def _check_weights(config: Config, plan: Plan) -> None:
+    """The weight files are there, whole, and hold the layers that config.json says (a smaller number would be trained, and
+    exported, without the others)."""
+    directory = Path(config.model.ref_load or config.model.hf_checkpoint or "")
+    if not config.model.hf_checkpoint or not any(directory.glob("*.safetensors*")):
+        return  # no directory, or weights of another kind: the backend's to say
+    flag = "--ref-load" if config.model.ref_load else "--hf-checkpoint"
+    files = CheckpointFiles(directory, flag)
+    held = {int(found[1]) for name in files.entries if (found := _LAYER.search(name))}
+    said = plan.fact("model.layers")
+    if said is not None and held and max(held) + 1 > int(said) + int(plan.fact("model.mtp_layers") or 0):
+        raise CheckpointError(
+            f"{flag} {directory}: config.json says {said} layers and the weights hold {max(held) + 1}; the others would not "
+            "be trained or exported: put the number right in config.json"
+        )
+
+
+def _check_export(config: Config) -> None:
+    target = config.run.export_hf
+    if target is None:
+        return
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"--export-hf {target}: it already exists and is not empty; choose another directory")
+    parent = next(p for p in target.absolute().parents if p.exists())
+    if not parent.is_dir():
+        raise ConfigError(f"--export-hf {target}: {parent} is a file; choose another directory")

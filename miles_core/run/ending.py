@@ -1,0 +1,70 @@
+"""How a run ended: told on the screen and in ``run.log``, and kept in ``ending.json`` for the report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from miles_core.checkpoint.directory import Checkpoints
+from miles_core.contracts.run import Run
+from miles_core.observe.report import ENDING
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a person wants to know at the end of a run.
+
+    Attributes:
+        why: ``finished``, ``stopped by SIGTERM``, or the error in one line.
+        step: completed steps; ``of``: those asked for.
+        directory: the run's.
+        checkpoint: the last one there; empty without.
+        export: the exported model; empty without.
+    """
+
+    why: str
+    step: int
+    of: int
+    directory: str
+    checkpoint: str = ""
+    export: str = ""
+
+    def lines(self) -> list[str]:
+        """The last lines of a run: where everything is, and the command that goes on."""
+        held = self.checkpoint or "none: no step was completed, so the same command starts again"
+        lines = [f"{self.why}; {self.step} of {self.of} steps are complete", f"checkpoint: {held}"]
+        lines += [f"export: {self.export}"] if self.export else []
+        lines.append(f"report: miles report {self.directory}")
+        if self.checkpoint:
+            more = "" if self.step < self.of else " --num-rollout N"
+            lines.append(f"to go on: miles train --load {self.directory}{more}")
+        return lines
+
+
+def ending(run: Run, signal: str | None = None, error: BaseException | None = None) -> Ending:
+    """How ``run`` ended: by a signal (its name), an error, or at its last step. Written to ``ending.json``."""
+    why = "finished"
+    if error is not None:
+        why = f"ended by {type(error).__name__}: {error}"
+    elif signal is not None:
+        why = f"stopped by {signal}"
+    checkpoints = Checkpoints(run.directory / "checkpoints")
+    last, target = checkpoints.latest(), run.config.run.export_hf
+    exported = target is not None and (Path(target) / "config.json").is_file()
+    found = Ending(
+        why=" ".join(why.split()),
+        step=run.step,
+        of=run.config.rollout.num_rollout,
+        directory=str(run.directory),
+        checkpoint="" if last is None else str(checkpoints.path(last)),
+        export=str(target) if exported else "",
+    )
+    with suppress(OSError):  # the disk may be what ended the run
+        (run.directory / ENDING).write_text(json.dumps({**asdict(found), "time": time.time()}), encoding="utf-8")
+    return found

@@ -1,0 +1,111 @@
+"""Layers that stand behind a model's own decoder layers and that its forward does not run.
+
+Checkpoints keep such layers under the numbers that follow the last decoder layer's. Here they are further entries of the model's list
+of layers: parameters, export, loading, precision and optimiser know them by their checkpoint names like any others. Who adds
+one runs it, with the call of a pass or of the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from miles_core.convert.decode import open_quantized
+from miles_core.errors import CheckpointError
+from miles_embedded.model.configuration import text_configuration
+from miles_embedded.model.load import backbone, decoder_layers
+from miles_embedded.model.onednn import use_fast_linear
+from miles_embedded.model.views import Loader
+
+
+def new_layer(model: nn.Module) -> nn.Module:
+    """A fresh layer of the model's own kind, like its last one, numbered as the next; not yet part of it.
+
+    Raises:
+        CheckpointError: the model cannot have layers that it does not run, or its layers cannot be run one by one.
+    """
+    layers: Any = getattr(backbone(model), "layers", None)
+    runs = inspect.getsource(inspect.unwrap(type(backbone(model)).forward))
+    rotary = getattr(backbone(model), "rotary_emb", None)
+    plain = rotary is not None and len(inspect.signature(rotary.forward).parameters) == 2
+    if "num_hidden_layers]" not in runs or not plain or any("Indexer" in type(m).__name__ for m in model.modules()):
+        raise CheckpointError(
+            f"{type(model).__name__} cannot have a layer behind its own: its code runs every layer of its list, or its layers need "
+            "more than hidden states and positions"
+        )
+    config = copy.deepcopy(text_configuration(model))
+    count = len(decoder_layers(model))
+    number = len(layers)
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == count:  # a word for each layer
+            setattr(config, name, [*value, *value[-1:] * (number + 1 - count)])
+    last: Any = decoder_layers(model)[-1]
+    with torch.random.fork_rng(devices=[]):  # the run's own random numbers do not move
+        made: nn.Module = type(last)(config, number).eval()
+    dtypes = {name: tensor.dtype for name, tensor in last.state_dict().items()}
+    usual = next(last.parameters())
+    for name, tensor in (*made.named_parameters(), *made.named_buffers()):
+        tensor.data = tensor.data.to(usual.device, dtypes.get(name, usual.dtype))
+    return made
+
+
+def add_layer(model: nn.Module, layer: nn.Module) -> str:
+    """Put ``layer``, made by ``new_layer``, behind the others; returns the beginning of its tensors' names in the model."""
+    layers: Any = backbone(model).layers
+    layers.append(layer)
+    use_fast_linear(layer)
+    return next(name for name, module in model.named_modules() if module is layer) + "."
+
+
+def run_layer(model: nn.Module, layer: nn.Module, x: Tensor, positions: Tensor, call: Any) -> Tensor:
+    """x [n, hidden] through one layer as the model's own forward would call it: positions [n], ``call`` of the pass."""
+    where = positions.unsqueeze(0)
+    rotary: Any = backbone(model).rotary_emb
+    states = x.unsqueeze(0)
+    out = layer(
+        states,
+        attention_mask=None,
+        position_ids=where,
+        position_embeddings=rotary(states, where),
+        use_cache=False,
+        call=call,
+    )
+    return (out[0] if isinstance(out, tuple) else out)[0]
+
+
+def read_layer(model: nn.Module, path: str | Path, prefix: str, without: Collection[str] = ()) -> None:
+    """Read the tensors whose checkpoint names begin with ``prefix`` into ``model``.
+
+    Args:
+        model: has the layer already.
+        path: a Hugging Face checkpoint; a quantised one is dequantised.
+        prefix: what ``add_layer`` returned.
+        without: names behind the prefix that are left out.
+
+    Raises:
+        CheckpointError: the checkpoint lacks some of the layer's tensors, or holds others.
+    """
+    loader = Loader(model)
+    for name, tensor in _tensors(Path(path), prefix):
+        if name.removeprefix(prefix) not in without:
+            loader.put(name, tensor)
+    missing = [name for name in loader.missing() if name.startswith(prefix)]
+    if missing:
+        raise CheckpointError(f"{path} holds {len(missing)} tensors of {prefix}* too few, the first is {missing[0]}")
+
+
+def _tensors(path: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    quantized = open_quantized(path, "--hf-checkpoint")
+    if quantized is not None:
+        yield from ((n, t) for n, t in quantized.tensors(torch.float32) if n.startswith(prefix))
+        return
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            yield from ((n, opened.get_tensor(n)) for n in opened.keys() if n.startswith(prefix))  # noqa: SIM118 - not a dict

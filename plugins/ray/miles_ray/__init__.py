@@ -1,0 +1,20 @@
+"""Trainer ranks and engines as actors of a Ray cluster, for miles-core."""
+
+from miles_core import Plugin, Rule
+from miles_ray.config import RayConfig
+
+__version__ = "0.1.0"
+
+plugin = Plugin(
+    name="ray",
+    summary="trainer ranks and engines in processes of their own, on one machine or many, placed by Ray",
+    version=__version__,
+    core="~=0.1",
+    config=RayConfig,
+    provides={"runtime": {"ray": "miles_ray.runtime:make_runtime"}},
+    capabilities={"runtime": ("remote",)},
+    modules={"ray": "pip install 'ray>=2.50'"},
+    requires=(
+        Rule(needs="runtime == ray", because="the plugin is a runtime, and its options say where the parts run"),
+    ),
+)

@@ -1,0 +1,34 @@
+"""Options of the runtime: how many processes, and on which cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_core import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """Where trainer and engines run. On machines without a GPU the same numbers count processes."""
+
+    actor_num_nodes: int = option(
+        1, flag="--actor-num-nodes", help="machines that the trainer runs on", metavar="N", ge=1
+    )
+    actor_num_gpus_per_node: int = option(
+        1, flag="--actor-num-gpus-per-node", help="GPUs of each of them, with a trainer rank on each", metavar="N", ge=1
+    )
+    rollout_num_gpus: int = option(1, flag="--rollout-num-gpus", help="GPUs of all engines together", metavar="N", ge=1)
+    rollout_num_gpus_per_engine: int = option(
+        1, flag="--rollout-num-gpus-per-engine", help="GPUs of one engine, on one machine", metavar="N", ge=1
+    )
+    address: str | None = option(
+        None,
+        flag="--ray-address",
+        help="the cluster to join: HOST:PORT, or auto for the one that runs on this machine (default: RAY_ADDRESS, which "
+        "ray job submit sets, else a cluster of this machine alone that ends with the run)",
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Trainer ranks."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node

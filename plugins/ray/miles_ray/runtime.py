@@ -1,0 +1,101 @@
+"""The runtime: actors in placement groups."""
+
+from __future__ import annotations
+
+import asyncio
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from miles_core import ConfigError, Policy
+from miles_core.backend import RemoteRuntime, Run, Workers
+from miles_ray.cluster import Cluster
+from miles_ray.config import RayConfig
+from miles_ray.workers import Place, RayWorkers
+
+#: Seconds that a cluster may take to have free what it has.
+PLACING = 300.0
+
+
+class RayRuntime(RemoteRuntime):
+    """One actor for each trainer rank and each engine."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.options: RayConfig = run.config.plugin("ray")
+        self.cluster = Cluster(run)
+        self.groups: list[PlacementGroup] = []
+
+    async def place(self, policy: Policy) -> tuple[Workers, Workers]:
+        options, unit = self.options, self.cluster.unit
+        per_node, per_engine = options.actor_num_gpus_per_node, options.rollout_num_gpus_per_engine
+        trainer = await self._group(
+            [self._bundle(per_node, per_node)] * options.actor_num_nodes,
+            "STRICT_SPREAD",
+            f"--actor-num-nodes {options.actor_num_nodes} x --actor-num-gpus-per-node {per_node}",
+        )
+        count = options.rollout_num_gpus // per_engine
+        engine = await self._group(
+            [self._bundle(per_engine, 1)] * count,
+            "PACK",
+            f"--rollout-num-gpus {options.rollout_num_gpus}, {per_engine} an engine",
+        )
+        rank = {"CPU": 1.0, unit: 1.0}
+        ranks = [Place(trainer, number // per_node, rank) for number in range(options.ranks)]
+        engines = [Place(engine, number, self._bundle(per_engine, 1)) for number in range(count)]
+        started = await asyncio.gather(
+            self._started("trainer", ranks, policy), self._started("engine", engines, policy)
+        )
+        return started[0], started[1]
+
+    def _bundle(self, units: int, processes: int) -> dict[str, float]:
+        """What so many units take, with a CPU for each process."""
+        return {"CPU": float(processes), "GPU": float(units)} if self.cluster.unit == "GPU" else {"CPU": float(units)}
+
+    async def _group(self, bundles: list[dict[str, float]], strategy: str, wanted: str) -> PlacementGroup:
+        group = placement_group(bundles, strategy)
+        self.groups.append(group)
+        try:
+            async with asyncio.timeout(PLACING):
+                await group.ready()
+        except TimeoutError:
+            nodes = [node["Resources"].get(self.cluster.unit, 0) for node in ray.nodes() if node["Alive"]]
+            have = ", ".join(f"{count:g}" for count in nodes)
+            raise ConfigError(
+                f"{self.cluster.name} has no room for {wanted}: its machines have {have} {self.cluster.unit}s in all, and others may "
+                f"use them (ray status shows it); waited {PLACING:g} s"
+            ) from None
+        return group
+
+    async def _started(self, kind: str, places: list[Place], policy: Policy) -> RayWorkers:
+        run = self.run
+        prefix = f"{policy.name}-" if len(run.policies) > 1 else ""
+        workers = RayWorkers(
+            kind,
+            [f"{prefix}{kind}-{number}" for number in range(len(places))],
+            places,
+            self.order,
+            policy.name,
+            environment(run),
+            run.config.run.log_level,
+            patience=self.patience,
+            busy=self.busy,
+        )
+        await asyncio.gather(*(workers.renew(number) for number in range(len(places))))
+        return workers
+
+    async def close(self) -> None:
+        await super().close()
+        for group in self.groups:
+            remove_placement_group(group)
+        self.cluster.leave()
+
+
+def environment(run: Run) -> dict[str, str]:
+    """The variables that the plan sets; a library may read them as soon as a process starts."""
+    return {s.path.removeprefix("env."): str(s.value) for s in run.plan.sets if s.path.startswith("env.")}
+
+
+def make_runtime(run: Run) -> RayRuntime:
+    """The provider of ``--runtime ray``."""
+    return RayRuntime(run)

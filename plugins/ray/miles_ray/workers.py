@@ -1,0 +1,133 @@
+"""Reaching actors, and replacing them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from ray import exceptions
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from miles_core import MilesError
+from miles_core.backend import Order, Workers, last_lines
+from miles_ray.actor import Actor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one actor runs and what it takes there: a bundle of a placement group, and resources of it."""
+
+    group: PlacementGroup
+    bundle: int
+    resources: Mapping[str, float]
+
+
+class RayWorkers(Workers):
+    """Actors of one kind.
+
+    Args:
+        kind: ``trainer`` or ``engine``.
+        names: one a process.
+        places: where each runs.
+        order, policy: what each is made from.
+        environment: variables that are set before a process starts.
+        level: what they log.
+        rest: for ``Workers``.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        names: Sequence[str],
+        places: Sequence[Place],
+        order: Order,
+        policy: str,
+        environment: Mapping[str, str],
+        level: str,
+        **rest: Any,
+    ) -> None:
+        super().__init__(names, trains=kind == "trainer", **rest)
+        self.kind, self.places, self.order, self.policy = kind, tuple(places), order, policy
+        self.environment, self.level = dict(environment), level
+        self.actors: list[Any] = [None] * len(names)
+        self.found: list[tuple[str, str, int] | None] = [None] * len(names)
+
+    async def send(self, number: int, method: str, *args: Any) -> Any:
+        return await self._answer(number, self.actors[number].answer.remote(method, *args))
+
+    async def renew(self, number: int) -> None:
+        await self._kill(number)
+        place = self.places[number]
+        options: dict[str, Any] = {
+            "num_cpus": place.resources.get("CPU", 0),
+            "num_gpus": place.resources.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(place.group, place.bundle),
+        }
+        if self.environment:
+            options["runtime_env"] = {"env_vars": self.environment}
+        made = ray.remote(Actor).options(**options).remote(self.names[number], self.order.directory, self.level)
+        self.actors[number] = made
+        self.found[number] = await self._answer(number, made.where.remote())
+        await self._answer(number, made.make.remote(self.kind, self.order, self.policy))
+
+    async def end(self) -> None:
+        await asyncio.gather(*(self._kill(number) for number in range(len(self))))
+
+    def share(self, value: Any) -> Any:
+        # an array is read where it lies by every process of a machine, bytes are copied for each
+        return ray.put(np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value)
+
+    async def host(self) -> str:
+        assert self.found[0] is not None
+        return self.found[0][0]
+
+    def lines(self, number: int) -> tuple[str, ...]:
+        return last_lines(self.order.directory, self.names[number])
+
+    async def _answer(self, number: int, answer: Any) -> Any:
+        try:
+            return await answer
+        except exceptions.RayTaskError as error:
+            if isinstance(error.cause, MilesError):
+                raise error.cause from None
+            raise
+        except (exceptions.RayActorError, exceptions.OutOfMemoryError, exceptions.ObjectLostError) as error:
+            raise self.lost(number, _cause(error)) from None
+
+    async def _kill(self, number: int) -> None:
+        actor, self.actors[number] = self.actors[number], None
+        if actor is None:
+            return
+        ray.kill(actor)
+        found, self.found[number] = self.found[number], None
+        if found is not None:  # a process that is stopped does not hear that it should end
+            _, node, process = found
+            try:
+                strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+                await _end.options(scheduling_strategy=strategy).remote(process)
+            except exceptions.RayError:
+                pass  # the node is gone, and its processes with it
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _end(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+def _cause(error: Exception) -> str:
+    """What Ray knows about a death, in a few words."""
+    text = str(error)
+    if isinstance(error, exceptions.OutOfMemoryError) or "running low on memory" in text:
+        return "its machine ran out of memory, and Ray ended it"
+    if "node died" in text or "node is dead" in text:
+        return "its machine died or left the cluster"
+    return "its process died (a crash, a kill, or the kernel where memory is short)"

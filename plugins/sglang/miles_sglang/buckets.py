@@ -1,0 +1,133 @@
+"""Buckets of tensors on their way into SGLang, in its layout ``flattened_bucket``.
+
+A bucket is one array of bytes and the name, dtype, shape and place of each tensor in it. On a GPU of this machine only a
+handle of the array travels (CUDA IPC): SGLang's schedulers copy from the trainer's memory. Otherwise the bytes do.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: A tensor begins at a multiple of this many bytes, so that it can be viewed in its own dtype.
+ALIGNMENT = 64
+#: Where the arguments of ``rebuild_cuda_tensor`` hold the device.
+_DEVICE = 6
+
+
+@dataclass
+class Bucket:
+    """Tensors that travel together: ``tensors`` describes them, [name, dtype, shape, first byte]; ``size`` bytes in all."""
+
+    named: list[tuple[str, Tensor]] = field(default_factory=list)
+    tensors: list[list[Any]] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor, which is read when the bucket is made flat."""
+        self.named.append((name, tensor))
+        self.tensors.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.size])
+        nbytes = tensor.numel() * tensor.element_size()
+        self.size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+    def flatten(self) -> Flat:
+        """Copy the tensors into one array, on their device."""
+        device = self.named[0][1].device if self.named else "cpu"
+        array = torch.empty(self.size, dtype=torch.uint8, device=device)
+        for (_, tensor), (_, _, _, start) in zip(self.named, self.tensors, strict=True):
+            nbytes = tensor.numel() * tensor.element_size()
+            array[start : start + nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+        return Flat(array, self.tensors)
+
+
+@dataclass
+class Flat:
+    """A bucket's bytes and what is in them; must live until SGLang has copied it."""
+
+    array: Tensor
+    tensors: list[list[Any]]
+
+    def message(self, ranks: int) -> tuple[dict[str, Any], bytes | memoryview]:
+        """What travels: plain data, and the bytes where the array is not on a GPU."""
+        body: dict[str, Any] = {"tensors": self.tensors, "size": self.array.numel()}
+        if self.array.is_cuda:
+            return {**body, "handles": handles(self.array, ranks)}, b""
+        return body, memoryview(self.array.numpy())
+
+
+def divide(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
+    """Buckets of at most ``limit`` bytes (one tensor at least), in order; a bucket's tensors are on one device. At least
+    one bucket comes, so that there is a last one."""
+    bucket = Bucket()
+    for name, tensor in named:
+        nbytes = tensor.numel() * tensor.element_size()
+        other = bucket.named and bucket.named[0][1].device != tensor.device
+        if bucket.named and (other or bucket.size + nbytes > limit):
+            yield bucket
+            bucket = Bucket()
+        bucket.add(name, tensor)
+    yield bucket
+
+
+def handles(array: Tensor, ranks: int) -> list[list[Any]]:
+    """What each of ``ranks`` processes on this machine needs to open a GPU array: the arguments of torch's
+    ``rebuild_cuda_tensor`` as plain data, the device by its UUID because processes number devices differently. The array
+    must live until all of them have copied it; each has its own count of references."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    uuid = str(torch.cuda.get_device_properties(array.device).uuid)
+    found = []
+    for _ in range(ranks):
+        _, arguments = reduce_tensor(array)
+        kinds = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
+        # tensor class, size, stride, offset, storage class, dtype: constant here, made again on the other side
+        found.append([_plain(item) for item in kinds[_DEVICE:]])
+    return found
+
+
+def _plain(item: Any) -> Any:
+    return {"base64": base64.b64encode(item).decode()} if isinstance(item, bytes) else item
+
+
+class _Opened:
+    """Pickles as a call of ``rebuild_cuda_tensor``, so that the process that unpickles it opens the array."""
+
+    def __init__(self, size: int, plain: list[Any]) -> None:
+        rest = [base64.b64decode(item["base64"]) if isinstance(item, Mapping) else item for item in plain]
+        self.arguments = (torch.Tensor, torch.Size([size]), (1,), 0, torch.storage.TypedStorage, torch.uint8, *rest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from torch.multiprocessing import reductions
+
+        return reductions.rebuild_cuda_tensor, self.arguments
+
+
+def for_sglang(body: Mapping[str, Any], payload: bytes, ranks: int) -> tuple[Any, list[bytes]]:
+    """A bucket as SGLang's schedulers read it, one serialised copy a tensor-parallel rank, made in SGLang's process.
+
+    Args:
+        body: ``tensors``, ``size``, and ``handles`` where the array is on a GPU.
+        payload: the array's bytes, where it is not.
+
+    Returns:
+        what must live until the schedulers have copied it, and the serialised copies.
+    """
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    metadata = []
+    for name, dtype, shape, start in body["tensors"]:
+        kind = getattr(torch, dtype)
+        nbytes = torch.Size(shape).numel() * kind.itemsize
+        metadata.append(FlattenedTensorMetadata(name, torch.Size(shape), kind, start, start + nbytes, nbytes))
+    if body.get("handles"):
+        arrays: list[Any] = [_Opened(body["size"], plain) for plain in body["handles"]]
+    else:
+        arrays = [torch.frombuffer(bytearray(payload), dtype=torch.uint8)] * ranks
+    copies = [MultiprocessingSerializer.serialize({"flattened_tensor": a, "metadata": metadata}) for a in arrays]
+    return arrays, copies

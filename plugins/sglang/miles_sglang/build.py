@@ -1,0 +1,201 @@
+"""The engine from a run's configuration."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miles_core import CheckpointError, ConfigError
+from miles_core.backend import Codec, Layout, config_facts, layout, make_codec, model_facts, moe_layers
+from miles_sglang import plugin
+from miles_sglang.config import given_arguments
+from miles_sglang.engine import Settings, SglangEngine
+from miles_sglang.link import Link
+from miles_sglang.process import ProcessLink
+from miles_sglang.responses import Routing, Translator
+from miles_sglang.server import ServerLink
+from miles_sglang.weight_names import WeightNames
+
+log = logging.getLogger(__name__)
+
+#: Set unless a user says otherwise: no grammar is used; on a CPU, what SGLang can compute there.
+_DEFAULTS: dict[str, Any] = {"grammar_backend": "none", "log_level": "info"}
+_ON_CPU: dict[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "mem_fraction_static": 0.3,
+}
+#: The trainer of this run lives on the same GPU, so SGLang may not take its usual nine tenths.
+_BESIDE_A_TRAINER: dict[str, Any] = {"mem_fraction_static": 0.4}
+#: SGLang ends a sequence this much before its ``context_length``.
+_CONTEXT_SLACK = 8
+
+
+def make_engine(run: Any, policy: Any) -> SglangEngine:
+    """The provider of ``--engine sglang``."""
+    config, options = run.config, run.config.plugin(plugin.name)
+    tokenizer = run.tokenizer
+    routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
+    return assemble(
+        policy.hf_checkpoint,
+        make_codec(run, policy),
+        lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+        run.directory / "sglang",
+        arguments=given_arguments(options),
+        device=_device(config.model.device),
+        dtype=config.model.dtype,
+        seed=config.train.seed,
+        max_context=config.rollout.max_context_len or 0,
+        max_running_requests=config.rollout.max_running_requests,
+        kv_cache_dtype=config.rollout.kv_cache_dtype,
+        routed_dtype=routed.dtype if routed else "int32",
+        url=options.url,
+        weights_dir=Path(options.weights_dir) if options.weights_dir else None,
+        startup_timeout=options.startup_timeout,
+    )
+
+
+#: The column of the experts that an engine chose, as the plugin that replays them declares it.
+ROUTED_EXPERTS = "rollout_routed_experts"
+
+
+def assemble(
+    checkpoint: str | Path,
+    codec: Codec,
+    detokenize: Callable[[list[int]], str],
+    directory: Path,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    device: str = "cuda",
+    dtype: str = "auto",
+    seed: int = 0,
+    max_context: int = 0,
+    max_running_requests: int = 256,
+    kv_cache_dtype: str = "auto",
+    routed_dtype: str = "int32",
+    url: str | None = None,
+    weights_dir: Path | None = None,
+    startup_timeout: float = 900.0,
+) -> SglangEngine:
+    """An engine for a checkpoint, not yet started.
+
+    Args:
+        codec: of the weights it will be given.
+        detokenize: token ids to text without special tokens.
+        directory: of its log and of what it is started from.
+        arguments: of SGLang's ``ServerArgs``, as a user gave them.
+        url: of a server that runs already; everything about how SGLang is started is then the server's business.
+        others: as the options of the same names.
+    """
+    described = layout(checkpoint, codec)
+    config = _text_config(Path(checkpoint))
+    context = max_context or int(config["max_position_embeddings"])
+    given = dict(arguments or {})
+    link: Link
+    if url:
+        link = ServerLink(url, startup_timeout)
+    else:
+        started = {
+            **_DEFAULTS,
+            **(_ON_CPU if device == "cpu" else _BESIDE_A_TRAINER),
+            **_model(checkpoint, described, codec, directory),
+            "device": device,
+            "dtype": _dtype(dtype, device),
+            "context_length": context + _CONTEXT_SLACK,
+            "max_running_requests": max_running_requests,
+            "kv_cache_dtype": _KV_CACHE.get(kv_cache_dtype, kv_cache_dtype),
+            "random_seed": seed,
+            "weight_version": "-1",
+            **given,
+        }
+        link = ProcessLink(started, directory / "sglang.log", startup_timeout, _environment(device))
+    speculative = bool(given.get("speculative_algorithm"))
+    keyed = bool(given.get("enable_deterministic_inference")) and not speculative
+    translator = Translator(
+        detokenize,
+        context,
+        int(config["vocab_size"]),
+        routing=_routing(config, routed_dtype) if given.get("enable_return_routed_experts") else None,
+        supports=not speculative,
+        seed=seed if keyed else None,
+    )
+    capabilities = {c.name for c in plugin.declared("engine") if not c.when}
+    capabilities |= {"sampling_support"} if translator.supports else set()
+    capabilities |= {"routed_experts"} if translator.routing else set()
+    capabilities |= {"keyed_sampling"} if keyed else set()
+    settings = Settings(
+        translator,
+        codec,
+        WeightNames(described.names, bool(config.get("tie_word_embeddings"))),
+        weights_dir or directory / "weights",
+        model_facts={f.name: f.value for f in model_facts(str(checkpoint))},
+        capabilities=frozenset(capabilities),
+        memory_saver=bool(given.get("enable_memory_saver")),
+    )
+    engine = SglangEngine(link, settings)
+    engine.kv_cache_dtype = "" if kv_cache_dtype == "auto" else kv_cache_dtype
+    return engine
+
+
+#: Core's names of cache types -> SGLang's.
+_KV_CACHE = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
+
+
+def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: Path) -> dict[str, Any]:
+    """What SGLang is started from: the checkpoint, or its configuration in the run's number format. Weights are random
+    then until the first update, which comes before the first request."""
+    if described.stored:
+        return {"model_path": str(checkpoint)}
+    if codec.format is None and not described.names:
+        raise ConfigError(
+            f"--hf-checkpoint {checkpoint} is quantised and SGLang is to serve bf16: give the number format it is in as "
+            "--rollout-precision, or convert it first (miles convert --to bf16)"
+        )
+    model = directory / "model"
+    described.write(model)
+    return {"model_path": str(model), "load_format": "dummy"}
+
+
+def _text_config(checkpoint: Path) -> dict[str, Any]:
+    """The keys of the language model in ``config.json``."""
+    try:
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"--hf-checkpoint {checkpoint}: its config.json cannot be read ({error})") from error
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _routing(config: Mapping[str, Any], dtype: str) -> Routing | None:
+    facts = {f.name: f.value for f in config_facts(config)}
+    layers = moe_layers(config)
+    if not layers:
+        return None
+    return Routing(ROUTED_EXPERTS, dtype, int(facts["model.layers"]), layers, int(facts["model.top_k"]))
+
+
+def _device(asked: str) -> str:
+    if asked != "auto":
+        return asked
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(asked: str, device: str) -> str:
+    if asked != "auto":
+        return asked
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def _environment(device: str) -> dict[str, str | None]:
+    """Variables that SGLang reads. Its log-probabilities must be those at the sampling temperature."""
+    found: dict[str, str | None] = {
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the slack above the model's own limit
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": None,
+    }
+    return {**found, "SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else found

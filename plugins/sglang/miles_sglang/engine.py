@@ -1,0 +1,291 @@
+"""The engine contract on top of SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from miles_core import MilesError
+from miles_core.backend import Codec, Encoded, Engine, FormatItself, PauseMode, Request, Response
+from miles_core.format import Format
+from miles_sglang import buckets, weight_files
+from miles_sglang.link import Link, SglangError
+from miles_sglang.responses import Translator
+from miles_sglang.weight_names import WeightNames
+
+log = logging.getLogger(__name__)
+
+#: How a running SGLang takes weights in a number format: where it keeps the tensors as they are sent, in place; where it
+#: packs them into a layout of its own after loading, from files, because only that path packs again.
+HOT_UPDATE: dict[str, Literal["in_place", "via_disk", "restart"]] = {
+    "": "in_place",
+    "fp8": "in_place",
+    "mxfp8": "via_disk",
+    "int4": "via_disk",
+    "nvfp4": "via_disk",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the engine needs beside SGLang.
+
+    Attributes:
+        translator: of requests and responses.
+        codec: of the weights that arrive.
+        names: of the model's weights.
+        weights_dir: where weights go that SGLang reads from files.
+        model_facts: what ``config.json`` says of the model it serves.
+        capabilities: that hold with the options SGLang was started with.
+        bucket_bytes: at most, of weights that travel together.
+        memory_saver: SGLang can give its memory back.
+    """
+
+    translator: Translator
+    codec: Codec
+    names: WeightNames
+    weights_dir: Path
+    model_facts: Mapping[str, object] = field(default_factory=dict)
+    capabilities: frozenset[str] = frozenset()
+    bucket_bytes: int = 512 << 20
+    memory_saver: bool = False
+
+
+@dataclass(eq=False)
+class _Call:
+    """One request on its way: ``sent`` to SGLang or waiting for ``resume``; ``aborted`` when somebody asked for that."""
+
+    key: int
+    rid: str
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    stirred: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: bool = False
+    aborted: bool = False
+
+
+class SglangEngine(Engine):
+    """SGLang behind the engine contract.
+
+    Args:
+        link: to SGLang.
+        settings: see there.
+    """
+
+    def __init__(self, link: Link, settings: Settings) -> None:
+        self.link, self.settings = link, settings
+        self.capabilities = settings.capabilities
+        self._info: Mapping[str, Any] = {}
+        self._calls: dict[str, _Call] = {}
+        self._numbers = itertools.count()
+        self._version, self._usable = -1, True
+        self._paused: PauseMode | None = None
+        self._open = asyncio.Event()
+        #: seconds of the last update by what they were spent on
+        self.sync_seconds: dict[str, float] = {}
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        self._info = await self.link.start()
+        self._paused = None
+        self._open.set()
+
+    async def stop(self) -> None:
+        await self.link.stop()
+
+    def model_facts(self) -> Mapping[str, object]:
+        return self.settings.model_facts
+
+    def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
+        if not self.link.same_host:
+            return "via_disk"
+        return HOT_UPDATE.get(format, "restart")
+
+    def quantizer(self, format: Format) -> FormatItself | None:
+        """The weights that SGLang computes with are the codes it is sent. Where products read quantised activations too,
+        SGLang rounds those with kernels of its own, which nothing here has measured: no declaration then."""
+        return None if format.quantizes_activations else FormatItself(format)
+
+    # -- generation -----------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Response:
+        rid = f"{next(self._numbers):016x}"  # of one width: SGLang aborts whatever begins with a rid
+        body = self.settings.translator.body(request, rid)
+        call = self._calls[rid] = _Call(request.key, rid)
+        try:
+            await self._until_open(call)
+            if call.aborted:
+                return Response([], [], "abort")
+            self._check_usable()
+            call.sent = True
+            answer = await self.link.call("generate", body)
+        except SglangError:
+            if call.aborted:  # refused because it was aborted before a scheduler saw it
+                return Response([], [], "abort")
+            raise
+        finally:
+            del self._calls[rid]
+            call.done.set()
+        return self.settings.translator.response(request, answer, body["sampling_params"]["max_new_tokens"])
+
+    async def _until_open(self, call: _Call) -> None:
+        """Wait while the engine is paused, or until the call is aborted."""
+        while not self._open.is_set() and not call.aborted:
+            opened, stirred = (asyncio.ensure_future(e.wait()) for e in (self._open, call.stirred))
+            try:
+                await asyncio.wait([opened, stirred], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                opened.cancel()
+                stirred.cancel()
+
+    def _check_usable(self) -> None:
+        if not self._usable:
+            raise MilesError(
+                "SGLang has no complete weights, because an update failed part-way; it cannot generate until a complete "
+                "update succeeds"
+            )
+
+    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+        if temperature != 1.0:
+            raise MilesError(f"SGLang scores at temperature 1 only, not {temperature:g}")
+        self._check_usable()
+        limit = self.settings.translator.max_context
+        for i, sequence in enumerate(sequences):
+            if not 0 < len(sequence) <= limit:
+                raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {limit} are possible")
+        return list(await asyncio.gather(*(self._score(sequence) for sequence in sequences)))
+
+    async def _score(self, sequence: Sequence[int]) -> np.ndarray:
+        if len(sequence) == 1:
+            return np.zeros(0, np.float32)
+        body = {
+            "rid": f"{next(self._numbers):016x}",
+            "input_ids": [int(t) for t in sequence],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self.link.call("generate", body)
+        entries = answer["meta_info"]["input_token_logprobs"]
+        return np.array([entry[0] for entry in entries[1:]], np.float32)  # nothing comes before the first token
+
+    # -- interruptions --------------------------------------------------------------------------------------------
+
+    async def abort(self, keys: Collection[int] | None = None) -> None:
+        wanted = None if keys is None else frozenset(keys)
+        for call in [c for c in self._calls.values() if wanted is None or c.key in wanted]:
+            call.aborted = True
+            call.stirred.set()
+            if call.sent:
+                await self.link.call("abort_request", {"rid": call.rid})
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        if mode not in ("abort", "retract", "in_place"):
+            raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
+        self._open.clear()
+        if mode == "abort":
+            await self._abort_all()
+        await self.link.call("pause_generation", {"mode": mode})
+        self._paused = mode
+
+    async def _abort_all(self) -> None:
+        """Until nothing is in flight; asked again because a request may reach the scheduler after the abort did."""
+        while calls := list(self._calls.values()):
+            await self.abort()
+            waiting = [asyncio.ensure_future(c.done.wait()) for c in calls]
+            _, late = await asyncio.wait(waiting, timeout=0.5)
+            for task in late:
+                task.cancel()
+
+    async def resume(self) -> None:
+        await self.link.call("continue_generation", {})
+        self._paused = None
+        self._open.set()
+
+    async def sleep(self) -> None:
+        """Free the cache; and, where SGLang was started with its memory saver, give weights and cache back."""
+        if any(call.sent for call in self._calls.values()):
+            raise RuntimeError("sleep with requests in flight: abort them first")
+        await self.link.call("flush_cache", {})
+        if self.settings.memory_saver:
+            await self.link.call("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+            self._usable = False
+
+    async def wake(self, parts: Sequence[Literal["weights", "cache"]] = ("weights", "cache")) -> None:
+        if self.settings.memory_saver:
+            tags = [{"weights": "weights", "cache": "kv_cache"}[part] for part in parts]
+            await self.link.call("resume_memory_occupation", {"tags": tags})
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
+        if self._paused is None and any(call.sent for call in self._calls.values()):
+            raise RuntimeError("update_weights with requests in flight: pause or abort them first")
+        async with self._closed():
+            self._usable = False
+            format = self.settings.codec.format
+            started = time.perf_counter()
+            if self.hot_update(format.name if format else "") == "in_place":
+                await self._update_in_place(self.settings.names.complete(units), version)
+            else:
+                await self._update_from_files(self.settings.names.complete(units), version)
+            self.sync_seconds["total"] = time.perf_counter() - started
+            self._version, self._usable = version, True
+
+    @asynccontextmanager
+    async def _closed(self) -> Any:
+        """New requests wait while weights change, also where nobody paused."""
+        was_open = self._open.is_set()
+        self._open.clear()
+        try:
+            yield
+        finally:
+            if was_open:
+                self._open.set()
+
+    async def _update_in_place(self, units: Iterator[Encoded], version: int) -> None:
+        named = ((name, tensor) for unit in units for name, tensor in unit.parts.items())
+        ready: buckets.Flat | None = None
+        for bucket in buckets.divide(named, self.settings.bucket_bytes):
+            if ready is not None:
+                await self._send(ready)
+            ready = bucket.flatten()
+        if ready is not None:  # the whole stream has passed the check of its names
+            await self._send(ready, version)
+
+    async def _send(self, flat: buckets.Flat, version: int | None = None) -> None:
+        """One bucket; the last one of an update says which ``version`` is complete."""
+        body, payload = flat.message(int(self._info.get("tp_size") or 1))
+        body["flush_cache"] = version is not None and self._paused != "in_place"
+        body["weight_version"] = None if version is None else str(version)
+        self._check(await self.link.call("update_weights_from_tensor", body, payload))
+
+    async def _update_from_files(self, units: Iterator[Encoded], version: int) -> None:
+        with weight_files.written(units, self.settings.weights_dir, version) as directory:
+            body = {
+                "model_path": str(directory),
+                "weight_version": str(version),
+                "flush_cache": self._paused != "in_place",
+            }
+            self._check(await self.link.call("update_weights_from_disk", body))
+
+    @staticmethod
+    def _check(answer: Mapping[str, Any]) -> None:
+        if not answer["success"]:
+            raise MilesError(
+                f"SGLang did not take the weights: {answer['message']}. They may be half written; only a complete update makes "
+                "the engine usable again"
+            )

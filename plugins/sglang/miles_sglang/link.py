@@ -1,0 +1,45 @@
+"""How an engine speaks to SGLang: a call by the name of an endpoint of its HTTP server, with that endpoint's body.
+
+``process`` keeps an ``sglang.Engine`` in a process of its own, ``server`` speaks to a server that runs already. What they
+have in common is this, so the engine does not know which one it has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from miles_core import MilesError
+
+
+class SglangError(MilesError):
+    """SGLang refused a call, or is not there any more."""
+
+
+class Link(ABC):
+    """A way to one SGLang.
+
+    Attributes:
+        same_host: it runs on this machine, in a process that can read this one's tensors.
+    """
+
+    same_host: bool = False
+
+    @abstractmethod
+    async def start(self) -> Mapping[str, Any]:
+        """Bring SGLang up, or find it; returns its ``server_info`` (``context_length``, ``tp_size``, ...).
+
+        Raises:
+            SglangError: it does not come up; says why."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Let it go. Safe to call twice, and after a failed ``start``."""
+
+    @abstractmethod
+    async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
+        """The answer of one endpoint, e.g. ``generate``.
+
+        Raises:
+            SglangError: SGLang refused it, or ended before it answered."""

@@ -1,0 +1,200 @@
+"""SGLang in a process of its own, which this one starts, watches and ends.
+
+Never in the run's own process: a scheduler of SGLang that fails ends its parent. What SGLang prints goes into a file; its
+last lines are in the message when the process ends unasked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miles_sglang import frames
+from miles_sglang.link import Link, SglangError
+
+log = logging.getLogger(__name__)
+
+#: What SGLang logs while it comes up -> what to tell a person.
+_PROGRESS = (
+    (re.compile(r"Load weight begin"), "loading weights"),
+    (re.compile(r"Load weight end"), "weights loaded"),
+    (re.compile(r"KV Cache is allocated"), "cache allocated"),
+    (re.compile(r"Capture cuda graph begin"), "capturing CUDA graphs"),
+    (re.compile(r"JIT|DeepGEMM.*(warm|compil)", re.IGNORECASE), "compiling kernels"),
+)
+#: A line of the log that names the cause, beside the last ones.
+_CAUSE = re.compile(r"(Error|Exception|out of memory)\b.*", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"out of memory|Not enough memory|mem.fraction.static", re.IGNORECASE)
+
+
+class ProcessLink(Link):
+    """An ``sglang.Engine`` in a spawned process; ``worker`` is the other side.
+
+    Args:
+        arguments: of ``ServerArgs``.
+        log_file: where SGLang's output goes; it is appended to.
+        startup_timeout: seconds it may take to come up.
+        environment: variables of the process beside this one's; None takes a variable away.
+    """
+
+    same_host = True
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        log_file: Path,
+        startup_timeout: float = 900.0,
+        environment: Mapping[str, str | None] | None = None,
+    ) -> None:
+        self.arguments, self.log_file, self.startup_timeout = dict(arguments), log_file, startup_timeout
+        changes = environment or {}
+        self._environment = {k: v for k, v in os.environ.items() if k not in changes}
+        self._environment |= {k: v for k, v in changes.items() if v is not None}
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._sending = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._ended = ""
+
+    async def start(self) -> Mapping[str, Any]:
+        ours, theirs = socket.socketpair()
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, self.log_file.open("ab") as output:
+            position = output.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "miles_sglang.worker", str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                pass_fds=[theirs.fileno()], start_new_session=True, env=self._environment,
+            )  # fmt: skip
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=frames.LIMIT)
+        ready = self._pending[0] = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.get_running_loop().create_task(self._read(reader))
+        self._writer.write(frames.head(self.arguments))
+        started = time.monotonic()
+        log.info("SGLang is starting (process %d); its output is in %s", self._process.pid, self.log_file)
+        try:
+            info: Mapping[str, Any] = await self._come_up(ready, position, started)
+        except BaseException:
+            await self.stop()
+            raise
+        log.info("SGLang %s is up after %.0f s", info.get("version", ""), time.monotonic() - started)
+        return info
+
+    async def _come_up(self, ready: asyncio.Future[Any], position: int, started: float) -> Any:
+        """Wait for the worker's first frame, telling what its log says about where it is."""
+        said = ""
+        while not ready.done():
+            await asyncio.wait([ready], timeout=1.0)
+            text, position = self._new_output(position)
+            for pattern, meaning in _PROGRESS:
+                if meaning != said and pattern.search(text):
+                    said = meaning
+                    log.info("SGLang: %s (%.0f s)", meaning, time.monotonic() - started)
+            if not ready.done() and time.monotonic() - started > self.startup_timeout:
+                raise SglangError(
+                    f"SGLang did not come up within {self.startup_timeout:g} s (--sglang-startup-timeout); {self._last_lines()}"
+                )
+        return ready.result()
+
+    def _new_output(self, position: int) -> tuple[str, int]:
+        with self.log_file.open("rb") as file:
+            file.seek(position)
+            new = file.read()
+        return new.decode(errors="replace"), position + len(new)
+
+    async def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._ended = self._ended or "the engine was stopped"
+        if self._writer is not None:
+            self._writer.close()  # the worker shuts SGLang down at the end of its input
+        try:
+            await asyncio.wait_for(process.wait(), timeout=20)
+        except TimeoutError:
+            log.warning("SGLang's process %d did not end by itself within 20 s; it is killed", process.pid)
+        _kill_group(process.pid)
+        await process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
+        if self._ended or self._writer is None:
+            raise SglangError(self._ended or "SGLang is not running: the engine was not started")
+        number = next(self._numbers)
+        future = self._pending[number] = asyncio.get_running_loop().create_future()
+        async with self._sending:
+            self._writer.write(frames.head({"id": number, "endpoint": endpoint, "body": dict(body)}, len(payload)))
+            if payload:
+                self._writer.write(payload)
+            try:
+                await self._writer.drain()
+            except ConnectionError:
+                pass  # the reader notices as well, and says why
+        return await future
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while (frame := await frames.read(reader)) is not None:
+            message, _ = frame
+            future = self._pending.pop(message["id"], None)
+            if future is None or future.done():
+                continue
+            if "error" in message:
+                future.set_exception(SglangError(message["error"]))
+            else:
+                future.set_result(message["result"])
+        await self._fail_pending()
+
+    async def _fail_pending(self) -> None:
+        """SGLang's process is gone: every call under way, and every later one, fails with the reason."""
+        if not self._ended:
+            process = self._process
+            if process is not None:
+                try:
+                    await asyncio.wait_for(process.wait(), timeout=5)
+                except TimeoutError:
+                    pass
+                _kill_group(process.pid)
+            code = process.returncode if process is not None else None
+            how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+            self._ended = f"SGLang's process ended ({how}); {self._last_lines()}"
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(SglangError(self._ended))
+                future.exception()  # a call that nobody awaits any more is no second error
+
+    def _last_lines(self, count: int = 12) -> str:
+        """What the log says at its end, the first cause found there before, and what helps against it."""
+        try:
+            lines = [line.rstrip() for line in self.log_file.read_text(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            return f"its log {self.log_file} cannot be read"
+        last = deque(lines, maxlen=count)
+        cause = next((found.group(0) for line in reversed(lines[-200:]) if (found := _CAUSE.search(line))), "")
+        hint = ""
+        if any(_OUT_OF_MEMORY.search(line) for line in lines[-200:]):
+            hint = "; it ran out of memory: lower --sglang-mem-fraction-static or --max-running-requests"
+        shown = "\n  ".join(last)
+        return f"its log {self.log_file} ends{f' ({cause[:200]})' if cause else ''}{hint}:\n  {shown}"
+
+
+def _kill_group(pid: int) -> None:
+    """End whatever is left of a process and its children, which are in its own session."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,181 @@
+"""From a request to the body of SGLang's ``generate``, and from its answer to a response."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miles_core import MilesError
+from miles_core.backend import SAMPLING_SUPPORT, Request, Response, Sampling
+
+#: Supports are cut to this many tokens where the sampling itself has no limit: SGLang wants one.
+SUPPORT_CAP = 4096
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How SGLang's record of routed experts becomes a column.
+
+    Attributes:
+        field: the name requests ask for it by; ``dtype``: the column's.
+        layers: of the model; ``moe_layers``: the numbers of those with experts; ``top_k``: experts a token.
+    """
+
+    field: str
+    dtype: str
+    layers: int
+    moe_layers: tuple[int, ...]
+    top_k: int
+
+    def column(self, text: str) -> NDArray[Any]:
+        """[tokens - 1, MoE layers, top_k] from base64 int32 [tokens - 1, layers, top_k]; rows of dense layers mean nothing."""
+        record = np.frombuffer(base64.b64decode(text), dtype="<i4").reshape(-1, self.layers, self.top_k)
+        return record[:, list(self.moe_layers)].astype(self.dtype)
+
+
+@dataclass(frozen=True)
+class Translator:
+    """Translates for one engine.
+
+    Attributes:
+        detokenize: token ids to text without special tokens.
+        max_context: prompt and response together at most.
+        vocab_size: of the model.
+        routing: what it records of routers, where it does.
+        supports: whether it can return sampling supports.
+        seed: of the run, where sampling is keyed; None where SGLang's own numbers are used.
+    """
+
+    detokenize: Callable[[list[int]], str]
+    max_context: int
+    vocab_size: int
+    routing: Routing | None = None
+    supports: bool = True
+    seed: int | None = None
+
+    @property
+    def fields(self) -> set[str]:
+        """Names that requests may ask for."""
+        return {r.field for r in (self.routing,) if r} | ({SAMPLING_SUPPORT.name} if self.supports else set())
+
+    def body(self, request: Request, rid: str) -> dict[str, Any]:
+        """The body of ``generate``.
+
+        Raises:
+            MilesError: an empty or too long prompt, or a field that this engine does not record.
+        """
+        if not request.tokens:
+            raise MilesError("a request has an empty prompt; there is nothing to continue")
+        room = self.max_context - len(request.tokens)
+        if room < 1:
+            raise MilesError(
+                f"a prompt of {len(request.tokens)} tokens leaves no room to generate: the context is {self.max_context} "
+                "tokens (--rollout-max-context-len, or the model's)"
+            )
+        if unknown := sorted(request.extras - self.fields):
+            raise MilesError(
+                f"SGLang does not record {unknown[0]}; started like this it records {', '.join(sorted(self.fields)) or 'nothing'}"
+            )
+        return {
+            "rid": rid,
+            "input_ids": request.tokens,
+            "sampling_params": self._sampling(request, min(request.sampling.max_new_tokens, room)),
+            "return_logprob": True,
+            "return_sampling_mask": SAMPLING_SUPPORT.name in request.extras,
+            "return_routed_experts": self.routing is not None and self.routing.field in request.extras,
+        }
+
+    def _sampling(self, request: Request, max_new_tokens: int) -> dict[str, Any]:
+        sampling = request.sampling
+        parameters = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": self._top_k(sampling, SAMPLING_SUPPORT.name in request.extras),
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": sampling.ignore_eos,
+        }
+        if self.seed is not None:
+            parameters["sampling_seed"] = seed_of(self.seed, request.key)
+        return parameters
+
+    def _top_k(self, sampling: Sampling, support: bool) -> int:
+        """SGLang returns supports of a finite top-k only; the whole vocabulary is one, up to the cap."""
+        if sampling.top_k > 0 or not support:
+            return sampling.top_k
+        return min(self.vocab_size, SUPPORT_CAP)
+
+    def response(self, request: Request, answer: dict[str, Any], sent_limit: int) -> Response:
+        """The answer of ``generate``.
+
+        Args:
+            sent_limit: ``max_new_tokens`` of the body.
+
+        Raises:
+            MilesError: SGLang generated less than it was asked to, because its cache is too small.
+        """
+        meta, tokens = answer["meta_info"], [int(t) for t in answer["output_ids"]]
+        reason = meta["finish_reason"] or {"type": "abort"}
+        finish = reason["type"]
+        if finish == "length" and len(tokens) < sent_limit:
+            raise MilesError(
+                f"SGLang stopped a response of at most {sent_limit} tokens after {len(tokens)}: prompt and response do not fit "
+                "into its cache; raise --sglang-mem-fraction-static, or lower --rollout-max-response-len"
+            )
+        count = len(tokens)
+        if request.sampling.ignore_eos and (at := _first(tokens, request.sampling.stop_token_ids)) is not None:
+            count, finish = at + 1, "stop"  # SGLang looks for no token while it ignores the end
+        extras = self._extras(request, meta, count)
+        name = self.routing.field if self.routing else ""
+        if name in extras:  # a request aborted between two steps may have a token more than records
+            count = min(count, len(extras[name]) + 1 - len(request.tokens))
+        tokens = tokens[:count]
+        support = SAMPLING_SUPPORT.name in request.extras
+        log_probs = (
+            [float(p) for p in meta.get("output_token_sampling_logprobs") or ()]
+            if support
+            else [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
+        )
+        version = [(0, int(meta["weight_version"]))] if tokens else []
+        matched = reason.get("matched") if finish == "stop" else None
+        text = self._text(tokens, matched if isinstance(matched, str) else None)
+        return Response(tokens, log_probs[:count], finish, text, version, extras, self._metrics(request, meta, extras))
+
+    def _text(self, tokens: list[int], stop: str | None) -> str:
+        text = self.detokenize(tokens)
+        return text if stop is None or stop not in text else text[: text.index(stop)]
+
+    def _extras(self, request: Request, meta: dict[str, Any], count: int) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        if SAMPLING_SUPPORT.name in request.extras:
+            rows = meta.get("output_token_sampling_mask") or []
+            extras[SAMPLING_SUPPORT.name] = [np.asarray(row, np.int32) for row in rows[:count]]
+        if self.routing is not None and self.routing.field in request.extras and meta.get("routed_experts"):
+            rows = self.routing.column(meta["routed_experts"])
+            extras[self.routing.field] = rows[: len(request.tokens) + count - 1]
+        return extras
+
+    def _metrics(self, request: Request, meta: dict[str, Any], extras: dict[str, Any]) -> dict[str, float]:
+        metrics = {"cached_tokens": float(meta.get("cached_tokens") or 0)}
+        rows = extras.get(SAMPLING_SUPPORT.name)
+        if rows is not None:
+            cut = request.sampling.top_k <= 0 and self.vocab_size > SUPPORT_CAP
+            metrics[f"{SAMPLING_SUPPORT.name}_capped"] = float(sum(len(r) >= SUPPORT_CAP for r in rows) if cut else 0)
+        return metrics
+
+
+def seed_of(run_seed: int, key: int) -> int:
+    """A request's seed for SGLang: 63 bits of a hash, so that neither neighbouring keys nor neighbouring runs are alike."""
+    digest = hashlib.blake2b(f"{run_seed}:{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _first(tokens: Sequence[int], wanted: Sequence[int]) -> int | None:
+    return next((i for i, token in enumerate(tokens) if token in wanted), None)

@@ -1,0 +1,56 @@
+"""Which tensors make an update of the weights complete.
+
+SGLang loads whatever it is sent and says nothing about what did not come, so an update with a hole would leave the weights of
+another version there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from miles_core import MilesError
+from miles_core.backend import Encoded
+
+#: A head tied to the embedding is in some checkpoints and not in others.
+_TIED = "lm_head.weight"
+
+
+class WeightNames:
+    """Holds every update against the names of the model's weights.
+
+    Args:
+        names: the tensors of the checkpoint that SGLang was started for, as they are called before a number format stores
+            them; none where they are not known, and then the first complete update says which they are.
+        tied: the model's head is its embedding.
+    """
+
+    def __init__(self, names: Collection[str] = (), tied: bool = False) -> None:
+        self.names, self._optional = set(names), {_TIED} if tied else set()
+        self._settled = bool(names)
+
+    def complete(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
+        """``units``, held against the names as they pass.
+
+        Raises:
+            MilesError: one that the model does not have, one that came twice, or, at the end, those that did not come.
+        """
+        seen: set[str] = set()
+        for unit in units:
+            if self._settled and unit.name not in self.names | self._optional:
+                raise MilesError(
+                    f"the update of the weights holds {unit.name}, which the model that SGLang serves does not have; trainer "
+                    "and engine must be started with the same --hf-checkpoint"
+                )
+            if unit.name in seen:
+                raise MilesError(f"the update of the weights holds {unit.name} twice")
+            seen.add(unit.name)
+            yield unit
+        missing = sorted(self.names - seen - self._optional)
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise MilesError(
+                f"the update of the weights is incomplete: {missing[0]}{more} did not come, and SGLang would keep the old "
+                "values without a word; only a complete update makes the engine usable again"
+            )
+        if not self._settled:
+            self.names, self._settled = seen, True

@@ -1,0 +1,36 @@
+"""A checkpoint with an MTP layer, made from one without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from miles_core import ConfigError
+from miles_embedded import add_layer, export_checkpoint, load_model
+from miles_speculative.config import SpeculativeConfig
+from miles_speculative.head import initialise, make_layer
+
+
+def convert(source: Path, target: Path, options: SpeculativeConfig) -> str:
+    """``miles convert --mtp-num-layers 1``: see ``with_mtp``."""
+    if options.mtp_num_layers != 1:
+        raise ConfigError(
+            f"--mtp-num-layers {options.mtp_num_layers}: one layer can be created, which drafts as often as wanted; give 1"
+        )
+    return f"wrote {with_mtp(source, target)}, with an MTP layer that starts as a copy of the last decoder layer"
+
+
+def with_mtp(source: Path | str, target: Path | str) -> Path:
+    """Write the checkpoint ``source`` with one MTP layer more, which starts as ``initialise`` says, into ``target``; returns it.
+
+    Raises:
+        CheckpointError: it cannot be read or written, or its family's layers cannot be run one by one.
+    """
+    model = load_model(source)
+    layer = make_layer(model)
+    add_layer(model, layer)
+    initialise(model, layer)
+    model.config.get_text_config().num_nextn_predict_layers = 1
+    export_checkpoint(model, AutoTokenizer.from_pretrained(source), target)
+    return Path(target)

@@ -1,0 +1,104 @@
+"""Where speculative plugs into the embedded backend: the layer in every model, its training beside the policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from miles_core import Batch, Context, Output, Unit, hookimpl
+from miles_embedded import is_embedded
+from miles_speculative.config import SpeculativeConfig
+from miles_speculative.draft import Draft
+from miles_speculative.draft_model import attach_model
+from miles_speculative.head import attach
+from miles_speculative.training import DraftTraining
+
+
+class EmbeddedSpeculative:
+    """The draft's layer, and its training."""
+
+    def __init__(self, options: SpeculativeConfig) -> None:
+        self.options = options
+        #: policy -> its draft in this process's trainer
+        self.drafts: dict[str, DraftTraining] = {}
+
+    @hookimpl
+    def on_model(self, run: Any, policy: Any, model: nn.Module, role: str) -> None:
+        if role not in ("train", "rollout", "shared") or not is_embedded(model):
+            return
+        draft: Draft
+        if self.options.draft_model_path is not None:
+            draft = attach_model(model, self.options.draft_model_path)
+        else:
+            start = run.config.model.ref_load or policy.hf_checkpoint or run.config.model.hf_checkpoint
+            draft = attach(model, start)
+        if role != "rollout":
+            self.drafts[policy.name] = DraftTraining(draft, self.options, run.config.rollout.temperature)
+
+    @hookimpl
+    def on_batch(self, run: Any, policy: Any) -> None:
+        every = self.options.reinit_interval
+        if every is not None and policy.name in self.drafts and run.step and run.step % every == 0:
+            self.drafts[policy.name].renew()
+
+    @hookimpl
+    def wrap_forward(self, run: Any, policy: Any) -> Any:
+        draft = self.drafts.get(policy.name)
+        if draft is None or not self.options.trained:
+            return None
+
+        def wrap(inner: Any) -> Any:
+            def forward(chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
+                output: Output = inner(chunk, micro_batch, ctx)
+                output.aux.update(draft.losses(micro_batch, ctx, run.step))
+                return output
+
+            return forward
+
+        return wrap
+
+    @hookimpl
+    def wrap_optimizer_step(self, policy: Any) -> Any:
+        draft = self.drafts.get(policy.name)
+        if draft is None or not draft.means:
+            return None
+
+        def wrap(inner: Any) -> Any:
+            def step() -> dict[str, float]:
+                metrics: dict[str, float] = inner()
+                draft.stepped()
+                return metrics
+
+            return step
+
+        return wrap
+
+    @hookimpl
+    def wrap_weights(self, policy: Any) -> Any:
+        draft = self.drafts.get(policy.name)
+        if draft is None or not draft.means:
+            return None
+
+        def wrap(inner: Any) -> Any:
+            def weights() -> Iterator[Unit]:
+                return draft.averaged(inner())
+
+            return weights
+
+        return wrap
+
+    @hookimpl
+    def on_save(self, policy: Any, store: Any) -> None:
+        draft = None if policy is None else self.drafts.get(policy.name)
+        if draft is not None and draft.means:
+            store.put("speculative", draft.means)
+
+    @hookimpl
+    def on_load(self, policy: Any, store: Any) -> None:
+        draft = None if policy is None else self.drafts.get(policy.name)
+        if draft is not None and draft.means:
+            saved, _ = store.get("speculative")
+            for name, mean in draft.means.items():
+                mean.copy_(saved[name])

@@ -1,0 +1,150 @@
+"""Whole runs with drafts: beside other plugins, trained or not, stopped and continued."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from miles_core import CheckpointError, ConfigError, PlanError
+from miles_core.observe.metrics import read
+from miles_embedded import decoder_layers, load_model
+from miles_speculative.head import attach, head_of
+
+OPTIONS = {"spec_lookahead": 3, "rollout_max_response_len": 12}
+
+
+def draft_of(model):
+    return {name: p.detach().clone() for name, p in head_of(model).parameters.items()}
+
+
+def policy_of(model):
+    draft = {id(p) for p in head_of(model).parameters.values()}
+    return {name: p.detach().clone() for name, p in model.named_parameters() if id(p) not in draft}
+
+
+def equal(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+def tensors(directory, step):
+    root = directory / "checkpoints" / f"step_{step:08d}"
+    return {(p.name, n): t for p in root.rglob("*.safetensors") for n, t in load_file(p).items()}
+
+
+@pytest.mark.parametrize("plugins", [["r3", "tis"], ["cpu_kernels"]], ids="+".join)
+def test_beside_other_plugins(toy_run, toy_model, plugins):
+    run = toy_run(["speculative", *plugins], hf_checkpoint=toy_model(), enable_mtp_training=True, **OPTIONS)
+    for record in run.metrics:
+        assert 0 < record["speculative/accept_rate"] < 1 and 1 < record["speculative/accept_length"] < 4
+        assert record["mismatch/abs_log_prob"] < 1e-4 and record["train/mtp"] > 0
+        assert record.get("r3/tokens_differing", 0) < 0.02
+    # the engine has the trainer's draft, and it is no longer the checkpoint's
+    assert equal(draft_of(run.engine.model), draft_of(run.trainer.model))
+    model = load_model(toy_model())
+    attach(model, toy_model())
+    assert not equal(draft_of(model), draft_of(run.engine.model))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int4"])
+def test_the_policys_gradient_is_the_same_to_the_bit(toy_run, toy_model, precision):
+    """With clipping active, over two optimiser steps, and in a number format, which quantises the draft too."""
+    given = {**OPTIONS, "hf_checkpoint": toy_model(), "steps": 1, "num_steps_per_rollout": 2, "clip_grad": 0.01}
+    if precision == "int4":
+        given |= {"train_precision": "int4", "rollout_precision": "int4", "int4_group_size": 16}
+    on, off = (toy_run(["speculative"], **given, enable_mtp_training=each) for each in (True, False))
+    assert on.metrics[0]["train/grad_norm"] == off.metrics[0]["train/grad_norm"] > 0.01
+    assert equal(policy_of(on.trainer.model), policy_of(off.trainer.model))
+    assert not equal(draft_of(on.trainer.model), draft_of(off.trainer.model))
+    assert on.metrics[0]["train/grad_norm/draft"] > 0
+    assert on.metrics[0]["mismatch/abs_log_prob"] < 1e-4
+
+
+def test_a_stopped_run_continues_to_the_bit(toy_run, toy_model, tmp_path):
+    given = {**OPTIONS, "hf_checkpoint": toy_model(), "enable_mtp_training": True, "draft_lr": 1e-2}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    toy_run(["speculative"], directory=whole, steps=3, **given)
+    toy_run(["speculative"], directory=parts, steps=2, **given)
+    toy_run(["speculative"], directory=None, load=parts, save=None, steps=3, **given)
+    assert equal(tensors(whole, 3), tensors(parts, 3))
+    assert (whole / "samples.jsonl").read_text() == (parts / "samples.jsonl").read_text()
+    rates = [[r["speculative/accept_rate"] for r in read(d / "metrics.jsonl")] for d in (whole, parts)]
+    assert rates[0] == rates[1]
+
+
+def test_the_model_keeps_its_own_layers(mtp_checkpoint):
+    checkpoint = mtp_checkpoint()
+    model = load_model(checkpoint)
+    attach(model, checkpoint)
+    assert len(decoder_layers(model)) == 2 and len(model.model.layers) == 3
+
+
+def test_the_running_mean_is_what_the_engine_drafts_with(toy_run, toy_model, tmp_path):
+    """Soft targets every second step, a running mean, a new start, stopped and continued."""
+    given = {
+        **OPTIONS,
+        "hf_checkpoint": toy_model(),
+        "online_sft_interval": 2,
+        "draft_lr": 1e-2,
+        "draft_ema_decay": 0.5,
+    }
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run = toy_run(["speculative"], directory=whole, steps=3, **given, reinit_draft_interval=2)
+    assert ["train/draft_kl" in r for r in run.metrics] == [False, True, False]
+    toy_run(["speculative"], directory=parts, steps=2, **given, reinit_draft_interval=2)
+    again = toy_run(["speculative"], directory=None, load=parts, save=None, steps=3, **given, reinit_draft_interval=2)
+    assert equal(tensors(whole, 3), tensors(parts, 3))
+    assert equal(draft_of(run.engine.model), draft_of(again.engine.model))
+    assert equal(policy_of(run.engine.model), policy_of(run.trainer.model))
+    # after two steps: half of what it was, half of what it became
+    before = tensors(parts, 2)
+    start = load_model(toy_model())
+    name = "model.layers.2.eh_proj.weight"
+    first = attach(start, toy_model()).parameters["eh_proj.weight"]
+    mean = (first + before["model.safetensors", name]) / 2
+    torch.testing.assert_close(before["speculative.safetensors", "eh_proj.weight"], mean)
+
+
+def test_a_trained_draft_comes_closer(toy_run, toy_model):
+    given = {"hf_checkpoint": toy_model(), "spec_lookahead": 2, "rollout_max_response_len": 12, "steps": 6, "lr": 1e-9}
+    run = toy_run(["speculative"], **given, online_sft_interval=1, draft_lr=1e-2)
+    kl = [r["train/draft_kl"] for r in run.metrics]
+    assert kl[-1] < 0.8 * kl[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hf_checkpoint": None}, "miles convert --mtp-num-layers 1"),
+        ({"spec_lookahead": 0}, "--spec-lookahead"),
+        ({"spec_lookahead": 99}, "--spec-lookahead"),
+        ({"draft_ema_decay": 0.9}, "--enable-mtp-training"),
+        ({"mtp_num_layers": 2}, "the checkpoint's first"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_sentence(toy_run, toy_model, options, message):
+    from miles_core.testing.toy import toy_files
+
+    given = {"hf_checkpoint": toy_model(), **OPTIONS} | options
+    given["hf_checkpoint"] = given["hf_checkpoint"] or toy_files() / "model"
+    with pytest.raises((PlanError, ConfigError), match=message):
+        toy_run(["speculative"], **given)
+
+
+def test_a_family_that_runs_every_layer_is_refused(mtp_checkpoint):
+    with pytest.raises(CheckpointError, match="cannot have a layer behind its own"):
+        mtp_checkpoint("gpt_oss")
+
+
+def test_convert_adds_the_layer(tmp_path, capsys):
+    from miles_core.cli.main import main
+    from miles_core.testing.toy import toy_files
+
+    words = ["convert", "--mtp-num-layers", "1", "--model-dir", str(toy_files() / "model")]
+    assert main([*words, "--save-dir", str(tmp_path / "out")]) == 0
+    assert "with an MTP layer" in capsys.readouterr().out
+    attach(load_model(tmp_path / "out"), tmp_path / "out")
+    assert main(words) == 2 and "needs --save-dir DIR" in capsys.readouterr().err
+    assert main([*words[:2], "2", *words[3:], "--save-dir", str(tmp_path / "two")]) == 2
+    assert "one layer can be created" in capsys.readouterr().err

@@ -1,0 +1,55 @@
+"""One run a directory, one process at a time, nothing left by a start that is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from miles_core.config.load import load
+from miles_core.errors import ConfigError, MilesError
+from miles_core.run.directory import LOCK, claimed
+
+HOLDER = """
+import os, sys, time
+from miles_core.config.load import load
+from miles_core.run.directory import claimed
+with claimed(load(["--save", sys.argv[1]], manifests=[])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def config(directory, *words):
+    return load(["--save", str(directory), *words], manifests=[])
+
+
+def test_a_second_writer_is_refused_until_the_first_is_gone_even_by_kill(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"held\n"
+        with (
+            pytest.raises(ConfigError, match=f"process {process.pid} on .* is writing this run"),
+            claimed(config(tmp_path / "run")),
+        ):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+    with claimed(config(tmp_path / "run")) as directory:
+        assert directory == tmp_path / "run"
+
+
+def test_a_refused_start_leaves_no_directory(tmp_path, toy_run):
+    with pytest.raises(MilesError, match="there is no prompt file"):
+        toy_run(directory=tmp_path / "new/run", prompt_data=tmp_path / "none.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_was_there_and_what_is_in_it_stay(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes.txt").write_text("mine")
+    with pytest.raises(RuntimeError), claimed(config(tmp_path / "run")):
+        raise RuntimeError
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"notes.txt", LOCK}
