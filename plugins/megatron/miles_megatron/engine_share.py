@@ -17,8 +17,7 @@ def engine_share(facts: Facts, a: Architecture, gpu: float, ranks: int) -> tuple
         ranks: of the trainer.
     """
     engine = facts.value("engine")
-    inline = facts.value("runtime") == "inline" and ranks == 1
-    if not inline and not facts.value("ray.colocate"):
+    if facts.value("runtime") != "inline" or ranks > 1:
         return 0.0, "on GPUs of its own"
     fraction = facts.value(f"{engine}.mem_fraction_static")
     if fraction is not None:

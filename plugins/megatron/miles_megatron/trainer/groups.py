@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,9 @@ def start_groups(s: Sizes, seed: int) -> World:
         )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if _started.get("sizes") != s:
+    if _started.get("groups") != (s, dist.group.WORLD):
         _start(s)
-        _started["sizes"] = s
+        _started["groups"] = (s, dist.group.WORLD)
     if torch.cuda.is_available():
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -45,8 +46,8 @@ def start_groups(s: Sizes, seed: int) -> World:
     return World(dist.get_rank(), s.ranks, parallel_state.get_data_parallel_rank(), s.dp)
 
 
-#: The sizes that this process's groups were made for.
-_started: dict[str, Sizes] = {}
+#: What this process's groups were made for: the sizes, and torch.distributed's group of all ranks.
+_started: dict[str, Any] = {}
 
 
 def _start(s: Sizes) -> None:

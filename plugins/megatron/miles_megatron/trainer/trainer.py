@@ -37,7 +37,6 @@ from miles_core.backend import (
     Trainer,
     Unit,
     World,
-    trained_tokens,
 )
 from miles_megatron.architecture import Architecture
 from miles_megatron.sizes import Sizes
@@ -208,7 +207,7 @@ class MegatronTrainer(Trainer):
         """See ``Trainer.log_probs``."""
         flights = self._flights(batch, kind, entropy)
         with self._as_reference() if kind == "ref" else torch.no_grad():
-            self._run(flights, None, None)
+            self._run(flights, None)
         return flatten(batch, flights, ("log_probs", "entropy") if entropy else ("log_probs",))
 
     @_on_cpu_too
@@ -217,12 +216,11 @@ class MegatronTrainer(Trainer):
     ) -> dict[str, tuple[float, float]]:
         """See ``Trainer.step``."""
         self.optimizer.fixed_lr = lr
-        tokens = self.sum(trained_tokens(batch))
         flights = self._flights(batch, "train", self.settings.entropy)
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        self._run(flights, loss or self.callbacks.loss, tokens)
+        self._run(flights, loss or self.callbacks.loss)
         stepped = self.callbacks.optimizer_step()
         metrics = {name: (float(total), float(weight)) for name, (total, weight) in merged(flights).items()}
         return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
@@ -231,7 +229,7 @@ class MegatronTrainer(Trainer):
         settings = self.settings
         return passes(batch, self.s, settings.micro_batch_size, settings.max_tokens, kind, entropy, self.device)
 
-    def _run(self, flights: list[Flight], loss: LossFunction | None, tokens: Tensor | None) -> None:
+    def _run(self, flights: list[Flight], loss: LossFunction | None) -> None:
         """All micro-batches through Megatron-Core's schedule; without a loss, without gradients."""
         train = loss is not None
         recompute = train and self.config.recompute_granularity is not None
