@@ -71,7 +71,7 @@ def test_an_engine_that_ignores_an_update_is_caught(toy_run, monkeypatch):
     async def ignore(self, units, version):
         if version == 2:
             list(units)
-            self._version = version
+            self._weights.version = version
         else:
             await take(self, units, version)
 
