@@ -94,7 +94,7 @@ class Rank:
 
     def take_snapshot(self, version: int) -> None:
         """See ``LearnerHandle.take_snapshot``."""
-        self.snapshot = snapshot(self.trainer.units(), self.codec, version)
+        self.snapshot = snapshot(self.trainer.units(everywhere=True), self.codec, version)  # every rank scores with it
 
     def rebuild(self, due: Precisions) -> None:
         """See ``LearnerHandle.rebuild``."""
