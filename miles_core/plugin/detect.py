@@ -166,13 +166,28 @@ def model_facts(checkpoint: str | None) -> list[Fact]:
     """
     if not checkpoint:
         return _unknown_model("no --hf-checkpoint was given")
+    config = model_config(checkpoint)
+    if config is None:
+        return _unknown_model(f"{checkpoint} is neither a directory nor in the local hub cache")
+    return config_facts(config)
+
+
+def model_config(checkpoint: str | None) -> dict[str, Any] | None:
+    """The ``config.json`` of a checkpoint, as it is; None where there is no checkpoint or a hub name is not in the local
+    cache.
+
+    Raises:
+        CheckpointError: as ``model_facts``.
+    """
+    if not checkpoint:
+        return None
     directory = Path(checkpoint).expanduser()
     if not directory.is_dir():
         if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
             raise CheckpointError(f"--hf-checkpoint {checkpoint}: no such directory")
         cached = _cached(checkpoint)
         if cached is None:
-            return _unknown_model(f"{checkpoint} is neither a directory nor in the local hub cache")
+            return None
         directory = cached
     path = directory / "config.json"
     try:
@@ -187,7 +202,7 @@ def model_facts(checkpoint: str | None) -> list[Fact]:
         raise CheckpointError(
             f"--hf-checkpoint {checkpoint}: its config.json holds {type(config).__name__}, not an object"
         )
-    return config_facts(config)
+    return config
 
 
 def _unknown_model(why: str) -> list[Fact]:
@@ -221,6 +236,7 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
     found["moe"] = (moe, origin)
     found["moe_layers"] = (len(moe_layers(inner)), origin) if moe else (0, origin)
     found["mtp_layers"] = (int(found["mtp_layers"][0] or 0), found["mtp_layers"][1])
+    found["context"] = _context(inner, *found["context"])
     quantisation = config.get("quantization_config") or inner.get("quantization_config") or {}
     method = quantisation.get("quant_method", "yes") if quantisation else "none"
     found["quantized"] = (method, f"config.json: {'' if quantisation else 'no '}quantization_config")
@@ -230,6 +246,24 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
         state = State.KNOWN if value is not None else State.NOT_APPLICABLE if name == "top_k" else State.UNKNOWN
         facts.append(Fact(f"model.{name}", value, origin, state))
     return facts
+
+
+#: Rotary embeddings whose frequencies depend on how long a sequence has become.
+_GROWING = ("dynamic", "longrope", "su")
+
+
+def _context(config: Mapping[str, Any], longest: Any, origin: str) -> tuple[Any, str]:
+    """The longest sequence whose tokens all have one set of rotary frequencies: behind the original limit of ``longrope`` and
+    ``dynamic`` they change with the length, so what was generated before it and what is scored behind it would differ."""
+    given = [config.get("rope_parameters"), config.get("rope_scaling")]
+    for rope in [
+        item for one in given if isinstance(one, dict) for item in (one, *one.values()) if isinstance(item, dict)
+    ]:
+        kind = rope.get("rope_type") or rope.get("type")
+        limit = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        if kind in _GROWING and limit and (longest is None or limit < longest):
+            return limit, f"config.json: {kind} changes its frequencies beyond original_max_position_embeddings={limit}"
+    return longest, origin
 
 
 def moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
