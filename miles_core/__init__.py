@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         PlanError,
         PluginError,
+        SyncError,
     )
     from miles_core.observe.environment import cpu_info
     from miles_core.plugin.format_plugin import format_plugin
@@ -66,7 +67,7 @@ __getattr__, __dir__ = looked_up(
         "miles_core.data.sample": "Sample Status",
         "miles_core.data.unit": "Unit",
         "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError "
-        "NonFiniteError PlanError PluginError",
+        "NonFiniteError PlanError PluginError SyncError",
         "miles_core.observe.environment": "cpu_info",
         "miles_core.plugin.format_plugin": "format_plugin",
         "miles_core.plugin.hint": "Hint Remedy above below fell jumped not_finite oscillates",
@@ -114,6 +115,7 @@ __all__ = [
     "Set",
     "StashKey",
     "Status",
+    "SyncError",
     "Unit",
     "__version__",
     "above",

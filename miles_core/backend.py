@@ -54,7 +54,10 @@ from miles_core.run.prepare import accept
 from miles_core.run.rank import Rank, Share, combined, divided
 from miles_core.schedule.paused import paused
 from miles_core.schedule.sync import SyncSchedule
+from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, rounded
 from miles_core.sync.copy import CopyTransport
+from miles_core.sync.device_memory import DeviceMemory
+from miles_core.sync.inbox import Inbox
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.learner import Learner
@@ -63,16 +66,19 @@ from miles_core.train.steps import optimiser_steps, step_count
 __all__ = [
     "ALONE",
     "AS_TRAINED",
+    "BLOCK",
     "BYTES",
     "PLAIN",
     "SAMPLING_SUPPORT",
     "VALUES",
     "Batch",
+    "Bucket",
     "Callbacks",
     "Codec",
     "Collector",
     "Context",
     "CopyTransport",
+    "DeviceMemory",
     "Emulation",
     "Encoded",
     "Engine",
@@ -80,6 +86,7 @@ __all__ = [
     "EngineWorker",
     "FormatItself",
     "Forward",
+    "Inbox",
     "InlineLearner",
     "InlineRuntime",
     "Interrupted",
@@ -130,6 +137,7 @@ __all__ = [
     "bounded",
     "check_same_model",
     "check_sides",
+    "checksum",
     "collate",
     "combined",
     "config_facts",
@@ -143,6 +151,8 @@ __all__ = [
     "paused",
     "precisions",
     "project",
+    "room_of",
+    "rounded",
     "same_plan",
     "shares",
     "snapshot",

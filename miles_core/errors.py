@@ -41,6 +41,10 @@ class NonFiniteError(MilesError):
     """NaN or infinity where a number should be; names the first tensor that holds it."""
 
 
+class SyncError(MilesError):
+    """Weights that did not arrive as they were sent. The engine has no complete version; a new push gives it one."""
+
+
 class MismatchError(MilesError):
     """Engine and trainer disagree beyond the tolerance (``gap``: ``miles_core.mismatch.gap.Gap``), or the engine serves
     older weights."""

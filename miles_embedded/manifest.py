@@ -41,6 +41,8 @@ plugin = Plugin(
             "keyed_sampling",
             "hot_update",
             "rebuild",
+            "shared_storage",
+            "transport:buckets",
         ),
         "trainer": ("entropy", "sampling_support", "routing_replay", "rebuild"),
     },

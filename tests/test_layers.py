@@ -32,7 +32,7 @@ LAYERS: list[dict[str, str]] = [
     {
         "rollout": "errors data config observe reward contracts",
         "train": "errors data plugin config checkpoint algorithm contracts",
-        "sync": "data precision contracts",
+        "sync": "errors data precision contracts",
     },
     {"schedule": "plugin contracts rollout"},
     {"mismatch": "errors stash version data plugin observe precision contracts rollout sync"},
@@ -50,7 +50,7 @@ LAYERS: list[dict[str, str]] = [
     },
     {
         "cli": "errors nearest version plugin config observe checkpoint precision contracts mismatch run launch convert demo",
-        "testing": "errors lookup version data plugin config observe precision contracts mismatch run remote launch demo",
+        "testing": "errors lookup version data plugin config observe precision contracts sync mismatch run remote launch demo",
     },
 ]
 

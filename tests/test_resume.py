@@ -8,8 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from miles_core.cli.main import main
+from miles_core.config.load import load
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.observe.metrics import read
+from miles_core.testing.toy import toy_arguments
 
 OPTIONS = {
     "rollout_shuffle": True,
@@ -84,7 +87,7 @@ def test_a_finished_run_has_nothing_to_continue(toy_run, tmp_path):
 
 def test_what_changed_since_the_checkpoint_is_said(toy_run, tmp_path):
     first = toy_run(directory=tmp_path / "run", steps=1, plugins=["tis"])
-    toy_run(directory=None, save=None, load=first.directory, steps=2, lr=2e-3)
+    toy_run(directory=None, save=None, load=first.directory, steps=2, lr=2e-3, plugins=["r3"])
     log = (first.directory / "run.log").read_text()
     assert "continuing with a change: train.lr was 0.001, is now 0.002" in log
     assert "continuing with a change: plugin tis was 0.1.0, is now absent" in log
@@ -127,3 +130,15 @@ def test_metrics_without_a_checkpoint_are_kept(toy_run, tmp_path):
         toy_run(directory=directory)
     (directory / "metrics.jsonl").write_text("")  # failed before its first step
     assert len(toy_run(directory=directory, steps=1).metrics) == 1
+
+
+def test_the_directory_alone_is_enough_to_go_on(tmp_path, capsys):
+    words = toy_arguments(["tis"], directory=tmp_path / "run", steps=1, log_level="error", tis_clip=1.5)
+    assert main(["train", *words]) == 0
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert main(["train", "--load", str(tmp_path / "moved/checkpoints/step_00000001"), "--num-rollout", "2"]) == 0
+    assert [record["step"] for record in read(tmp_path / "moved/metrics.jsonl")] == [1, 2]
+    config = load(["--load", str(tmp_path / "moved"), "--lr", "0.5"])
+    assert config.plugins == ("tis",) and config.plugin("tis").clip == 1.5 and config.train.lr == 0.5
+    assert config.rollout.batch_size == 2 and config.rollout.num_rollout == 2 and config.run.save is None
+    assert load(["--load", str(tmp_path / "moved"), "--plugins", "r3"]).plugins == ("r3",)

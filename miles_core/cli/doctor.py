@@ -145,6 +145,8 @@ def plugin_states(model: str | None) -> list[dict[str, str]]:
     for name in catalogue.names:
         row = {"name": name, "version": "", "summary": "", "source": catalogue.sources[name]}
         try:
+            if name in catalogue.broken:
+                raise PluginError(catalogue.broken[name])
             plugin = catalogue[name]
         except PluginError as error:
             rows.append({**row, "state": "broken", "why": str(error)})

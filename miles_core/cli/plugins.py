@@ -60,6 +60,8 @@ def _row(name: str, catalogue: Catalogue, facts: Facts, enabled: Sequence[str]) 
 
     row = {"name": name, "distribution": catalogue.sources[name]}
     try:
+        if name in catalogue.broken:
+            raise PluginError(catalogue.broken[name])
         plugin = catalogue[name]
         hooks = " ".join(hooks_of(plugin))
     except PluginError as error:

@@ -46,7 +46,9 @@ class Run:
     save: Path | None = option(
         None, help="run directory: configuration, plan, metrics, checkpoints, report (default: runs/<name>-<time>)"
     )
-    load: Path | None = option(None, help="run directory or checkpoint to resume from")
+    load: Path | None = option(
+        None, help="run directory or checkpoint to go on from; its options hold where no other value is given"
+    )
     save_interval: int | None = option(None, help="write a checkpoint every N rollouts (and always at the end)", ge=1)
     keep: int | None = option(
         None, help="keep the last N checkpoints and delete older ones (default: keep all)", metavar="N", ge=1

@@ -1,19 +1,24 @@
-"""From argv, files and the environment to a checked ``Config``: default < environment < file < flag."""
+"""From argv, files and the environment to a checked ``Config``: default < environment < continued run < file < flag."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from miles_core.config import elsewhere, file, value
 from miles_core.config.config import Config
 from miles_core.config.flags import Assignment, Source, parse
 from miles_core.config.rules import broken
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
-from miles_core.errors import ConfigError
+from miles_core.errors import ConfigError, PluginError
 from miles_core.plugin.manifest import Plugin
+
+if TYPE_CHECKING:
+    from miles_core.plugin.discovery import Catalogue
 
 PLUGINS = f"{ROOT}.plugins"
 #: What messages call a configuration that came from another process.
@@ -38,9 +43,16 @@ def load(
         PluginError: a plugin's manifest cannot be loaded, or two packages declare one flag differently.
     """
     files = {path: file.read(path) for path in _peek(argv, "--config")}
-    schema = collect(_installed(argv, files) if manifests is None else manifests)
+    before = _continued(argv)
+    schema = collect(_installed(argv, {**files, **before}) if manifests is None else manifests)
     given = parse(schema, argv)
     problems = given.problems
+    for path, entries in before.items():
+        found, wrong = file.assignments(_still_meant(entries, schema, argv), schema, path, rank=0)
+        given.assignments += [
+            dataclasses.replace(a, rank=a.rank - 2) for a in found
+        ]  # weaker than any file that is named
+        problems += wrong
     for rank, path in enumerate(given.files):
         found, wrong = file.assignments(files[path], schema, path, rank)
         given.assignments += found
@@ -61,24 +73,69 @@ def loads(text: str, manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Conf
     return _checked(schema, *file.assignments(file.read_yaml(text, SENT), schema, SENT, 0))
 
 
+def _continued(argv: Sequence[str]) -> dict[str, list[file.Entry]]:
+    """The configuration of the run that ``--load`` continues, which holds where nothing else is said; by its path."""
+    for given in _peek(argv, "--load")[-1:]:
+        source = Path(given).expanduser().resolve()
+        for directory in (source, source.parent, source.parent.parent):  # a run, its checkpoints, one of them
+            if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
+                path = str(directory / "config.yaml")
+                return {path: file.read(path)}
+    return {}
+
+
+def _still_meant(entries: list[file.Entry], schema: Schema, argv: Sequence[str]) -> list[file.Entry]:
+    """A continued run's entries without the places of that run, and without the options of plugins that ``--plugins`` leaves out."""
+    named = [word for text in _peek(argv, "--plugins") for word in text.split(",")]
+    gone = {t for t, owner in schema.owners.items() if named and owner != CORE and owner not in named}
+
+    def kept(entry: file.Entry) -> file.Entry:
+        children = entry.children
+        if entry.key == ROOT and children is not None:
+            children = tuple(c for c in children if c.key not in ("save", "load", "plugins" if named else ""))
+        elif entry.key == file.DEFAULTS and children is not None:
+            children = tuple(kept(c) for c in children if c.key not in gone)
+        return dataclasses.replace(entry, children=children)
+
+    return [kept(entry) for entry in entries if entry.key not in gone]
+
+
 def schema_for(argv: Sequence[str]) -> Schema:
     """What can be configured here, the single-file plugins of this command line included (``--help`` shows it)."""
     return collect(_installed(argv, {path: file.read(path) for path in _peek(argv, "--config")}))
 
 
-def _installed(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Mapping[str, Plugin]:
+def _installed(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Catalogue:
     """The manifests of all installed plugins, and of the single files that ``--plugins`` names.
 
     Raises:
-        PluginError: a plugin that ``--plugins`` names cannot be imported; others that cannot are left out.
+        PluginError: a plugin that ``--plugins`` names cannot be imported, or two of them cannot be had together; others are
+            left out.
     """
     from miles_core.plugin.discovery import discover
 
     catalogue = discover()
-    for name in _named_plugins(argv, files):
-        if is_local(name) or name in catalogue:
-            catalogue.request(name)
+    wanted = [catalogue.request(n) for n in _named_plugins(argv, files) if is_local(n) or n in catalogue]
+    set_aside_rivals(catalogue, wanted)
     return catalogue
+
+
+def set_aside_rivals(catalogue: Catalogue, wanted: Sequence[str] = ()) -> None:
+    """Two installed plugins may want one flag, alias or variable: that is no matter until both take part. Of those that cannot be
+    had together the wanted ones stay, then the first by name; the others become ``broken``, with the reason."""
+    try:
+        collect(catalogue)
+        return
+    except PluginError:
+        pass  # some two of them
+    kept = [catalogue[name] for name in wanted]
+    collect(kept)
+    for plugin in [p for name, p in catalogue.items() if name not in wanted]:
+        try:
+            collect([*kept, plugin])
+            kept.append(plugin)
+        except PluginError as error:
+            catalogue.set_aside(plugin.name, str(error))
 
 
 def _peek(argv: Sequence[str], flag: str) -> list[str]:
@@ -222,6 +279,13 @@ class _Loading:
             self.origins.setdefault(PLUGINS, ", ".join(origins.values()))
         return origins
 
+    def _providers(self) -> set[str]:
+        """Who provides a part that is in force, also one that nobody chose."""
+        found = (
+            o.providers.get(self.values.get(path, o.default)) for path, o in self.schema.options.items() if o.info.part
+        )
+        return {name for names in found for name in names or ()}
+
     def _name_of(self, spec: str) -> str:
         """The plugin's name for an item of ``--plugins``; a single file is known by its path."""
         if not is_local(spec):
@@ -231,7 +295,7 @@ class _Loading:
         return name_of_file(spec)
 
     def _refuse_idle_plugins(self, by_path: Mapping[str, list[Assignment]], plugins: Sequence[str]) -> None:
-        possible = {CORE, *_with_requirements(self.schema, plugins)}
+        possible = {CORE, *_with_requirements(self.schema, plugins), *self._providers()}
         for path, given in by_path.items():
             last = given[-1]
             option = self.schema.options.get(path)

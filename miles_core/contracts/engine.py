@@ -89,8 +89,8 @@ class Response:
 
 class Engine(ABC):
     """A rollout engine. ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``,
-    ``token_versions``, ``draft``, ``keyed_sampling``, ``rebuild``, and ``transport:NAME`` for each transport whose
-    messages ``receive`` takes."""
+    ``token_versions``, ``draft``, ``keyed_sampling``, ``rebuild``, ``shared_storage``, and ``transport:NAME`` for each transport
+    whose messages ``receive`` takes."""
 
     capabilities: frozenset[str] = frozenset()
     #: type its cache keeps keys and values in, "" for the model's own
@@ -120,7 +120,8 @@ class Engine(ABC):
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         """Take one message of a transport in another process: plain data whose meaning the two agree on (names and
         shapes of a bucket about to be broadcast, memory handles, a path). Sent between ``pause`` and ``resume``; with
-        ``last`` the engine serves ``version``. After a failure only a complete new update makes it usable."""
+        ``last`` the engine serves ``version``. After a failure only a complete new update makes it usable. ``miles_core.backend.Inbox``
+        reads buckets of encoded tensors (transport ``buckets``). SyncError: they did not come as they were sent."""
         raise NotImplementedError(f"{type(self).__name__} takes weights in its own process only")
 
     @property
@@ -149,6 +150,12 @@ class Engine(ABC):
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
         """Take encoded tensors, all of them, as ``version``. In-flight requests must be
         paused or absent."""
+
+    async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
+        """As ``update_weights``, and from then on the engine reads tensors that travel as they are and are ``lasting`` where
+        they lie, in the trainer's memory: an update that finds them there copies nothing of them. Returns the bytes that were
+        copied. For an engine in the trainer's process that never generates while the trainer steps; capability ``shared_storage``."""
+        raise NotImplementedError(f"{type(self).__name__} keeps weights of its own")
 
     @abstractmethod
     async def pause(self, mode: PauseMode = "abort") -> None:

@@ -66,7 +66,11 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "engine": (("run", "policy"), "miles_core.contracts.engine.Engine", "rollout worker"),
     "decoder": (("run", "policy", "engine"), "what the engine's scheduler calls at each step", "rollout worker"),
     "schedule": (("run", "collector", "parts"), "miles_core.contracts.schedule.Schedule", "driver"),
-    "transport": (("run", "policy", "engine"), "miles_core.contracts.transport.Transport", "every trainer rank"),
+    "transport": (
+        ("run", "policy", "engine", "world"),
+        "miles_core.contracts.transport.Transport",
+        "every trainer rank",
+    ),
     "advantage": (("run",), "f(AdvantageInputs) -> Tensor[tokens]", "every trainer rank"),
     "reward": (("run",), "async f(args, sample) -> float | dict", "rollout worker"),
 }

@@ -88,8 +88,9 @@ class LearnerHandle(ABC):
         """Train, and encode what is pushed, in another precision from now on."""
 
     @abstractmethod
-    async def push(self, version: int) -> SyncReport:
-        """Encode the weights and deliver them to the policy's engine as ``version``."""
+    async def push(self, version: int, plain: bool = False) -> SyncReport:
+        """Encode the weights and deliver them to the policy's engine as ``version``. With ``plain`` by core's copy, now and from
+        then on. SyncError when they did not arrive."""
 
     @abstractmethod
     async def save(self, directory: Path) -> None:

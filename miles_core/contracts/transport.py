@@ -7,20 +7,25 @@ collectives and deltas are plugins. Bytes are counted there, on what travels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from miles_core.data.unit import Encoded
+from miles_core.precision.format import Stored
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight sync: version, bytes that travelled, tensors, seconds."""
+    """One weight sync: version, bytes that travelled, tensors, seconds; ``metrics`` are the transport's own numbers, which
+    become metrics ``sync/NAME``."""
 
     version: int
     nbytes: int
     tensors: int
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Transport(ABC):
@@ -30,6 +35,12 @@ class Transport(ABC):
     #: every rank needs every unit (memory handles), not one rank each (broadcast, files)
     everywhere: bool = False
 
+    def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
+        """Where the codes of a weight that is about to be sent are to be written, stored name -> tensor; None for new tensors,
+        which ``send`` then copies."""
+        return None
+
     @abstractmethod
     async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
-        """Consume ``units``; when this returns the engine serves ``version``."""
+        """Consume ``units``, all of them also after a failure (they may be a collective); when this returns the engine serves
+        ``version``. SyncError when they did not arrive: the driver then pushes again."""

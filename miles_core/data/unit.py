@@ -20,19 +20,23 @@ from torch import Tensor
 
 @dataclass
 class Unit:
-    """Tensors of the model copy, checkpoint name -> tensor. Storage may be reused after the iterator moves on."""
+    """Tensors of the model copy, checkpoint name -> tensor. Storage may be reused after the iterator moves on, unless they are
+    ``lasting``: views of the trainer's own parameters, which stay where they are and which its next step changes."""
 
     tensors: dict[str, Tensor]
+    lasting: bool = False
 
 
 @dataclass
 class Encoded:
     """One checkpoint tensor as stored: ``name`` is the plain name (``...q_proj.weight``), ``parts`` maps stored names
-    (``...q_proj.weight``, ``...q_proj.weight_scale_inv``) to tensors, ``format`` is a format's name or "" for as is."""
+    (``...q_proj.weight``, ``...q_proj.weight_scale_inv``) to tensors, ``format`` is a format's name or "" for as is, ``lasting``
+    as for ``Unit``."""
 
     name: str
     parts: dict[str, Tensor] = field(default_factory=dict)
     format: str = ""
+    lasting: bool = False
 
     @property
     def nbytes(self) -> int:

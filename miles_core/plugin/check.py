@@ -76,6 +76,7 @@ def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, 
             _rule(checked, plugin.name, rule, checked.facts)
         for rule in plugin.recommends:
             _advise(checked, plugin.name, rule, checked.facts)
+        _notes(checked, plugin)
         _uses(checked, plugin)
         _hooks(checked, plugin)
     _orphans(checked, facts)
@@ -140,6 +141,16 @@ def _advise(checked: Checked, who: str, rule: Rule, facts: Facts) -> None:
     plugins = [p.name.partition(".")[2] for p in parts if isinstance(p, Compare) and p.name.startswith("plugin.")]
     wanted = f"--plugins {','.join(plugins)}" if len(plugins) == len(parts) else rule.needs
     checked.advice.append(f"{who} recommends {wanted}: {rule.because}")
+
+
+def _notes(checked: Checked, plugin: Plugin) -> None:
+    """The plugin's sentences whose condition holds."""
+    for condition, sentence in plugin.notes.items():
+        try:
+            if evaluate(condition, checked.facts.lookup) is Truth.TRUE:
+                checked.advice.append(f"{plugin.name}: {sentence}")
+        except RuleError as error:
+            checked.problems.append(Problem(plugin.name, repr(condition), str(error), verb="has a broken note:"))
 
 
 def _version(checked: Checked, plugin: Plugin) -> None:

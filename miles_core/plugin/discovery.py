@@ -20,6 +20,7 @@ from typing import Any
 
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
+from miles_core.plugin.declared import mistakes
 from miles_core.plugin.facts import distribution
 from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import MARK
@@ -78,6 +79,10 @@ class Catalogue(Mapping[str, Plugin]):
     def names(self) -> list[str]:
         """Every name, without importing anything; files first."""
         return sorted({*self._points, *self._loaded}, key=lambda n: (n in self._points, n))
+
+    def set_aside(self, name: str, why: str) -> None:
+        """Leave an installed plugin out, as one that cannot be imported is left out: ``broken`` says why."""
+        self.broken[name] = f"{name} ({self.sources[name]}): {why}"
 
     def request(self, wanted: str) -> str:
         """Make sure a plugin asked for on the command line can be used.
@@ -146,6 +151,8 @@ class Catalogue(Mapping[str, Plugin]):
             raise PluginError(
                 f"plugin {name!r} ({source}): {point.value} is {type(plugin).__name__}, not a miles_core.Plugin"
             )
+        if wrong := list(mistakes(plugin)):
+            raise PluginError(f"plugin {name!r} ({source}): {'; '.join(wrong)}")
         if plugin.name != name:
             raise PluginError(
                 f"plugin {name!r} ({source}): its manifest calls itself {plugin.name!r}; "
@@ -205,6 +212,8 @@ def _localised(plugin: Any, module: ModuleType, path: Path) -> Plugin:
     """A file's manifest with ``"Class"`` written out as ``"module:Class"``."""
     if not isinstance(plugin, Plugin):
         raise PluginError(f"--plugins {path}: its 'plugin' is {type(plugin).__name__}, not a miles_core.Plugin")
+    if wrong := list(mistakes(plugin)):
+        raise PluginError(f"--plugins {path}: {'; '.join(wrong)}")
 
     def full(target: str) -> str:
         return target if ":" in target else f"{module.__name__}:{target}"

@@ -87,6 +87,7 @@ class Plugin:
             driver's installation lacks one.
         requires: rules that must hold. A rule ``plugin.x`` activates x.
         recommends: advice, printed and never enforced.
+        notes: condition -> a sentence that the plan tells the user where it holds, such as which of several ways is taken.
         claims: exclusive slots, slot -> reason; two active claimants of one slot conflict.
         pairs: supported precision cells.
         before, after: names of plugins this one comes before or after in every chain.
@@ -120,6 +121,7 @@ class Plugin:
     modules: Mapping[str, str] = field(default_factory=dict)
     requires: tuple[Rule, ...] = ()
     recommends: tuple[Rule, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
     claims: Mapping[str, str] = field(default_factory=dict)
     pairs: tuple[Pair, ...] = ()
     before: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ to BF16 here, for every side. Weights are encoded again at every sync; nothing i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from miles_core.data.unit import Encoded, Unit
 from miles_core.errors import CheckpointError, ConfigError, MilesError
-from miles_core.precision.format import Format, part_name
+from miles_core.precision.format import Format, Stored, part_name
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
 from miles_core.precision.selector import Selector, Shape
 
@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 #: The model copy's dtype: what every number format quantises, whatever dtype a weight is held or stored in.
 COPY = torch.bfloat16
+
+#: Where a weight's codes are to be written: stored name -> tensor; None makes new tensors. Given its name and what it is stored as.
+Room = Callable[[str, Mapping[str, Stored]], dict[str, Tensor] | None]
 
 
 class Codec:
@@ -83,8 +86,12 @@ class Codec:
         """Whether the format applies to a tensor, of those that are encoded under a name of their own."""
         return self.reason(name, shape) is None
 
-    def encode(self, units: Iterable[Unit]) -> Iterator[Encoded]:
+    def encode(self, units: Iterable[Unit], room: Room | None = None) -> Iterator[Encoded]:
         """Encoded tensors in the order of the stream.
+
+        Args:
+            units: the export stream.
+            room: asked for each weight that is quantised, just before.
 
         Raises:
             MilesError: a weight that holds NaN or Inf, or that the format cannot store; names the tensor.
@@ -98,7 +105,7 @@ class Codec:
             if not self._checked:
                 seen |= {name: tuple(tensor.shape) for name, tensor in unit.tensors.items()}
             for part in self.parts(unit):
-                yield from self._encode(part.tensors)
+                yield from self._encode(part, room)
         self.check(seen)
 
     def check(self, shapes: Mapping[str, Shape]) -> list[str]:
@@ -122,31 +129,27 @@ class Codec:
         for name, tensor in unit.tensors.items():
             experts = self.experts(name, tuple(tensor.shape))
             for index, members in groupby(experts, lambda x: x.index):
-                yield Unit({x.name: x.of(tensor[index]) for x in members})
+                yield Unit({x.name: x.of(tensor[index]) for x in members}, unit.lasting)
             if not experts:
                 rest[name] = tensor
         if rest:
-            yield Unit(rest)
+            yield Unit(rest, unit.lasting)
 
     def encode_unit(self, unit: Unit) -> list[Encoded]:
         """One unit's tensors, in its order; each is rounded to BF16 before, coupled weights share their statistics."""
-        return [encoded for part in self.parts(unit) for encoded in self._encode(part.tensors)]
+        return [encoded for part in self.parts(unit) for encoded in self._encode(part)]
 
     @torch.no_grad()
-    def _encode(self, tensors: dict[str, Tensor]) -> list[Encoded]:
-        format = self.format
+    def _encode(self, unit: Unit, room: Room | None = None) -> list[Encoded]:
+        format, tensors = self.format, unit.tensors
+        plain = {name: Encoded(name, {name: tensor}, lasting=unit.lasting) for name, tensor in tensors.items()}
         if format is None:
-            return [Encoded(name, {name: tensor}) for name, tensor in tensors.items()]
+            return list(plain.values())
         chosen = {n: t.to(COPY) for n, t in tensors.items() if self.quantises(n, tuple(t.shape))}
         for name, tensor in chosen.items():
             _check(format, name, tensor)
         stats = _shared_stats(format, chosen, list(tensors))
-        return [
-            Encoded(n, named(n, format.quantize(chosen[n], stats[n])), format.name)
-            if n in chosen
-            else Encoded(n, {n: t})
-            for n, t in tensors.items()
-        ]
+        return [_quantized(format, n, chosen[n], stats[n], room) if n in chosen else plain[n] for n in tensors]
 
     def _experts(self, name: str, shape: Shape) -> list[Expert]:
         """What is in a joined tensor, whether or not it is taken apart."""
@@ -175,6 +178,15 @@ class Codec:
 def named(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """A format's parts under the names they are stored by."""
     return {part_name(name, suffix): tensor for suffix, tensor in parts.items()}
+
+
+def _quantized(format: Format, name: str, weight: Tensor, stats: Tensor | None, room: Room | None) -> Encoded:
+    out = None
+    if room is not None:
+        stored = {part_name(name, s.suffix): s for s in format.storage((weight.shape[0], weight.shape[1]))}
+        given = room(name, stored)
+        out = None if given is None else {s.suffix: given[part] for part, s in stored.items()}
+    return Encoded(name, named(name, format.quantize(weight, stats, out)), format.name)
 
 
 def _check(format: Format, name: str, weight: Tensor) -> None:

@@ -86,8 +86,8 @@ class InlineLearner(LearnerHandle):
     async def rebuild(self, precisions: Precisions) -> None:
         self.rank.rebuild(precisions)
 
-    async def push(self, version: int) -> SyncReport:
-        return await self.rank.push(version)
+    async def push(self, version: int, plain: bool = False) -> SyncReport:
+        return await self.rank.push(version, plain)
 
     async def save(self, directory: Path) -> None:
         self.rank.save(directory)

@@ -34,7 +34,8 @@ def catalogue_for(config: Config) -> Catalogue:
     Raises:
         PluginError: a plugin asked for is not installed, installed twice or cannot be imported.
     """
-    catalogue = discover()
+    known = config.schema.manifests
+    catalogue = known if isinstance(known, Catalogue) else discover()
     for wanted in config.run.plugins:
         catalogue.request(wanted)
     return catalogue

@@ -24,6 +24,7 @@ from miles_core.data.sample import Sample
 from miles_core.data.world import World, shares
 from miles_core.precision.schedule import Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
+from miles_core.sync.copy import CopyTransport
 from miles_core.sync.precision import make_codec
 from miles_core.train.learner import Learner
 from miles_core.train.steps import optimiser_steps
@@ -58,6 +59,7 @@ class Rank:
         self.precisions = precisions(run.config, 0)
         self.codec = make_codec(run, policy)
         self.snapshot: Snapshot | None = None
+        self._engine: Engine | None = None
         self._transport: Transport | None = None
 
     @property
@@ -67,9 +69,14 @@ class Rank:
 
     def connect(self, engine: Engine) -> None:
         """Weights go to ``engine`` from now on (it may be a front of engines in other processes)."""
-        run = self.run
+        run, self._engine = self.run, engine
         self._transport = run.hooks.make(
-            "transport", run.config.run.transport, run=run, policy=self.learner.policy, engine=engine
+            "transport",
+            run.config.run.transport,
+            run=run,
+            policy=self.learner.policy,
+            engine=engine,
+            world=self.world,
         )
 
     def learn(self, share: Share, step: int) -> Pairs:
@@ -96,12 +103,14 @@ class Rank:
         self.precisions = due
         self.codec = make_codec(self.run, self.learner.policy, due.rollout)
 
-    async def push(self, version: int) -> SyncReport:
-        """Encode this rank's part of the weights and send it as ``version``."""
-        if self._transport is None:
+    async def push(self, version: int, plain: bool = False) -> SyncReport:
+        """Encode this rank's part of the weights and send it as ``version``; see ``LearnerHandle.push``."""
+        if self._engine is None or self._transport is None:
             raise RuntimeError("this rank was not connected to an engine")
+        if plain:
+            self._transport = CopyTransport(self._engine)
         units = self.learner.units(self._transport.everywhere)
-        return await self._transport.send(self.codec.encode(units), version)
+        return await self._transport.send(self.codec.encode(units, self._transport.room), version)
 
     def save(self, directory: Path) -> None:
         """Write this rank's share of a checkpoint."""

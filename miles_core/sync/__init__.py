@@ -2,5 +2,6 @@
 
 A sync has four stages in four places: the trainer yields units (``contracts.trainer``), plugins change the stream
 (``wrap_weights``), the codec encodes it (``precision.codec``), and a transport moves the bytes. The transport within one
-process is here (``copy``), and so is the switch to another precision while a run goes on (``precision``).
+process is here (``copy``), the buckets that others send (``bucket``) and engines take (``inbox``), what happens when weights
+do not arrive (``push``), and the switch to another precision while a run goes on (``precision``).
 """

@@ -22,10 +22,11 @@ import pytest
 from miles_core.contracts.engine import Engine, Response, Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.unit import Encoded
-from miles_core.errors import MilesError
+from miles_core.errors import MilesError, SyncError
 from miles_core.mismatch.same_model import COMPARED
 from miles_core.plugin.detect import model_facts
 from miles_core.testing.asking import ask, start, under_way
+from miles_core.testing.stored import buckets, stored_units
 from miles_core.testing.tiny import tiny_checkpoint, tiny_tokenizer
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4, 5, 6], [3, 4, 5, 6]]
@@ -347,6 +348,29 @@ class EngineContract:
         runner.run(engine.update_weights(units, version + 1))
         assert len(ask(runner, engine, PROMPTS[:1], FREE)[0].tokens) == 10
 
+    def test_buckets_are_taken_whole_or_not_at_all(
+        self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path], tmp_path: Path
+    ) -> None:
+        self._needs(engine, "transport:buckets")
+        old, before = engine.version, ask(runner, engine, PROMPTS, GREEDY)
+        in_a_file, in_messages = buckets(checkpoints[1], tmp_path / "bucket"), buckets(checkpoints[0])
+        for number, message in enumerate(in_a_file):
+            runner.run(engine.receive(message, old + 1, number == len(in_a_file) - 1))
+        assert engine.version == old + 1
+        assert [r.tokens for r in ask(runner, engine, PROMPTS, GREEDY)] != [r.tokens for r in before]
+        runner.run(engine.receive(in_messages[0], old + 2, False))
+        with pytest.raises(SyncError, match="checksum"):
+            runner.run(engine.receive({**in_messages[1], "checksum": 1}, old + 2, True))
+        assert engine.version == old + 1
+        with pytest.raises(MilesError):  # half a version answers nothing
+            ask(runner, engine, PROMPTS[:1], GREEDY)
+        with pytest.raises(SyncError, match="bucket 1"):
+            runner.run(engine.receive(in_messages[1], old + 2, True))
+        for number, message in enumerate(in_messages):
+            runner.run(engine.receive(message, old + 2, number == len(in_messages) - 1))
+        assert engine.version == old + 2
+        assert [r.tokens for r in ask(runner, engine, PROMPTS, GREEDY)] == [r.tokens for r in before]
+
     def test_sleep_and_wake(self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path]) -> None:
         before = ask(runner, engine, PROMPTS, GREEDY)
         runner.run(engine.sleep())
@@ -359,11 +383,3 @@ class EngineContract:
         lacking = set(capabilities) - engine.capabilities
         if lacking:
             pytest.skip(f"the engine lacks {', '.join(sorted(lacking))}")
-
-
-def stored_units(checkpoint: Path) -> list[Encoded]:
-    """A checkpoint's tensors as plain units."""
-    from safetensors.torch import load_file
-
-    tensors = load_file(checkpoint / "model.safetensors")
-    return [Encoded(name, {name: tensor}) for name, tensor in tensors.items()]

@@ -23,7 +23,8 @@ from miles_core.mismatch.parity import check, probes
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.testing.asking import ask
-from miles_core.testing.engine_contract import FREE, GREEDY, PROMPTS, Limits, stored_units
+from miles_core.testing.engine_contract import FREE, GREEDY, PROMPTS, Limits
+from miles_core.testing.stored import stored_units
 from miles_core.testing.tiny import tiny_checkpoint
 
 

@@ -102,7 +102,9 @@ class Learner:
     def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
         """One supervised step on prompt/response pairs."""
         batch = collate(samples)
-        batch.columns["loss_weight"] = loss_weights(batch.mask, batch.lengths, batch.rollout, "token_mean")
+        batch.columns["loss_weight"] = loss_weights(
+            batch.mask, batch.lengths, batch.rollout, "token_mean", sum=self.trainer.sum
+        )
         metrics = self.trainer.step(batch, loss=supervised_loss, lr=lr)
         self.intact = True
         return metrics

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
+from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
@@ -29,12 +30,11 @@ from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks
 from miles_embedded.engine.runner import Fed, Runner
 from miles_embedded.engine.scheduler import Row, Scheduler
 from miles_embedded.engine.settings import Settings
+from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import facts_of
-from miles_embedded.model.load_units import load_units
 from miles_embedded.model.nonfinite import first_nonfinite
-from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.linear import linear_shapes
 
 
@@ -48,16 +48,14 @@ class EmbeddedEngine(Engine):
         self.decoder = settings.decoder
         config = text_configuration(model)
         self.max_context = settings.max_context or config.max_position_embeddings
-        self.codec = settings.codec
-        self._inputs = self._rounded_inputs()
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype)
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
         self.rows: list[Row] = []
         self._joining: list[Row] = []
         self._prefixes = Prefixes(self.runner)
-        self._version = -1
-        self._usable, self._paused, self._stopped = True, False, False
+        self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._prefixes.retire)
+        self._paused, self._stopped = False, False
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
@@ -66,7 +64,12 @@ class EmbeddedEngine(Engine):
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._weights.version
+
+    @property
+    def codec(self) -> Codec:
+        """What reads encoded weights now."""
+        return self._weights.codec
 
     async def start(self) -> None:
         self._stopped = self._paused = False
@@ -98,12 +101,16 @@ class EmbeddedEngine(Engine):
         return [results[i] for i in range(len(sequences))]
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
-        if not self._paused and (self.rows or self.scheduler.waiting):
-            raise RuntimeError(f"update_weights with {len(self.rows)} requests in flight: pause or abort them first")
-        self._usable = False
-        load_units(self.model, self._inputs.taking(units), self.codec.decode)
-        self._version, self._usable = version, True
-        self._prefixes.retire()
+        self._quiet("update_weights")
+        self._weights.update(units, version)
+
+    async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
+        self._quiet("share_weights")
+        return self._weights.update(units, version, share=True)
+
+    async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
+        self._quiet("receive")
+        self._weights.receive(message, version, last)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._paused = True
@@ -137,17 +144,8 @@ class EmbeddedEngine(Engine):
         self._prefixes.clear()
 
     async def rebuild(self, precision: str) -> None:
-        """Weights always lie here as plain numbers, beside the codes of native products: a precision is how they are
-        read, and how products read their inputs."""
-        if not self._paused and (self.rows or self.scheduler.waiting):
-            raise RuntimeError(f"rebuild with {len(self.rows)} requests in flight: pause or abort them first")
-        if self.settings.codec_of is None:
-            raise RuntimeError("this engine was built without a way to make other codecs (Settings.codec_of)")
-        self._inputs.remove()
-        self.codec = self.settings.codec_of(precision)
-        self._inputs = self._rounded_inputs()
-        self._usable = False
-        self._prefixes.retire()
+        self._quiet("rebuild")
+        self._weights.rebuild(precision)
 
     def quantizer(self, format: Format) -> FormatItself:
         """There is no other code here than the format's own."""
@@ -155,10 +153,10 @@ class EmbeddedEngine(Engine):
 
     @property
     def native_products(self) -> bool:  # type: ignore[override]
-        return bool(self._inputs.layers)
+        return bool(self._weights.inputs.layers)
 
     def emulated_products(self) -> AbstractContextManager[None]:
-        return self._inputs.emulated()
+        return self._weights.inputs.emulated()
 
     def model_facts(self) -> Mapping[str, Any]:
         return facts_of(self.model)
@@ -236,7 +234,7 @@ class EmbeddedEngine(Engine):
 
     @torch.no_grad()
     def _step(self) -> None:
-        if not self._usable:
+        if not self._weights.complete:
             raise MilesError(
                 "the engine has no complete weights (an update failed part-way, or its layout changed); it cannot "
                 "generate until an update succeeds"
@@ -246,7 +244,7 @@ class EmbeddedEngine(Engine):
             self._admit()
             if self.rows:
                 emitted = self.decoder.step(self, self.rows)
-                self._finish(self.scheduler.accept(self.rows, emitted, self._version))
+                self._finish(self.scheduler.accept(self.rows, emitted, self.version))
         except NonFiniteError as error:
             raise NonFiniteError(self._find_nonfinite(error)) from error
 
@@ -254,7 +252,7 @@ class EmbeddedEngine(Engine):
         """Run the rows through the model once more, to name the first module that computed what is not finite."""
         tokens = [row.tokens for row in (*self.rows, *self._joining)]
         found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0))
-        return f"engine, weight version {self._version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
+        return f"engine, weight version {self.version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
 
     def _admit(self) -> None:
         waiting = self.scheduler.waiting
@@ -295,7 +293,7 @@ class EmbeddedEngine(Engine):
         index = torch.tensor([order[prefix] for _, prefix in fresh], device=logits.device)
         rows = [row for row, _ in fresh]
         sampled = self.sample(logits.index_select(0, index), rows)
-        self._finish(self.scheduler.accept(rows, one_each(sampled), self._version))
+        self._finish(self.scheduler.accept(rows, one_each(sampled), self.version))
 
     def _finish(self, rows: list[Row], finish: str = "") -> None:
         if not rows:
@@ -355,10 +353,12 @@ class EmbeddedEngine(Engine):
                 else:
                     row.future.cancel()
 
-    # -- small things -----------------------------------------------------------------------------------------------
+    def _quiet(self, what: str) -> None:
+        """Refuse to change what requests in flight are computed with."""
+        if not self._paused and (self.rows or self.scheduler.waiting):
+            raise RuntimeError(f"{what} with {len(self.rows)} requests in flight: pause or abort them first")
 
-    def _rounded_inputs(self) -> RoundedInputs:
-        return RoundedInputs(self.model, self.codec, self.settings.products.of(self.codec.format, self.model))
+    # -- small things -----------------------------------------------------------------------------------------------
 
     def _slots(self, rows: Sequence[Row]) -> np.ndarray:
         return np.fromiter((row.slot for row in rows), np.int64, len(rows))

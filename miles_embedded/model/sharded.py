@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -46,6 +47,11 @@ def held(tensor: Tensor) -> Held:
     mesh, own = tensor.device_mesh, tensor.to_local()
     rows = -(-shape[0] // mesh.size())
     return Held(own.detach(), min(mesh.get_local_rank() * rows, shape[0]), shape, True)
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether processes share a model's parameters out, so that a layer has them only while it computes."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 @torch.no_grad()

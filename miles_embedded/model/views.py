@@ -96,7 +96,11 @@ def sources(model: nn.Module) -> dict[str, Tensor]:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Names that a checkpoint leaves out because they share storage with another: left out -> the one that is kept."""
     state = model.state_dict(keep_vars=True)
-    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    declared = {
+        f"{path}.{a}".lstrip("."): f"{path}.{b}".lstrip(".")
+        for path, module in model.named_modules()
+        for a, b in (getattr(module, "all_tied_weights_keys", None) or {}).items()
+    }
     return {a: b for a, b in declared.items() if a in state and b in state and state[a] is state[b]}
 
 
@@ -112,7 +116,10 @@ def export(model: nn.Module) -> Iterator[Unit]:
         for view in members:
             if view.source not in gathered:
                 gathered[view.source] = whole(state[view.source])
-        yield Unit({v.name: v.of(gathered[v.source]) for v in members})
+        yield Unit(
+            {v.name: v.of(gathered[v.source]) for v in members},
+            lasting=not any(held(state[v.source]).divided for v in members),
+        )
         for view in members:
             if last[view.source] == number:
                 gathered.pop(view.source, None)
@@ -134,14 +141,21 @@ class Loader:
     def put(self, name: str, tensor: Tensor) -> None:
         """Copy one checkpoint tensor in, or one matrix of a tensor that holds all experts; CheckpointError when the model
         has no such tensor or its shape is another."""
+        self._write(self._arrived(name, tensor), tensor)
+
+    def _write(self, view: View, tensor: Tensor) -> None:
+        view.write(self._held[view.source], tensor)
+
+    def _arrived(self, name: str, tensor: Tensor) -> View:
+        """The view a tensor belongs to, which is no longer missing."""
         name = name if name in self._views else self._tied.get(name, name)
         view = self._views.get(name) or self._part(name)
         if view is None:
             raise CheckpointError(f"the model has no tensor {name}; the weights are of another model")
         if tuple(tensor.shape) != view.size:
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the model's is {list(view.size)}")
-        view.write(self._held[view.source], tensor)
         self._missing.pop(name, None)
+        return view
 
     def _part(self, name: str) -> View | None:
         """The view of one expert's matrix; from its first on, a joined tensor is expected matrix by matrix."""

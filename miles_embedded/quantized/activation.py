@@ -80,6 +80,12 @@ class RoundedInputs:
         if encoded.name in self.layers:
             self.layers[encoded.name].take(encoded)
 
+    def drop(self, names: Iterable[str]) -> None:
+        """Give up codes that ``take`` brought."""
+        for name in names:
+            if name in self.layers:
+                self.layers[name].codes = None
+
     def taking(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
         """The update as it is, each tensor taken when it passes."""
         for encoded in units:

@@ -6,13 +6,15 @@ engine with the same format computes with, from the same codes, because both go 
 tensor at a time (each expert apart, gate and up apart, however the module joins them). The backward pass is
 straight-through: the gradient of the quantised weight is the gradient of the weight.
 
-A weight is quantised once after it changed, not once a micro-batch. The parameter itself is never touched: outside of
-its module's forward, everybody (optimiser, export, checkpoints, other hooks) sees the plain one.
+A weight is quantised once after it changed, not once a micro-batch; where processes share the model out, at every use, because
+no process is to keep all of it. The parameter itself is never touched: outside of its module's forward, everybody (optimiser,
+export, checkpoints, other hooks) sees the plain one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from miles_core.data.unit import Unit
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product
+from miles_embedded.model.sharded import is_divided
 from miles_embedded.model.views import View, together, views
 from miles_embedded.quantized.activation import RoundedInputs, encoded_views
 
@@ -71,9 +74,21 @@ class FakeQuantizer:
     def enabled(self, on: bool) -> None:
         self.inputs.enabled = on
 
+    @cached_property
+    def keeps(self) -> bool:
+        """Whether values stay until the parameter changes; otherwise until its module has run. Asked in the first forward."""
+        return not is_divided(self.model)
+
     def forget(self) -> None:
         """Quantise everything anew at the next forward."""
         self._seen.clear()
+
+    def drop(self, source: str) -> None:
+        """Give up the value of one parameter."""
+        self._seen.pop(source, None)
+        self._values.pop(source, None)
+        for unit in self._groups[source].units:
+            self.inputs.drop(view.name for view in unit if view.source == source)
 
     def parameter(self, source: str) -> Tensor:
         """The plain parameter."""
@@ -137,8 +152,9 @@ class _Shadow:
             module.__dict__[attribute] = value
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        for attribute in self.sources:
-            module.__dict__.pop(attribute, None)
+        for attribute, source in self.sources.items():
+            if module.__dict__.pop(attribute, None) is not None and not self.quantizer.keeps:
+                self.quantizer.drop(source)
 
 
 def install(model: nn.Module, codec: Codec, product: Product | None = None) -> FakeQuantizer:

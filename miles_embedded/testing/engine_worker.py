@@ -54,6 +54,11 @@ class Worker:
             units, self.units = self.units, []
             await self.engine.update_weights(units, arguments["version"])
             return {}, b""
+        if method == "receive":
+            if payload:
+                arguments["message"]["memory"]["data"] = payload
+            await self.engine.receive(**arguments)
+            return {}, b""
         if method == "start":
             await self.engine.start()
             return dict(self.engine.model_facts()), b""

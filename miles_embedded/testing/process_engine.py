@@ -33,7 +33,7 @@ class ProcessEngine(Engine):
         limits: ``seed``, ``max_context`` and ``max_running_requests`` of ``miles_embedded.engine.engine.Settings``.
     """
 
-    capabilities = frozenset(c.name for c in EMBEDDED.declared("engine")) - {"draft", "rebuild"}
+    capabilities = frozenset(c.name for c in EMBEDDED.declared("engine")) - {"draft", "rebuild", "shared_storage"}
 
     def __init__(self, checkpoint: str | Path, **limits: int) -> None:
         self._config = {"checkpoint": str(checkpoint), **limits}
@@ -86,6 +86,14 @@ class ProcessEngine(Engine):
             await self._call("unit", {"name": unit.name, "format": unit.format}, save_tensors(parts))
         await self._call("update_weights", {"version": version})
         self._version = version
+
+    async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
+        memory = dict(message["memory"])
+        data = memory.pop("data", b"")
+        arguments = {"message": {**message, "memory": memory}, "version": version, "last": last}
+        await self._call("receive", arguments, bytes(data))
+        if last:
+            self._version = version
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         await self._call("pause", {"mode": mode})

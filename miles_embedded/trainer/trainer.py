@@ -298,19 +298,16 @@ class EmbeddedTrainer(Trainer):
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """See ``Trainer.units``; the first rank yields them. Views of the model's memory, changed by the next step."""
-        for unit in export(self.model):
-            if everywhere or self.world.rank == 0:
-                yield unit
+        with _exhausted(export(self.model)) as units:
+            for unit in units:
+                if everywhere or self.world.rank == 0:
+                    yield unit
 
     def export(self, directory: Path, tokenizer: Any) -> None:
         """See ``Trainer.export``; the first rank writes."""
-        units = export(self.model)
-        try:
+        with _exhausted(export(self.model)) as units:
             if self.world.rank == 0:
                 export_checkpoint(self.model, tokenizer, directory, units=units)
-        finally:
-            for _ in units:  # every rank takes part in putting all of them together, also when the disk is full
-                pass
 
     def save(self, directory: Path) -> None:
         """See ``Trainer.save``."""
@@ -332,6 +329,16 @@ class EmbeddedTrainer(Trainer):
             for (samples, _), values in zip(results, parts, strict=True):
                 out[name][_flat(batch, samples)] = values
         return out
+
+
+@contextmanager
+def _exhausted(units: Iterator[Unit]) -> Iterator[Iterator[Unit]]:
+    """Read to the end what was left: other ranks wait for this one with each unit, also when it fails half-way."""
+    try:
+        yield units
+    finally:
+        for _ in units:
+            pass
 
 
 def add_pairs(totals: dict[str, tuple[Tensor, Tensor]], pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:

@@ -81,6 +81,10 @@ def test_a_flag_of_a_required_plugin_is_accepted(loaded):
     assert loaded("--plugins", "fan", "--weights-threshold", "2").plugin("weights").threshold == 2
 
 
+def test_a_flag_of_the_backend_that_is_in_force_by_default_is_accepted(loaded):
+    assert loaded("--sharding-strategy", "no_shard").embedded.sharding_strategy == "no_shard"
+
+
 def test_disabling_flags_do_not_enable(loaded):
     assert loaded("--no-use-replay").plugins == ()
 

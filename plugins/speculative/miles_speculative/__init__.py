@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 plugin = Plugin(
     name="speculative",
-    summary="drafts several tokens a step with an MTP layer and verifies them without changing the distribution",
+    summary="drafts several tokens a step with an MTP layer or a small model and verifies them without changing the distribution",
     version=__version__,
     core="~=0.1",
     config=SpeculativeConfig,
@@ -25,9 +25,20 @@ plugin = Plugin(
             because="the embedded engine drafts every token with the same MTP layer, the checkpoint's first",
         ),
         Rule(
-            needs="model.mtp_layers >= 1",
+            needs="model.mtp_layers >= 1 or speculative.draft_model_path",
             because="drafts come from the checkpoint's MTP layer; miles convert --mtp-num-layers 1 --model-dir DIR --save-dir DIR "
-            "creates one",
+            "creates one, and --draft-model-path DIR drafts with a small model",
+        ),
+        Rule(
+            needs="speculative.mtp_training or speculative.sft_interval",
+            when="speculative.draft_lr or speculative.ema_decay > 0 or speculative.reinit_interval",
+            because="a draft that is not trained has no learning rate, no running mean and nothing to start anew: add "
+            "--enable-mtp-training or --online-sft-interval N",
+        ),
+        Rule(
+            needs="not speculative.draft_model_path",
+            when="speculative.mtp_training or speculative.reinit_interval",
+            because="--enable-mtp-training and --reinit-draft-interval are about an MTP layer; a draft model learns with --online-sft-interval N",
         ),
         Rule(
             needs="trainer == embedded",
@@ -41,7 +52,17 @@ plugin = Plugin(
             "*speculative/accept_rate",
             below(0.3),
             "{metric}: only {value} of the drafted tokens are kept",
-            "draft fewer tokens (--spec-lookahead 1), train the draft (--enable-mtp-training), and with a higher --draft-lr",
+            "draft fewer tokens (--spec-lookahead 1, or auto), train the draft (--enable-mtp-training, --online-sft-interval 1) and "
+            "with a higher --draft-lr, or start it anew now and then (--reinit-draft-interval)",
+            when="plugin.speculative",
+        ),
+        Hint(
+            "slow-speculation",
+            "speculative/speedup",
+            below(1.0),
+            "decoding with drafts is slower than without ({metric} {value})",
+            "let --spec-lookahead auto decide, look where the time goes (--profile-speculative), and take a draft of a quarter to a "
+            "tenth of the policy",
             when="plugin.speculative",
         ),
     ),

@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from miles_speculative.decoder import SpeculativeDecoder
+from miles_speculative.draft import Draft
+from miles_speculative.draft_model import DraftModel
 from miles_speculative.head import head_of
-from miles_speculative.lookahead import Fixed
+from miles_speculative.lookahead import Auto, Lookahead
+
+#: With --profile-speculative one step of so many is made without drafts, for comparison.
+_PLAIN = 64
 
 
 def make_decoder(run: Any, policy: Any, engine: Any) -> SpeculativeDecoder:
     """The provider of the decoder named ``speculative``."""
     options = run.config.plugin("speculative")
-    return SpeculativeDecoder(
-        head_of(engine.model), Fixed(3 if options.lookahead == "auto" else int(options.lookahead))
-    )
+    if options.lookahead == "auto":
+        lookahead: Lookahead = Auto()
+    else:
+        lookahead = Lookahead(int(options.lookahead), _PLAIN if options.profile else 0)
+    draft: Draft = DraftModel(engine.model, engine.model.draft) if options.draft_model_path else head_of(engine.model)
+    return SpeculativeDecoder(draft, lookahead, options.profile)

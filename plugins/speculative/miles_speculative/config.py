@@ -17,23 +17,21 @@ class SpeculativeConfig:
     lookahead: str = option(
         "auto",
         flag="--spec-lookahead",
-        aliases=("--sglang-speculative-num-steps",),
         help="tokens drafted a step; auto chooses from measured acceptance and cost, and drafts none where that does not pay",
         choices=("auto", *map(str, range(1, MOST + 1))),
         metavar="K|auto",
-    )
-    algorithm: str = option(
-        "EAGLE",
-        flag="--sglang-speculative-algorithm",
-        help="enable the plugin; EAGLE and NEXTN draft from the model's hidden states",
-        choices=("EAGLE", "NEXTN"),
-        enables=True,
     )
     mtp_num_layers: int = option(
         1,
         flag="--mtp-num-layers",
         help="MTP layers of the model; miles convert --mtp-num-layers 1 adds one to a checkpoint that has none",
         ge=1,
+    )
+    draft_model_path: str | None = option(
+        None,
+        flag="--draft-model-path",
+        help="draft with this small model of the same tokenizer instead of the MTP layer",
+        metavar="DIR",
     )
     mtp_training: bool = option(
         False,
@@ -43,9 +41,38 @@ class SpeculativeConfig:
     mtp_loss_scaling_factor: float = option(
         0.2, flag="--mtp-loss-scaling-factor", help="factor of the MTP loss, the mean over trained tokens", gt=0
     )
+    profile: bool = option(
+        False,
+        flag="--profile-speculative",
+        help="at the end of the run, print where the time of decoding went, predicted and measured speed-up, and what a draft may cost",
+    )
     draft_lr: float | None = option(
         None,
         flag="--draft-lr",
         help="constant learning rate of the draft (default: the policy's, schedule included)",
         gt=0,
     )
+    sft_interval: int | None = option(
+        None,
+        flag="--online-sft-interval",
+        help="every so many steps, train the draft towards the policy's own distribution on the rollout's tokens",
+        ge=1,
+    )
+    ema_decay: float = option(
+        0.0,
+        flag="--draft-ema-decay",
+        help="the engine drafts with a running mean of the draft, of this decay (0: off)",
+        ge=0,
+        lt=1,
+    )
+    reinit_interval: int | None = option(
+        None,
+        flag="--reinit-draft-interval",
+        help="every so many steps, start the draft again from the policy's last layer",
+        ge=1,
+    )
+
+    @property
+    def trained(self) -> bool:
+        """Whether the draft learns."""
+        return self.mtp_training or self.sft_interval is not None

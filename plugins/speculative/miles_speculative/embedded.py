@@ -1,20 +1,19 @@
-"""Where speculative plugs into the embedded backend: the layer in every model, its loss in the policy's backward."""
+"""Where speculative plugs into the embedded backend: the layer in every model, its training beside the policy's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from miles_core import Batch, Context, Output, hookimpl
-from miles_embedded import OptimizerGroup, backbone, is_embedded, optimizer_group
+from miles_core import Batch, Context, Output, Unit, hookimpl
+from miles_embedded import is_embedded
 from miles_speculative.config import SpeculativeConfig
-from miles_speculative.head import attach, head_of
-from miles_speculative.loss import cross_entropy, entries
-
-#: In ``Context.attached`` of a training pass: its call and its last hidden states.
-SEEN = "speculative.seen"
+from miles_speculative.draft import Draft
+from miles_speculative.draft_model import attach_model
+from miles_speculative.head import attach
+from miles_speculative.training import DraftTraining
 
 
 class EmbeddedSpeculative:
@@ -22,48 +21,84 @@ class EmbeddedSpeculative:
 
     def __init__(self, options: SpeculativeConfig) -> None:
         self.options = options
+        #: policy -> its draft in this process's trainer
+        self.drafts: dict[str, DraftTraining] = {}
 
     @hookimpl
     def on_model(self, run: Any, policy: Any, model: nn.Module, role: str) -> None:
         if role not in ("train", "rollout", "shared") or not is_embedded(model):
             return
-        head = attach(model, run.config.model.ref_load or policy.hf_checkpoint or run.config.model.hf_checkpoint)
-        if role == "rollout":
-            return
-        group = OptimizerGroup("draft", self.options.draft_lr, clip_grad=1.0)
-        optimizer_group(head.parameters.values(), group)
-        if self.options.mtp_training:
-            backbone(model).register_forward_hook(_see, with_kwargs=True)
+        draft: Draft
+        if self.options.draft_model_path is not None:
+            draft = attach_model(model, self.options.draft_model_path)
         else:
-            for parameter in head.parameters.values():
-                parameter.requires_grad_(False)
+            start = run.config.model.ref_load or policy.hf_checkpoint or run.config.model.hf_checkpoint
+            draft = attach(model, start)
+        if role != "rollout":
+            self.drafts[policy.name] = DraftTraining(draft, self.options, run.config.rollout.temperature)
 
     @hookimpl
-    def wrap_forward(self) -> Any:
-        if not self.options.mtp_training:
+    def on_batch(self, run: Any, policy: Any) -> None:
+        every = self.options.reinit_interval
+        if every is not None and policy.name in self.drafts and run.step and run.step % every == 0:
+            self.drafts[policy.name].renew()
+
+    @hookimpl
+    def wrap_forward(self, run: Any, policy: Any) -> Any:
+        draft = self.drafts.get(policy.name)
+        if draft is None or not self.options.trained:
             return None
 
         def wrap(inner: Any) -> Any:
             def forward(chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
                 output: Output = inner(chunk, micro_batch, ctx)
-                seen = ctx.attached.pop(SEEN, None)
-                if seen is not None:
-                    output.aux["mtp"] = self._loss(chunk, micro_batch, ctx, *seen)
+                output.aux.update(draft.losses(micro_batch, ctx, run.step))
                 return output
 
             return forward
 
         return wrap
 
-    def _loss(self, chunk: Any, micro_batch: Batch, ctx: Context, call: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        packing = ctx.attached["packing"]
-        head = head_of(chunk)
-        out = entries(head, hidden, micro_batch.tokens, ctx, call).index_select(0, packing.sources)
-        total = cross_entropy(head, out, micro_batch.tokens[packing.targets])
-        return self.options.mtp_loss_scaling_factor * total, torch.tensor(len(packing.targets))
+    @hookimpl
+    def wrap_optimizer_step(self, policy: Any) -> Any:
+        draft = self.drafts.get(policy.name)
+        if draft is None or not draft.means:
+            return None
 
+        def wrap(inner: Any) -> Any:
+            def step() -> dict[str, float]:
+                metrics: dict[str, float] = inner()
+                draft.stepped()
+                return metrics
 
-def _see(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    call = kwargs.get("call")
-    if call is not None and call.ctx.kind == "train":
-        call.ctx.attached[SEEN] = (call, output.last_hidden_state[0].detach())
+            return step
+
+        return wrap
+
+    @hookimpl
+    def wrap_weights(self, policy: Any) -> Any:
+        draft = self.drafts.get(policy.name)
+        if draft is None or not draft.means:
+            return None
+
+        def wrap(inner: Any) -> Any:
+            def weights() -> Iterator[Unit]:
+                return draft.averaged(inner())
+
+            return weights
+
+        return wrap
+
+    @hookimpl
+    def on_save(self, policy: Any, store: Any) -> None:
+        draft = None if policy is None else self.drafts.get(policy.name)
+        if draft is not None and draft.means:
+            store.put("speculative", draft.means)
+
+    @hookimpl
+    def on_load(self, policy: Any, store: Any) -> None:
+        draft = None if policy is None else self.drafts.get(policy.name)
+        if draft is not None and draft.means:
+            saved, _ = store.get("speculative")
+            for name, mean in draft.means.items():
+                mean.copy_(saved[name])

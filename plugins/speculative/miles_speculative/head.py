@@ -25,12 +25,12 @@ class Head:
     """One model's MTP layer.
 
     Args:
-        model: prepared by the backend, with the layer.
+        policy: the model it drafts for, prepared by the backend, with the layer.
         layer: the block, and in it ``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head.norm``.
     """
 
-    def __init__(self, model: Any, layer: Any) -> None:
-        self.model, self.layer = model, layer
+    def __init__(self, policy: Any, layer: Any) -> None:
+        self.policy, self.layer = policy, layer
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -50,16 +50,16 @@ class Head:
             [n, hidden] after the layer's last norm, from which ``logits`` predicts what follows each token.
         """
         layer = self.layer
-        embedded = self.model.get_input_embeddings()(tokens).detach()
+        embedded = self.policy.get_input_embeddings()(tokens).detach()
         joined = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], -1))
-        out: Tensor = layer.shared_head.norm(run_layer(self.model, layer, joined, positions, call))
+        out: Tensor = layer.shared_head.norm(run_layer(self.policy, layer, joined, positions, call))
         return out
 
     def logits(self, out: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab] by the model's head, whose weights get no gradient from it."""
-        top = self.model.get_output_embeddings()
+        top = self.policy.get_output_embeddings()
         if not out.requires_grad:
-            return logits_of(self.model, out)
+            return logits_of(self.policy, out)
         frozen = {name: p.detach() for name, p in top.named_parameters()}
         logits: Tensor = torch.func.functional_call(top, frozen, (out,))
         return logits

@@ -1,33 +1,39 @@
-"""Where speculative plugs in, whatever the backends: what the engine reports becomes metrics."""
+"""Where speculative plugs in, whatever the backends: what the engine reports becomes metrics, and a table at the end."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import logging
+from typing import Any
 
 from miles_core import hookimpl
+from miles_speculative.config import SpeculativeConfig
+from miles_speculative.draft_model import check_draft
+from miles_speculative.report import Profile, summarise
+
+log = logging.getLogger(__name__)
 
 
 class Speculative:
     """The metrics of drafting."""
 
+    def __init__(self, options: SpeculativeConfig) -> None:
+        self.options = options
+        self.profile = Profile() if options.profile else None
+
+    @hookimpl
+    def on_start(self, run: Any) -> None:
+        path = self.options.draft_model_path
+        for policy in run.policies if path is not None else ():
+            check_draft(path, policy.hf_checkpoint or run.config.model.hf_checkpoint, run.tokenizer)
+
     @hookimpl
     def on_step(self, metrics: dict[str, float]) -> None:
+        if self.profile is not None:
+            self.profile.add(metrics)
         summarise(metrics)
 
-
-def summarise(metrics: MutableMapping[str, float]) -> None:
-    """Rates from the counts a request came back with (``engine/NAME``, means over requests): the share of drafted tokens that was
-    kept, tokens a step with drafts, and the share of drafts kept up to each depth."""
-    for name in [name for name in metrics if name.endswith("engine/drafted")]:
-        stem = name.removesuffix("engine/drafted")
-        steps = metrics[f"{stem}engine/draft_steps"]
-        if not steps:
-            continue
-        depths = [d for d in range(1, 100) if metrics.get(f"{stem}engine/tried_{d}")]
-        kept = sum(metrics[f"{stem}engine/kept_{d}"] for d in depths)
-        metrics[f"{stem}speculative/accept_rate"] = kept / metrics[name]
-        metrics[f"{stem}speculative/accept_length"] = 1 + kept / steps
-        for d in depths:
-            metrics[f"{stem}speculative/accepted_to_{d}"] = (
-                metrics[f"{stem}engine/kept_{d}"] / metrics[f"{stem}engine/tried_{d}"]
-            )
+    @hookimpl
+    def on_stop(self) -> None:
+        if self.profile is not None:
+            for line in self.profile.lines():
+                log.warning("%s", line)

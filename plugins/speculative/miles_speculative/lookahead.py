@@ -1,14 +1,174 @@
-"""How many tokens are drafted a step."""
+"""How many tokens are drafted a step: a fixed number, or the one that pays best.
+
+What a step emits follows from the acceptance by depth, a_d (the share of steps whose first d drafts are kept): 1 + a_1 + ... + a_k tokens a
+row. What it costs is measured, for each number of drafts and size of the batch. The best k has the most tokens a second; 0 is
+plain decoding, and k = 0 wins unless drafting is faster by more than the measurement is worth.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from statistics import fmean
 
-class Fixed:
-    """The same number at every step."""
+from miles_speculative.config import MOST
 
-    def __init__(self, k: int) -> None:
+#: Weight of the newest time in a running mean.
+_NEWEST = 0.3
+#: What a step forgets of the counts of drafts before it; of a batch smaller than this, in proportion less.
+_FORGOTTEN, _MANY = 0.04, 4
+#: Drafting must be faster by this factor.
+_GAIN = 1.03
+#: A batch size is measured anew after so many steps, then after twice as many, up to a limit.
+_AGAIN, _SELDOM = 32, 512
+#: Numbers of drafts that are tried first; the first step of each is not counted.
+_FIRST = (0, 0, 0, 1, 1, 1, 4, 4, 4)
+
+
+class Lookahead:
+    """Always the same number.
+
+    Args:
+        k: tokens drafted a step.
+        plain: every so many steps one without drafts is made, to know what it costs; 0 never.
+    """
+
+    def __init__(self, k: int, plain: int = 0) -> None:
         self.k = self.most = k
+        self.plain = plain
+        self.steps = 0
+        self.acceptance = Acceptance(k)
+        self.costs: dict[int, Costs] = {}
 
     def choose(self, rows: int) -> int:
         """Tokens to draft for a batch of ``rows``."""
-        return self.k
+        self.steps += 1
+        return 0 if self.plain and self.steps % self.plain == 0 else self.k
+
+    def record(self, rows: int, k: int, seconds: float | None, tried: list[int], kept: list[int]) -> None:
+        """A step with k drafts was made: ``tried[d]`` rows drafted more than d tokens and ``kept[d]`` of them kept more than d. ``seconds``:
+        None where it took other than such steps do."""
+        self.acceptance.add(tried, kept)
+        if seconds is not None:
+            self.costs.setdefault(rows.bit_length(), Costs()).add(k, seconds)
+
+    def plain_seconds(self, rows: int) -> float | None:
+        """What a step without drafts costs; None where it was not measured."""
+        costs = self.costs.get(rows.bit_length())
+        return None if costs is None else costs.seconds.get(0)
+
+
+class Auto(Lookahead):
+    """The number that pays best, measured while the run goes on."""
+
+    def __init__(self, most: int = MOST // 2) -> None:
+        super().__init__(most)
+
+    def choose(self, rows: int) -> int:
+        costs = self.costs.get(rows.bit_length())
+        if costs is None:
+            costs = self.costs[rows.bit_length()] = self._begin(rows.bit_length())
+        costs.steps += 1
+        if not costs.trials and costs.steps >= costs.due:
+            # what is not in use goes stale: plain steps, and one draft more, while drafting pays; drafts while it does not
+            best = self.best(costs)
+            costs.trials = [0, 0, best + 1, best + 1] if best else [self.best(costs, least=1)] * 3
+            costs.due, costs.wait = costs.steps + costs.wait, min(2 * costs.wait, _SELDOM)
+        if costs.trials:
+            return min(costs.trials.pop(0), self.most)
+        return self.best(costs)
+
+    def best(self, costs: Costs, least: int = 0) -> int:
+        """The k, at least ``least``, with the most tokens a second."""
+        rates = {k: self.acceptance.length(k) / costs.of(k) for k in range(1, self.most + 1)}
+        best = max(rates, key=rates.__getitem__)
+        return 0 if not least and rates[best] < _GAIN / costs.of(0) else best
+
+    def _begin(self, size: int) -> Costs:
+        """Costs of a batch size that was not seen: those of the nearest one as a first guess."""
+        if not self.costs:
+            return Costs(trials=list(_FIRST))
+        near = min(self.costs, key=lambda known: abs(known - size))
+        seconds = dict(self.costs[near].seconds)
+        made = Costs(seconds, guessed=set(seconds))
+        made.trials = [0, 0, *[self.best(made, least=1)] * 2] if 0 in seconds else list(_FIRST)
+        return made
+
+
+class Acceptance:
+    """How often a draft is kept if the one before it was, by depth.
+
+    Old steps count less, at every depth, so that a depth which is no longer tried comes to be judged by the one before it, and is tried
+    again when that one became better.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.reached, self.kept = [0.0] * most, [0.0] * most
+
+    def add(self, tried: list[int], kept: list[int]) -> None:
+        """Counts of one step, see ``Lookahead.record``."""
+        if not tried:
+            return
+        memory = 1 - _FORGOTTEN * min(tried[0] / _MANY, 1.0)
+        before = tried[0]
+        for depth in range(len(self.kept)):
+            self.reached[depth] *= memory
+            self.kept[depth] *= memory
+            if depth < len(tried):
+                self.reached[depth] += min(before, tried[depth])
+                self.kept[depth] += kept[depth]
+                before = kept[depth]
+
+    def length(self, k: int) -> float:
+        """Tokens that a step with k drafts emits a row: 1 + a_1 + ... + a_k."""
+        total, share, ratio = 1.0, 1.0, 0.5
+        for depth in range(k):
+            ratio = (self.kept[depth] + ratio) / (self.reached[depth] + 1)
+            share *= ratio
+            total += share
+        return total
+
+
+@dataclass
+class Costs:
+    """Seconds of a step at one batch size.
+
+    Attributes:
+        seconds: drafts -> running mean.
+        guessed: those whose mean is another batch size's.
+        trials: numbers of drafts to be tried next.
+        steps, due, wait: steps made, when the next trials are due, and how long after that the next ones.
+    """
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    guessed: set[int] = field(default_factory=set)
+    trials: list[int] = field(default_factory=list)
+    steps: int = 0
+    due: int = _AGAIN
+    wait: int = _AGAIN
+    warm: set[int] = field(default_factory=set)
+
+    def add(self, k: int, seconds: float) -> None:
+        """A step with k drafts took so long. The first of its kind is not counted: it pays for memory and code that the others find."""
+        if k not in self.warm:
+            self.warm.add(k)
+            return
+        if k not in self.seconds or k in self.guessed:
+            self.guessed.discard(k)
+            self.seconds[k] = seconds
+        else:
+            self.seconds[k] += _NEWEST * (min(seconds, 2 * self.seconds[k]) - self.seconds[k])
+
+    def of(self, k: int) -> float:
+        """Seconds of a step with k drafts. Where it was not measured, the line of least squares through the steps with drafts; infinite
+        as long as there are none."""
+        if k in self.seconds:
+            return self.seconds[k]
+        known = {j: s for j, s in self.seconds.items() if j}
+        if not k or not known:
+            return float("inf")
+        if len(known) == 1 and 0 in self.seconds:
+            known[0] = self.seconds[0]
+        middle, mean = fmean(known), fmean(known.values())
+        spread = sum((j - middle) ** 2 for j in known)
+        slope = sum((j - middle) * (s - mean) for j, s in known.items()) / spread if spread else 0.0
+        return max(mean + slope * (k - middle), min(known.values()))

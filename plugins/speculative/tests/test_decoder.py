@@ -15,7 +15,7 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.head import attach
-from miles_speculative.lookahead import Fixed
+from miles_speculative.lookahead import Lookahead
 
 
 def make_engine(checkpoint, k=0, **settings):
@@ -23,7 +23,7 @@ def make_engine(checkpoint, k=0, **settings):
     model = load_model(checkpoint)
     made = Settings(lambda tokens: "".join(chr(48 + t) for t in tokens), eos=[1], **settings)
     if k:
-        made.decoder = SpeculativeDecoder(attach(model, checkpoint), Fixed(k))
+        made.decoder = SpeculativeDecoder(attach(model, checkpoint), Lookahead(k))
     return EmbeddedEngine(model, made)
 
 
@@ -105,7 +105,7 @@ def test_a_draft_that_is_always_right_is_always_kept(mtp_checkpoint):
             following = torch.tensor(answer)[out[:, 0].long() + 1]
             return torch.nn.functional.one_hot(following, 64).float() * 50
 
-    engine.decoder.head = Knows()
+    engine.decoder.draft = Knows()
     (drafted,) = generate(engine, [request])
     assert drafted.tokens == plain.tokens
     assert drafted.metrics["draft_steps"] == 4  # one token from the prompt, then 5, 5, 5 and 4

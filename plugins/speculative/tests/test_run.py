@@ -79,12 +79,47 @@ def test_the_model_keeps_its_own_layers(mtp_checkpoint):
     assert len(decoder_layers(model)) == 2 and len(model.model.layers) == 3
 
 
+def test_the_running_mean_is_what_the_engine_drafts_with(toy_run, toy_model, tmp_path):
+    """Soft targets every second step, a running mean, a new start, stopped and continued."""
+    given = {
+        **OPTIONS,
+        "hf_checkpoint": toy_model(),
+        "online_sft_interval": 2,
+        "draft_lr": 1e-2,
+        "draft_ema_decay": 0.5,
+    }
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run = toy_run(["speculative"], directory=whole, steps=3, **given, reinit_draft_interval=2)
+    assert ["train/draft_kl" in r for r in run.metrics] == [False, True, False]
+    toy_run(["speculative"], directory=parts, steps=2, **given, reinit_draft_interval=2)
+    again = toy_run(["speculative"], directory=None, load=parts, save=None, steps=3, **given, reinit_draft_interval=2)
+    assert equal(tensors(whole, 3), tensors(parts, 3))
+    assert equal(draft_of(run.engine.model), draft_of(again.engine.model))
+    assert equal(policy_of(run.engine.model), policy_of(run.trainer.model))
+    # after two steps: half of what it was, half of what it became
+    before = tensors(parts, 2)
+    start = load_model(toy_model())
+    name = "model.layers.2.eh_proj.weight"
+    first = attach(start, toy_model()).parameters["eh_proj.weight"]
+    mean = (first + before["model.safetensors", name]) / 2
+    torch.testing.assert_close(before["speculative.safetensors", "eh_proj.weight"], mean)
+
+
+def test_a_trained_draft_comes_closer(toy_run, toy_model):
+    given = {"hf_checkpoint": toy_model(), "spec_lookahead": 2, "rollout_max_response_len": 12, "steps": 6, "lr": 1e-9}
+    run = toy_run(["speculative"], **given, online_sft_interval=1, draft_lr=1e-2)
+    kl = [r["train/draft_kl"] for r in run.metrics]
+    assert kl[-1] < 0.8 * kl[0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"hf_checkpoint": None}, "miles convert --mtp-num-layers 1"),
         ({"spec_lookahead": 0}, "--spec-lookahead"),
         ({"spec_lookahead": 99}, "--spec-lookahead"),
+        ({"draft_ema_decay": 0.9}, "--enable-mtp-training"),
+        ({"mtp_num_layers": 2}, "the checkpoint's first"),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
-from miles_core.testing.engine_contract import stored_units
+from miles_core.testing.stored import stored_units
 from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
 from miles_embedded.engine.decoder import Decoder
 from miles_embedded.engine.engine import EmbeddedEngine

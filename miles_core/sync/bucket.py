@@ -1,0 +1,136 @@
+"""Buckets: encoded tensors laid flat into one piece of memory, and the message that says what lies where.
+
+The same bytes whatever the memory is, so a bucket has one checksum on both sides. A message is plain data: ``units``, one
+``[name, format, [[stored name, dtype, shape, offset], ...]]`` for each tensor, ``nbytes`` and ``checksum`` of the bucket's bytes,
+and ``memory``, how the receiver gets at them (``sync.memory``).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles_core.data.unit import Encoded
+from miles_core.errors import SyncError
+from miles_core.precision.format import Stored
+
+#: Bytes a checksum adds up at a time; buckets are multiples of it, and tensors start at multiples of a quarter of it.
+BLOCK = 1024
+_ALIGN = BLOCK // 4
+
+
+def rounded(nbytes: int, unit: int = BLOCK) -> int:
+    """``nbytes``, rounded up to whole blocks."""
+    return -(-nbytes // unit) * unit
+
+
+def room_of(unit: Encoded) -> int:
+    """Bytes that a tensor takes in an empty bucket."""
+    return sum(rounded(t.numel() * t.element_size(), _ALIGN) for t in unit.parts.values())
+
+
+def checksum(flat: Tensor) -> int:
+    """Of bytes [n] uint8, n a multiple of ``BLOCK``, on any device: CRC-32 of the sums of their blocks, each as 64-bit words.
+
+    Reads memory once at the speed of a sum. Finds any change of one word, and whatever is missing, late or in another
+    block's place; not words that changed places within a block.
+    """
+    sums = flat.view(torch.int64).view(len(flat) // BLOCK, BLOCK // 8).sum(1)
+    return zlib.crc32(sums.cpu().numpy().tobytes())
+
+
+class Bucket:
+    """A piece of memory that is filled with tensors, sent, and filled again.
+
+    Args:
+        buffer: [nbytes] uint8, nbytes a multiple of ``BLOCK``; everything that was not written must be the same at every sync.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.clear()
+
+    def clear(self) -> None:
+        """Start anew; the bytes stay until they are written over."""
+        self.units: list[list[Any]] = []
+        self.end = 0
+        self._rooms: dict[str, dict[str, tuple[Tensor, int]]] = {}
+
+    @property
+    def filled(self) -> Tensor:
+        """The bytes in use, whole blocks."""
+        return self.buffer[: rounded(self.end)]
+
+    def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
+        """Tensors in the bucket to write an encoded weight into before it is added; None where it does not fit."""
+        places = self._places({part: (s.dtype, s.shape) for part, s in stored.items()})
+        if places is None:
+            return None
+        self._rooms[name] = places
+        return {part: tensor for part, (tensor, _) in places.items()}
+
+    def add(self, unit: Encoded) -> bool:
+        """Copy a tensor in, or find it in its room already; False where it does not fit."""
+        places = self._rooms.pop(unit.name, None)
+        if places is None or any(
+            unit.parts[part].data_ptr() != tensor.data_ptr() for part, (tensor, _) in places.items()
+        ):
+            places = self._places({part: (t.dtype, tuple(t.shape)) for part, t in unit.parts.items()})
+            if places is None:
+                return False
+            for part, (tensor, _) in places.items():
+                tensor.copy_(unit.parts[part])
+        parts = [[part, _name(t.dtype), list(t.shape), offset] for part, (t, offset) in places.items()]
+        self.units.append([unit.name, unit.format, parts])
+        return True
+
+    def header(self) -> dict[str, Any]:
+        """The message about what was added so far, without its memory."""
+        return {"units": self.units, "nbytes": rounded(self.end), "checksum": checksum(self.filled)}
+
+    def _places(self, wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, tuple[Tensor, int]] | None:
+        """part -> a tensor in the bucket and its offset, for all of ``wanted`` (part -> dtype, shape) or for none."""
+        found, end = {}, self.end
+        for part, (dtype, shape) in wanted.items():
+            size = prod(shape) * dtype.itemsize
+            if end + size > len(self.buffer):
+                return None
+            found[part] = (self.buffer[end : end + size].view(dtype).view(shape), end)
+            end += rounded(size, _ALIGN)
+        self.end = min(end, len(self.buffer))
+        return found
+
+
+def unpacked(message: Mapping[str, Any], flat: Tensor) -> list[Encoded]:
+    """The tensors of a message, as views of the bucket's bytes.
+
+    Raises:
+        SyncError: the bytes are not those that were sent.
+    """
+    nbytes = message["nbytes"]
+    if len(flat) < nbytes:
+        raise SyncError(f"a bucket of {nbytes} bytes of weights arrived as {len(flat)} bytes")
+    found = checksum(flat[:nbytes])
+    if found != message["checksum"]:
+        first = message["units"][0][0] if message["units"] else "nothing"
+        raise SyncError(
+            f"the bucket of weights that starts with {first} arrived with checksum {found:08x}, and {message['checksum']:08x} was sent"
+        )
+    return [
+        Encoded(name, {part: _view(flat, dtype, shape, offset) for part, dtype, shape, offset in parts}, format)
+        for name, format, parts in message["units"]
+    ]
+
+
+def _view(flat: Tensor, dtype: str, shape: list[int], offset: int) -> Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    return flat[offset : offset + prod(shape) * kind.itemsize].view(kind).view(shape)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

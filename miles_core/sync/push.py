@@ -1,0 +1,31 @@
+"""Pushing a version, and what happens when it does not arrive."""
+
+from __future__ import annotations
+
+import logging
+
+from miles_core.contracts.runtime import PolicyParts
+from miles_core.contracts.transport import SyncReport
+from miles_core.errors import SyncError
+
+log = logging.getLogger(__name__)
+
+
+async def push(parts: PolicyParts, version: int) -> SyncReport:
+    """The engine serves ``version`` when this returns: a push that fails is made once again, and then by the plain copy, which
+    every engine takes, for the rest of the run.
+
+    Raises:
+        SyncError: the plain copy failed too.
+    """
+    try:
+        return await parts.learner.push(version)
+    except SyncError as error:
+        log.warning("weights of version %d are pushed again: %s", version, error)
+    try:
+        return await parts.learner.push(version)
+    except SyncError as error:
+        log.warning(
+            "weights travel by the plain copy from version %d on, because a push failed twice: %s", version, error
+        )
+    return await parts.learner.push(version, plain=True)

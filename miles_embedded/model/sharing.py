@@ -1,0 +1,73 @@
+"""An engine's model whose tensors lie in the trainer's memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from miles_embedded.model.views import Loader, View, sources
+
+
+class SharingLoader(Loader):
+    """Writes checkpoint tensors into a model, or puts the model's tensors where they lie.
+
+    Args:
+        model: prepared by ``miles_embedded.model.load``.
+        shared: names of module tensors that lie in somebody else's memory. They are never written to: one that gets other
+            numbers gets memory of its own again, and is no longer in the set.
+
+    Attributes:
+        copied: bytes written so far.
+    """
+
+    def __init__(self, model: nn.Module, shared: set[str]) -> None:
+        super().__init__(model)
+        self._shared = shared
+        self._sources = sources(model)
+        self._lasting: dict[str, list[tuple[View, Tensor]]] = {}
+        self.copied = 0
+
+    def share(self, name: str, tensor: Tensor) -> None:
+        """As ``put``, for a tensor that stays where it is: ``settle`` puts the model's there, or copies it after all."""
+        view = self._arrived(name, tensor)
+        if not _same(self._part_of_model(view), tensor):
+            self._lasting.setdefault(view.source, []).append((view, tensor))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Everything came: module tensors lie from now on where all of their parts were shared from one piece of memory that
+        is laid out as they are."""
+        for source, parts in self._lasting.items():
+            home = self._sources[source]
+            starts = {(t.untyped_storage().data_ptr(), t.storage_offset() - view.offset) for view, t in parts}
+            alike = all(t.stride() == v.stride and t.dtype == home.dtype and t.device == home.device for v, t in parts)
+            if len(starts) == 1 and alike and sum(t.numel() for _, t in parts) == home.numel():
+                ((_, offset),) = starts
+                home.data = parts[0][1].detach().as_strided(home.shape, home.stride(), offset)
+                self._shared.add(source)
+            else:
+                for view, tensor in parts:
+                    self._write(view, tensor)
+        self._lasting = {}
+
+    def _write(self, view: View, tensor: Tensor) -> None:
+        if self._held[view.source].divided:  # nobody shares what processes hold in part
+            super()._write(view, tensor)
+            self.copied += tensor.numel() * tensor.element_size()
+            return
+        if _same(self._part_of_model(view), tensor):
+            return
+        if view.source in self._shared:  # what is in it is the lender's
+            home = self._sources[view.source]
+            home.data = home.detach().clone()
+            self._shared.remove(view.source)
+        self._part_of_model(view).copy_(tensor)
+        self.copied += tensor.numel() * tensor.element_size()
+
+    def _part_of_model(self, view: View) -> Tensor:
+        return view.of(self._sources[view.source].detach())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are the same memory, read the same way."""
+    return (a.data_ptr(), a.dtype, a.device, a.stride()) == (b.data_ptr(), b.dtype, b.device, b.stride())

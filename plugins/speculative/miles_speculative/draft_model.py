@@ -1,0 +1,88 @@
+"""A separate small model of the same tokenizer as draft.
+
+It stands in the policy as ``draft``, so that sync, checkpoints, formats and optimiser know its parameters, and keeps its keys and values
+in the policy's cache, under layer numbers behind the policy's. It needs no hidden states.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from miles_core import CheckpointError
+from miles_embedded import backbone, load_model, logits_of
+
+
+class DraftModel:
+    """Args:
+    policy: the model that it drafts for.
+    draft: the small one.
+    """
+
+    def __init__(self, policy: Any, draft: Any) -> None:
+        self.policy, self.draft = policy, draft
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Its own, by their names in the small model."""
+        return dict(self.draft.named_parameters())
+
+    def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, call: Any) -> Tensor:
+        """See ``Head``; ``hidden`` is not looked at."""
+        run: Any = backbone(self.draft)
+        out: Tensor = run(
+            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, call=call
+        ).last_hidden_state[0]
+        return out
+
+    def logits(self, out: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
+        return logits_of(self.draft, out)
+
+
+def attach_model(policy: Any, path: str | Path) -> DraftModel:
+    """Give ``policy`` the draft in ``path``, in its own dtype and on its device."""
+    like = next(policy.parameters())
+    draft = load_model(path, str(like.dtype).removeprefix("torch."), like.device)
+    behind = len(backbone(policy).layers)  # type: ignore[arg-type]
+    for module in draft.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx += behind  # type: ignore[operator]
+    policy.draft = draft
+    return DraftModel(policy, draft)
+
+
+def check_draft(path: str, checkpoint: str, tokenizer: Any) -> None:
+    """Refuse a draft that cannot be one of ``checkpoint``, whose tokenizer is ``tokenizer``.
+
+    Raises:
+        CheckpointError: no checkpoint, another vocabulary or tokenizer, or it is not smaller.
+    """
+    flag = f"--draft-model-path {path}"
+    if not (Path(path) / "config.json").is_file():
+        raise CheckpointError(f"{flag}: it holds no config.json, so it is not a Hugging Face checkpoint")
+    sizes = [_vocabulary(Path(p)) for p in (path, checkpoint)]
+    if sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"{flag}: its vocabulary has {sizes[0]} tokens and the policy's {sizes[1]}; a draft needs the policy's tokenizer"
+        )
+    from transformers import AutoTokenizer
+
+    if AutoTokenizer.from_pretrained(path).get_vocab() != tokenizer.get_vocab():
+        raise CheckpointError(
+            f"{flag}: its tokenizer gives some tokens other ids than the policy's; a draft needs the policy's tokenizer"
+        )
+    weights = [sum(f.stat().st_size for f in Path(p).glob("*.safetensors")) for p in (path, checkpoint)]
+    if weights[0] >= weights[1]:
+        raise CheckpointError(
+            f"{flag}: its weights have {weights[0] / 1e6:.0f} MB and the policy's {weights[1] / 1e6:.0f} MB; take a draft of a quarter to "
+            "a tenth of the policy"
+        )
+
+
+def _vocabulary(path: Path) -> int:
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return int((config.get("text_config") or config)["vocab_size"])

@@ -1,0 +1,55 @@
+"""``auto`` against simulated costs and acceptances: what it chooses, and what it costs to find out."""
+
+import random
+
+import pytest
+
+from miles_speculative.lookahead import Acceptance, Auto
+
+
+def simulate(auto, steps, rows, accept, draft, noise=0.02):
+    """(tokens a second, those without drafts, the numbers of drafts chosen): a plain step takes 1, a draft ``draft``, and to verify it 0.02."""
+    rng = random.Random(0)
+    tokens, seconds, chosen = 0, 0.0, []
+    for _ in range(steps):
+        k = auto.choose(rows)
+        tried, kept = [rows] * k, [0] * k
+        for _ in range(rows):
+            depth = 0
+            while depth < k and rng.random() < accept:
+                kept[depth] += 1
+                depth += 1
+        took = (1 + k * (draft + 0.02)) * (1 + rng.uniform(-noise, noise))
+        auto.record(rows, k, took, tried, kept)
+        tokens += rows + sum(kept)
+        seconds += took
+        chosen.append(k)
+    return tokens / seconds, rows, chosen
+
+
+@pytest.mark.parametrize("rows", [1, 16, 200])
+@pytest.mark.parametrize(("accept", "draft"), [(0.05, 0.2), (0.3, 0.5), (0.5, 0.1), (0.8, 0.1), (0.95, 0.05)])
+def test_it_pays_or_it_is_off(rows, accept, draft):
+    fast, plain, chosen = simulate(Auto(), 600, rows, accept, draft)
+    best = max(sum(accept**d for d in range(k + 1)) / (1 + k * (draft + 0.02)) for k in range(9))
+    assert fast / plain > (0.94 if rows > 1 else 0.9) * max(best, 1.0), (
+        fast / plain,
+        best,
+        chosen[-20:],
+    )  # chance, and the price of finding out
+    if best == 1.0:
+        assert chosen[100:].count(0) > 0.9 * 500
+
+
+def test_it_follows_what_changes():
+    auto = Auto()
+    assert simulate(auto, 300, 8, 0.1, 0.3)[2][-1] == 0
+    assert simulate(auto, 900, 8, 0.9, 0.1)[2][-1] >= 3  # the draft learned
+    assert simulate(auto, 900, 8, 0.05, 0.3)[2][-1] == 0  # the policy left it behind
+
+
+def test_depths_that_were_never_tried_continue_the_last_ratio():
+    acceptance = Acceptance(8)
+    acceptance.add([1000, 1000], [800, 400])
+    assert acceptance.length(2) == pytest.approx(1 + 0.8 + 0.4, abs=0.01)
+    assert acceptance.length(4) == pytest.approx(1 + 0.8 + 0.4 + 0.2 + 0.1, abs=0.01)

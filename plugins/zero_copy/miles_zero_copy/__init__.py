@@ -1,0 +1,26 @@
+"""Weights that do not travel, or not through a copy on the way, for miles-core."""
+
+from miles_core import Plugin
+from miles_zero_copy.config import ZeroCopyConfig
+
+__version__ = "0.1.0"
+
+plugin = Plugin(
+    name="zero_copy",
+    summary="shared storage, shared memory, device handles and deltas for the weight sync, with checksums",
+    version=__version__,
+    core="~=0.1",
+    config=ZeroCopyConfig,
+    hooks={"": "miles_zero_copy.hooks:ZeroCopy"},
+    provides={"transport": {"buckets": "miles_zero_copy.transport:make_transport"}},
+    capabilities={"transport": ("buckets",)},
+    sets={"transport": "buckets"},
+    notes={
+        "runtime == inline and engine == embedded and schedule == sync": "engine and trainer hold one storage of what is not "
+        "quantised, because they take turns in one process; nothing of it is moved",
+        "runtime == inline and engine == embedded and schedule != sync": "the engine keeps weights of its own and copies each "
+        "version, because it generates while the trainer steps (--schedule sync would share one storage)",
+        "runtime != inline": "the first transfer chooses the path: memory that engine and trainer share on one host (device handles "
+        "on a GPU), else buckets over the runtime's own channel; the log says which, and why",
+    },
+)

@@ -1,0 +1,87 @@
+"""Shared memory of one host: files in /dev/shm that belong to a living process."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+#: Where Linux has shared memory.
+DIRECTORY = Path("/dev/shm")
+_NAME = "miles-weights-"
+
+
+class NoSegmentError(Exception):
+    """There is no shared memory to be had here; one sentence."""
+
+
+class Segment:
+    """Shared memory with a name, reserved, mapped, and freed by ``close``.
+
+    It is locked as long as this process lives: a file that nobody has locked was left by a run that was killed (``free_leftovers``).
+
+    Args:
+        nbytes: its size.
+
+    Raises:
+        NoSegmentError: there is no shared memory on this host, or not enough of it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        directory = DIRECTORY
+        if not directory.is_dir():
+            raise NoSegmentError(f"there is no shared memory on this host: {directory} is not there")
+        try:
+            self.path, self._file = _locked(directory)
+        except OSError as error:
+            raise NoSegmentError(f"shared memory cannot be made in {directory}: {error.strerror}") from error
+        try:
+            os.posix_fallocate(self._file, 0, nbytes)  # a page that is not there later would end the process
+            memory = mmap.mmap(self._file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except OSError as error:
+            self.close()
+            raise NoSegmentError(
+                f"{nbytes:,} bytes of shared memory are not to be had in {directory} ({error.strerror}); a smaller "
+                "--sync-bucket-size needs less"
+            ) from error
+        self.buffer: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Free the name; the memory goes with the last process that has it mapped."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._file)
+
+
+def _locked(directory: Path) -> tuple[Path, int]:
+    """A new empty file, open and locked."""
+    while True:
+        path = directory / f"{_NAME}{secrets.token_hex(8)}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:  # else another run took it for a leftover before it was locked
+            return path, file
+        os.close(file)
+
+
+def free_leftovers() -> int:
+    """Free segments whose process is gone. Returns how many bytes they held."""
+    freed = 0
+    for path in DIRECTORY.glob(f"{_NAME}*"):
+        try:
+            file = os.open(path, os.O_RDWR)
+        except OSError:
+            continue  # somebody else's, or freed meanwhile
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            freed += os.fstat(file).st_size
+            path.unlink(missing_ok=True)
+        except BlockingIOError:
+            pass  # its process lives
+        finally:
+            os.close(file)
+    return freed

@@ -1,0 +1,120 @@
+"""The transport ``buckets``: one storage within a process, else the fastest path that both sides have."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles_core import StashKey, SyncError
+from miles_core.backend import ALONE, CopyTransport, Encoded, Engine, Run, SyncReport, Transport, World
+from miles_core.format import Stored
+from miles_zero_copy.config import ZeroCopyConfig
+from miles_zero_copy.paths import paths
+from miles_zero_copy.segment import NoSegmentError
+from miles_zero_copy.sender import Receive, Sender
+
+log = logging.getLogger(__name__)
+
+#: The transports of a run that hold memory.
+OPEN: StashKey[list[BucketTransport]] = StashKey()
+
+
+def make_transport(run: Run, engine: Engine, world: World = ALONE) -> Transport:
+    """The provider of ``--transport buckets``."""
+    options: ZeroCopyConfig = run.config.plugin("zero_copy")
+    if run.config.run.runtime == "inline" and "shared_storage" in engine.capabilities:
+        return SharedStorage(engine) if run.config.run.schedule == "sync" else CopyTransport(engine)
+    made = BucketTransport(engine, world, options.bucket_size)
+    run.stash.setdefault(OPEN, []).append(made)
+    return made
+
+
+class SharedStorage(Transport):
+    """Engine and trainer hold one storage of what is not quantised."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
+        started, tensors = time.perf_counter(), 0
+
+        def counted() -> Iterator[Encoded]:
+            nonlocal tensors
+            for unit in units:
+                tensors += len(unit.parts)
+                yield unit
+
+        copied = await self.engine.share_weights(counted(), version)
+        return SyncReport(version, copied, tensors, time.perf_counter() - started)
+
+
+class BucketTransport(Transport):
+    """Flat buckets from this rank to engines in other processes.
+
+    Args:
+        engine: told to receive; perhaps a front of several engines, which then read the same buckets.
+        world: this rank and how many there are: each sends what its trainer yields it, the engine waits for all.
+        bucket_size: bytes of each of the two buckets.
+    """
+
+    def __init__(self, engine: Engine, world: World, bucket_size: int) -> None:
+        self.engine, self.world, self.bucket_size = engine, world, bucket_size
+        self._sender: Sender | None = None
+        self._limit = 0.0
+
+    def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
+        return None if self._sender is None else self._sender.room(name, stored)
+
+    async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
+        async def receive(message: Mapping[str, Any], last: bool) -> None:
+            await self.engine.receive(message, version, last)
+
+        try:
+            if self._sender is None:
+                first = list(itertools.islice(units, 1))
+                device = next(iter(first[0].parts.values())).device if first else torch.device("cpu")
+                self._sender = await self._chosen(device, receive)
+                units = itertools.chain(first, units)
+            started = time.perf_counter()
+            sent = await self._sender.send(units, receive)
+        except Exception:
+            self.close()  # the next push finds out anew which paths there are
+            for _ in units:  # other ranks may wait in its collectives
+                pass
+            raise
+        seconds = time.perf_counter() - started
+        ratio = {"of_limit": sent.nbytes / seconds / self._limit} if self._limit else {}
+        return SyncReport(version, sent.nbytes, sent.tensors, seconds, ratio)
+
+    def close(self) -> None:
+        """Free the memory that buckets lie in."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    async def _chosen(self, device: torch.device, receive: Receive) -> Sender:
+        """A sender over the fastest path on which the engine reads a greeting, which is sent."""
+        reasons = []
+        for path in paths(device):
+            try:
+                sender = Sender(path.make, self.bucket_size, (self.world.rank, self.world.size))
+            except (NoSegmentError, SyncError) as error:
+                reasons.append(str(error))
+                continue
+            try:
+                await sender.greet(receive)
+            except SyncError as error:
+                sender.close()
+                reasons.append(str(error))
+                continue
+            why = f", because {'; '.join(reasons)}" if reasons else ""
+            log.log(logging.WARNING if reasons else logging.INFO, "weights travel through %s%s", path.name, why)
+            self._limit = path.limit() if path.limit else 0.0
+            return sender
+        raise SyncError(f"weights cannot travel to the engine: {'; '.join(reasons)}")

@@ -1,0 +1,61 @@
+"""The embedded engine as one that keeps weights of its own and takes messages."""
+
+import asyncio
+import glob
+
+import pytest
+
+from miles_core import SyncError
+from miles_core.testing import tiny_checkpoint, tiny_tokenizer
+from miles_embedded.engine.build import detokenizer
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
+from miles_embedded.model.load import load_model
+from miles_zero_copy import segment
+
+
+class Elsewhere(EmbeddedEngine):
+    """Spoken to by messages. ``spoil(message, number)`` sees each of them first, ``received`` is their memory's kinds."""
+
+    capabilities = EmbeddedEngine.capabilities - {"shared_storage"}
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.received, self.spoil = [], None
+
+    async def receive(self, message, version, last):
+        await asyncio.sleep(0)
+        self.received.append(message["memory"]["kind"])
+        if self.spoil is not None:
+            message = self.spoil(message, len(self.received))
+        await super().receive(message, version, last)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("weights")
+    return [tiny_checkpoint("qwen3_moe", root / str(seed), seed) for seed in range(2)]
+
+
+@pytest.fixture
+def engine(checkpoints):
+    return Elsewhere(load_model(checkpoints[0]), Settings(detokenizer(tiny_tokenizer()), eos=[1]))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """No test leaves shared memory."""
+    yield
+    assert not glob.glob(f"{segment.DIRECTORY}/{segment._NAME}*")
+
+
+@pytest.fixture
+def unreachable():
+    """What an engine on another host answers."""
+
+    def spoil(message, number):
+        if message["memory"]["kind"] == "file":
+            raise SyncError("the two are on different hosts")
+        return message
+
+    return spoil

@@ -1,0 +1,146 @@
+"""Buckets to an engine that keeps weights of its own, in this process and in another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from miles_core import MilesError, SyncError
+from miles_core.backend import World
+from miles_core.testing.asking import ask
+from miles_core.testing.engine_contract import FREE
+from miles_core.testing.stored import stored_units
+from miles_zero_copy import segment
+from miles_zero_copy.transport import BucketTransport
+
+SMALL = 40 << 10  # the tiny model takes three of them
+
+
+def weights(engine):
+    return {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def transport(engine):
+    made = BucketTransport(engine, World(), SMALL)
+    yield made
+    made.close()
+
+
+def test_what_arrives_is_what_was_sent(engine, transport, checkpoints, caplog):
+    caplog.set_level(logging.INFO)
+    units = stored_units(checkpoints[1])
+    for version in (3, 4):
+        report = asyncio.run(transport.send(iter(units), version))
+        assert engine.version == report.version == version and report.metrics["of_limit"] > 0
+        assert (report.nbytes, report.tensors) == (sum(u.nbytes for u in units), len(units))
+    received, kinds = weights(engine), set(engine.received)
+    asyncio.run(engine.update_weights(units, 5))
+    assert same(received, weights(engine)) and kinds == {"file"}
+    assert "weights travel through shared memory" in caplog.text
+    assert len(engine.received) == 1 + 2 * 3  # the greeting, and full buckets
+
+
+def test_ranks_send_their_parts_and_the_last_one_makes_it_a_version(engine, checkpoints):
+    units = stored_units(checkpoints[1])
+    parts = [units[::2], units[1::2], []]
+    transports = [BucketTransport(engine, World(rank, 3), SMALL) for rank in range(3)]
+
+    async def push():
+        await asyncio.gather(*[t.send(iter(part), 1) for t, part in zip(transports, parts, strict=True)])
+
+    asyncio.run(push())
+    received = weights(engine)
+    for transport in transports:
+        transport.close()
+    assert engine.version == 1
+    asyncio.run(engine.update_weights(units, 2))
+    assert same(received, weights(engine))
+
+
+def test_a_bucket_with_another_checksum_is_a_failed_sync_and_the_next_push_repairs_it(engine, transport, checkpoints):
+    units, rest = stored_units(checkpoints[1]), []
+
+    def spoil(message, number):
+        return {**message, "checksum": message["checksum"] ^ (number == 3)}
+
+    def stream():
+        for unit in units:
+            rest.append(unit)
+            yield unit
+
+    engine.spoil = spoil
+    with pytest.raises(
+        SyncError, match=r"starts with model\..* arrived with checksum [0-9a-f]{8}, and [0-9a-f]{8} was sent"
+    ):
+        asyncio.run(transport.send(stream(), 1))
+    assert engine.version == -1 and len(rest) == len(units)  # consumed to its end
+    with asyncio.Runner() as runner, pytest.raises(MilesError, match="no complete weights"):
+        ask(runner, engine, [[3, 4]], FREE)
+    engine.spoil = None
+    asyncio.run(transport.send(iter(units), 1))
+    assert engine.version == 1
+    with asyncio.Runner() as runner:
+        assert len(ask(runner, engine, [[3, 4]], FREE)[0].tokens) == 10
+
+
+def test_an_engine_that_was_started_anew_in_the_middle_says_so(engine, transport, checkpoints):
+    def spoil(message, number):
+        if number == 3:
+            engine._weights._arriving = None
+        return message
+
+    engine.spoil = spoil
+    with pytest.raises(SyncError, match="bucket 2 of version 1 came to an engine that has 0 of them"):
+        asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
+
+
+def test_an_engine_that_cannot_read_shared_memory_gets_messages(engine, transport, checkpoints, unreachable, caplog):
+    engine.spoil = unreachable
+    asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
+    assert engine.version == 1 and set(engine.received) == {"file", "data"}
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert record.message == (
+        "weights travel through messages over the runtime's channel, because the two are on different hosts"
+    )
+
+
+def test_a_host_without_shared_memory_gets_messages(engine, transport, checkpoints, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(segment, "DIRECTORY", tmp_path / "shm")
+    asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
+    assert engine.version == 1 and set(engine.received) == {"data"}
+    assert f"there is no shared memory on this host: {tmp_path / 'shm'} is not there" in caplog.text
+
+
+def test_shared_memory_that_is_full_is_said_with_what_helps():
+    with pytest.raises(
+        segment.NoSegmentError, match=r"bytes of shared memory are not to be had .* a smaller --sync-bucket-size"
+    ):
+        segment.Segment(1 << 60)
+
+
+def test_a_bucket_that_is_smaller_than_a_tensor_grows(engine, checkpoints, caplog):
+    units = stored_units(checkpoints[1])
+    transport = BucketTransport(engine, World(), 2048)
+    asyncio.run(transport.send(iter(units), 1))
+    transport.close()
+    assert engine.version == 1
+    assert "--sync-bucket-size 2048 is smaller than " in caplog.text and "buckets are made that large" in caplog.text
+
+
+def test_memory_of_a_run_that_was_killed_is_freed_and_that_of_a_living_one_is_not():
+    code = "from miles_zero_copy.segment import Segment; import os, signal; Segment(4096); os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", code], check=False)
+    mine = segment.Segment(8192)
+    assert segment.free_leftovers() == 4096
+    assert mine.path.exists()
+    mine.close()

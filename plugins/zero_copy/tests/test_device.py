@@ -1,0 +1,74 @@
+"""Buckets in GPU memory, read by another process through the driver's handles; and one storage on a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import torch
+
+from miles_core import SyncError
+from miles_core.backend import DeviceMemory, Encoded, Inbox, World
+from miles_core.sync.device_memory import attach
+from miles_core.testing.stored import stored_units
+from miles_embedded.testing import ProcessEngine
+from miles_zero_copy.transport import BucketTransport
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_a_gpu_that_the_engine_does_not_see_is_said():
+    where = {"kind": "device", "key": "k", "gpu": "GPU-of-another-host", "handle": "", "nbytes": 1024}
+    with pytest.raises(
+        SyncError, match=r"GPU-of-another-host, (and the engine's process has no GPU|which the engine's process)"
+    ):
+        attach(where)
+    with pytest.raises(SyncError, match="GPU-of-another-host"):
+        Inbox().open({"memory": where})
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_another_process_reads_gpu_memory(checkpoints, engine, caplog):
+    caplog.set_level(logging.INFO)
+    units = stored_units(checkpoints[1])
+    there = ProcessEngine(checkpoints[0], seed=7, max_context=48, max_running_requests=4)
+    transport = BucketTransport(there, World(), 40 << 10)
+    on_gpu = [Encoded(u.name, {n: t.cuda() for n, t in u.parts.items()}) for u in units]
+    with asyncio.Runner() as runner:
+        runner.run(there.start())
+        try:
+            for version in (1, 2):
+                report = runner.run(transport.send(iter(on_gpu), version))
+            scored = runner.run(there.score([[3, 4, 5, 6]]))[0]
+        finally:
+            runner.run(there.stop())
+            transport.close()
+        runner.run(engine.update_weights(units, 1))
+        here = runner.run(engine.score([[3, 4, 5, 6]]))[0]
+    assert there.version == 2 and report.nbytes == sum(u.nbytes for u in units)
+    assert scored.tolist() == here.tolist()
+    assert "weights travel through GPU memory by handle" in caplog.text
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_is_zero_and_cannot_be_larger_than_the_gpu():
+    memory = DeviceMemory(4096, torch.device("cuda"))
+    assert int(memory.buffer.sum()) == 0 and memory.buffer.device.type == "cuda"
+    memory.close()
+    with pytest.raises(SyncError, match="bytes of GPU memory"):
+        DeviceMemory(1 << 50, torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_one_storage_on_a_gpu_changes_nothing(toy_run):
+    options = {"rollout_precision": "fp8", "train_precision": "fp8", "emulate_precision": True}
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 32}
+    runs = [toy_run(["fp8"], sizes=sizes, use_zero_copy_sync=use, **options) for use in (False, True)]
+    first, second = (list(r.trainer.model.parameters()) for r in runs)
+    assert first[0].device.type == "cuda"
+    assert all(torch.allclose(a.float(), b.float(), atol=1e-3) for a, b in zip(first, second, strict=True))
+    assert runs[1].metrics[-1]["sync/bytes"] < 2 * runs[0].metrics[-1]["sync/bytes"]

@@ -1,0 +1,116 @@
+"""Whole runs: which path is taken, that the numbers do not depend on it, and what happens when it fails."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from miles_core import PlanError
+from miles_core.testing import plan
+
+SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}
+FP8 = {"rollout_precision": "fp8", "train_precision": "fp8", "emulate_precision": True}
+
+#: An engine that is spoken to by messages, as a single file. The first ``failures`` buckets it gets after the first are wrong.
+ELSEWHERE = """
+from miles_core import Plugin, SyncError
+from miles_embedded import make_engine
+
+plugin = Plugin(
+    name="elsewhere", summary="an engine that takes messages", version="1", core=">=0",
+    provides={"engine": {"elsewhere": "make"}},
+    capabilities={"engine": ("score", "score_temperature", "token_versions", "keyed_sampling", "transport:buckets")},
+)
+
+
+def make(run, policy):
+    engine = make_engine(run, policy)
+    engine.capabilities = engine.capabilities - {"shared_storage"}
+    engine.kinds, engine.failures, receive = [], FAILURES, engine.receive
+
+    async def spoiled(message, version, last):
+        engine.kinds.append(message["memory"]["kind"])
+        if message["units"] and engine.failures:
+            engine.failures -= 1
+            message = {**message, "checksum": 0}
+        await receive(message, version, last)
+
+    engine.receive = spoiled
+    return engine
+"""
+
+
+def weights(run):
+    return [p.detach().clone() for p in run.trainer.model.parameters()]
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def elsewhere(tmp_path, failures=0):
+    file = tmp_path / "elsewhere.py"
+    file.write_text(ELSEWHERE.replace("FAILURES", str(failures)))
+    return str(file)
+
+
+def test_one_storage_moves_nothing_and_changes_nothing(toy_run):
+    copied, shared = toy_run(), toy_run(use_zero_copy_sync=True)
+    assert equal(weights(copied), weights(shared))
+    assert [r["reward/mean"] for r in copied.metrics] == [r["reward/mean"] for r in shared.metrics]
+    assert {r["sync/bytes"] for r in shared.metrics} == {0.0} and copied.metrics[0]["sync/bytes"] > 0
+    pairs = zip(shared.trainer.model.parameters(), shared.engine.model.parameters(), strict=True)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
+
+
+def test_quantised_weights_are_the_engine_s_own_and_the_rest_is_shared_also_after_a_warm_up(toy_run):
+    options = {**FP8, "sizes": SIZES, "steps": 3, "warmup_steps": 1}
+    copied, shared = toy_run(["fp8"], **options), toy_run(["fp8"], use_zero_copy_sync=True, **options)
+    assert equal(weights(copied), weights(shared))
+    trained, served = shared.trainer.model.state_dict(), shared.engine.model.state_dict()
+    one = {name for name in trained if trained[name].data_ptr() == served[name].data_ptr()}
+    assert "model.embed_tokens.weight" in one and "model.layers.0.self_attn.q_proj.weight" not in one
+    assert 0 < shared.metrics[-1]["sync/bytes"] < copied.metrics[-1]["sync/bytes"] * 4
+    for name in trained:
+        assert torch.equal(served[name], dict(copied.engine.model.state_dict())[name])
+
+
+@pytest.mark.parametrize("schedule", ["ahead", "async"])
+def test_an_engine_that_generates_while_the_trainer_steps_has_weights_of_its_own(toy_run, schedule):
+    run = toy_run(use_zero_copy_sync=True, schedule=schedule)
+    assert run.metrics[-1]["sync/bytes"] > 0
+    engine = {p.data_ptr() for p in run.engine.model.parameters()}
+    assert not engine & {p.data_ptr() for p in run.trainer.model.parameters()}
+
+
+def test_codes_are_written_into_shared_memory_and_arrive(toy_run, tmp_path):
+    copied = toy_run(["fp8"], sizes=SIZES, **FP8)
+    run = toy_run(["fp8", elsewhere(tmp_path)], sizes=SIZES, engine="elsewhere", use_zero_copy_sync=True, **FP8)
+    assert equal(weights(copied), weights(run)) and set(run.engine.kinds) == {"file"}
+    assert [r["sync/bytes"] for r in run.metrics] == [r["sync/bytes"] for r in copied.metrics]
+    assert all(r["sync/of_limit"] > 0 for r in run.metrics)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_failed_sync_is_made_again_then_by_the_plain_copy(toy_run, tmp_path, failures, caplog):
+    run = toy_run([elsewhere(tmp_path, failures)], engine="elsewhere", use_zero_copy_sync=True, log_level="info")
+    assert equal(weights(toy_run()), weights(run)) and len(run.metrics) == 2
+    said = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(said) == failures and "pushed again" in said[0] and "checksum" in said[0]
+    assert ("sync/of_limit" in run.metrics[-1]) == (failures == 1)  # the plain copy has none
+    if failures == 2:
+        assert "weights travel by the plain copy from version 0 on" in said[1]
+
+
+def test_the_plan_says_which_path_and_why():
+    assert any("one storage" in line for line in plan(use_zero_copy_sync=True).advice)
+    assert any("copies each version" in line for line in plan(use_zero_copy_sync=True, schedule="async").advice)
+
+
+def test_an_engine_that_takes_no_such_message_is_refused(tmp_path):
+    file = tmp_path / "deaf.py"
+    file.write_text(ELSEWHERE.replace(', "transport:buckets"', "").replace("FAILURES", "0"))
+    with pytest.raises(PlanError, match="the transport buckets needs the engine capability transport:buckets"):
+        plan([str(file)], engine="elsewhere", use_zero_copy_sync=True)

@@ -1,0 +1,107 @@
+"""Buckets: what lies in them, what their checksum finds, and what the receiver makes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from miles_core.data.unit import Encoded
+from miles_core.errors import SyncError
+from miles_core.precision.format import Stored
+from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, unpacked
+from miles_core.sync.inbox import Inbox
+
+
+def plain(name, *shape, dtype=torch.bfloat16):
+    return Encoded(name, {name: torch.randn(shape).to(dtype)})
+
+
+def same(a, b):
+    return (a.name, a.format, a.parts.keys()) == (b.name, b.format, b.parts.keys()) and all(
+        a.parts[n].dtype == b.parts[n].dtype and torch.equal(a.parts[n].float(), b.parts[n].float()) for n in a.parts
+    )
+
+
+def test_tensors_come_out_as_they_went_in_whatever_their_layout():
+    codes = Encoded(
+        "q.weight",
+        {"q.weight": torch.randn(6, 8).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.ones(1, 1)},
+        "fp8",
+    )
+    turned = Encoded("t.weight", {"t.weight": torch.randn(8, 6).t()})
+    units = [plain("a.weight", 3, 5), codes, turned, plain("scalar", dtype=torch.float32), plain("empty", 0, 4)]
+    bucket = Bucket(torch.zeros(8 * BLOCK, dtype=torch.uint8))
+    assert all(map(bucket.add, units))
+    found = unpacked(bucket.header(), bucket.filled.clone())
+    assert len(found) == 5 and all(map(same, found, units))
+    assert bucket.end == sum(map(room_of, units)) and len(bucket.filled) % BLOCK == 0
+    # a bucket is filled again
+    bucket.clear()
+    assert bucket.add(units[1]) and [u.name for u in unpacked(bucket.header(), bucket.filled)] == ["q.weight"]
+
+
+def test_codes_are_written_where_they_are_sent_from():
+    bucket = Bucket(torch.zeros(2 * BLOCK, dtype=torch.uint8))
+    stored = {"q.weight": Stored("weight", torch.uint8, (4, 8)), "q.scale": Stored("scale", torch.float32, (1,))}
+    room = bucket.room("q.weight", stored)
+    room["q.weight"].fill_(7)
+    room["q.scale"].fill_(0.5)
+    end = bucket.end
+    assert bucket.add(Encoded("q.weight", room, "mine")) and bucket.end == end  # found there, not copied
+    (found,) = unpacked(bucket.header(), bucket.filled)
+    assert found.parts["q.weight"].unique().tolist() == [7] and found.parts["q.scale"].tolist() == [0.5]
+    assert bucket.room("big", {"big": Stored("big", torch.uint8, (4 * BLOCK,))}) is None
+    other = Encoded("q.weight", {"q.weight": torch.zeros(4, 8, dtype=torch.uint8), "q.scale": torch.ones(1)}, "mine")
+    bucket.clear()
+    bucket.room("q.weight", stored)
+    assert bucket.add(other)  # codes that came from elsewhere are copied
+    assert unpacked(bucket.header(), bucket.filled)[0].parts["q.scale"].tolist() == [1.0]
+
+
+def test_what_does_not_fit_is_left_out_whole():
+    bucket = Bucket(torch.zeros(BLOCK, dtype=torch.uint8))
+    assert bucket.add(plain("a", 200)) and not bucket.add(plain("b", 400))
+    assert [name for name, *_ in bucket.header()["units"]] == ["a"]
+
+
+@pytest.mark.parametrize("at", [0, 1000, 5 * BLOCK - 1])
+def test_a_checksum_finds_a_bit_anywhere(at):
+    flat = torch.randint(0, 256, (5 * BLOCK,), dtype=torch.uint8)
+    before = checksum(flat)
+    flat[at] ^= 16
+    assert checksum(flat) != before
+
+
+def test_a_checksum_finds_blocks_in_another_order_and_is_defined_for_nothing():
+    flat = torch.randint(0, 256, (2 * BLOCK,), dtype=torch.uint8)
+    assert checksum(flat) != checksum(flat.roll(BLOCK)) and checksum(flat[:0]) == 0
+
+
+def test_memory_stays_attached_while_it_is_used(tmp_path):
+    bucket, inbox = Bucket(torch.zeros(BLOCK, dtype=torch.uint8)), Inbox()
+    file = tmp_path / "memory"
+
+    def message(name):
+        bucket.clear()
+        bucket.add(plain(name, 8))
+        file.write_bytes(bucket.filled.numpy().tobytes())
+        return {**bucket.header(), "memory": {"kind": "file", "key": str(file), "path": str(file)}}
+
+    assert inbox.open(message("a"))[0].name == "a"
+    inbox.finish()
+    said = message("b")
+    file.unlink()  # mapped still
+    assert inbox.open(said)[0].name == "b"
+    inbox.finish()
+    inbox.finish()  # an update that did not use it
+    with pytest.raises(SyncError, match=r"cannot be opened by the engine.s process .* different hosts"):
+        inbox.open(said)
+    with pytest.raises(SyncError, match="memory of the kind 'pigeon', which this engine does not read"):
+        inbox.open({**said, "memory": {"kind": "pigeon"}})
+
+
+def test_a_bucket_that_came_in_part_is_refused():
+    bucket = Bucket(torch.zeros(2 * BLOCK, dtype=torch.uint8))
+    bucket.add(plain("a", 600))
+    with pytest.raises(SyncError, match="2048 bytes of weights arrived as 1024 bytes"):
+        unpacked(bucket.header(), bucket.filled[:BLOCK])

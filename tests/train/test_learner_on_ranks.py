@@ -1,0 +1,75 @@
+"""The learner on two ranks: whole-step statistics, normalisers and corrections are those of one process."""
+
+import numpy as np
+import pytest
+import torch
+
+from miles_core.config.load import load
+from miles_core.data.means import means
+from miles_core.data.sample import Sample
+from miles_core.run.make import make_run
+from miles_core.run.prepare import applied, prepare
+from miles_core.run.rank import Rank, combined, divided
+from miles_core.testing.toy import toy_arguments
+from miles_core.testing.yardstick import copied
+
+#: What needs statistics of the whole step: corrections, whitening, normalisers, balancing; and two optimiser steps.
+OPTIONS = {
+    "tis_level": "sequence",
+    "tis_batch_normalize": True,
+    "normalize_advantages": True,
+    "kl_loss_coef": 0.1,
+    "entropy_coef": 0.01,
+    "aux_loss_coef": 0.1,
+    "num_steps_per_rollout": 2,
+    "lr": 1e-2,
+    "adam_eps": 1e-2,
+}
+
+
+def rollout(groups):
+    random = np.random.default_rng(0)
+    samples = []
+    for group in range(groups):
+        for _ in range(4):
+            tokens, length = random.integers(3, 30, 9).tolist(), int(random.integers(2, 6))
+            samples.append(
+                Sample(
+                    tokens=tokens,
+                    response_length=length,
+                    reward=float(random.normal()),
+                    rollout_log_probs=(random.normal(size=length) * 0.3 - 3.5).tolist(),
+                    group_index=group,
+                    index=len(samples),
+                )
+            )
+    return samples
+
+
+def made(words, directory):
+    config = load(words)
+    accepted, catalogue = prepare(config)
+    run = make_run(applied(config, accepted), accepted, catalogue, directory)
+    trainer = run.hooks.make("trainer", "embedded", run=run, policy=run.policies[0])
+    return Rank(run, run.policies[0], trainer)
+
+
+def learned(words, directory, groups):
+    rank, samples = made(words, directory), rollout(groups)
+    pairs = rank.learn(divided(samples, rank.run.config.train, rank.world.replicas)[rank.world.replica], 0)
+    supervised = rank.supervise(samples[rank.world.replica :: rank.world.replicas], 1e-2)
+    return pairs | supervised, copied(rank.trainer)
+
+
+@pytest.mark.parametrize(("groups", "strategy"), [(3, "full_shard"), (3, "no_shard"), (1, "full_shard")])
+def test_two_ranks_learn_what_one_process_learns(ranks, groups, strategy, tmp_path):
+    words = toy_arguments(["tis"], tmp_path, sharding_strategy=strategy, **OPTIONS)
+    pairs, weights = learned(words, tmp_path, groups)
+    found = ranks.run(learned, words, tmp_path, groups)
+    metrics, expected = combined([p for p, _ in found]), means(pairs)
+    assert metrics.keys() == expected.keys()
+    assert {"tis/weight_square_mean", "train/load_balance", "sft/loss"} <= metrics.keys()
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=2e-4, abs=1e-5), name
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found[0][1][name], tensor, rtol=0, atol=1e-4)
