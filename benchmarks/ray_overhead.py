@@ -39,7 +39,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--prompts", type=int, default=16, help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens a response")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens a response")
     parser.add_argument("--steps", type=int, default=15, help="steps measured a run")
     parser.add_argument("--runs", type=int, default=2, help="runs of each, in turns")
     chosen = parser.parse_args()
