@@ -26,7 +26,8 @@ from miles_core.testing.toy import toy_arguments
 
 VICTIMS = ("engine", "rank", "driver")
 PHASES = ("rollout", "train", "sync", "save", "evaluation")
-GROUPS, SAMPLES, GAP = 2, 4, 2  # steps from one kill to the next
+GROUPS, SAMPLES = 2, 4
+FIRST, GAP = 2, 2  # the step of the first kill, when a checkpoint is there, and from one to the next
 
 PLUGIN = r"""
 import json, os, re, signal, time
@@ -80,14 +81,14 @@ def on_save(run, policy):
 
 def prepare(directory: Path, victim: str, phase: str, kills: int) -> tuple[list[str], int]:
     """Everything a cell needs on disk; its command and how many steps it has."""
-    steps = GAP * kills + 2
+    steps = GAP * kills + FIRST + 1
     letters = [chr(ord("a") + n % 26) + str(n // 26) for n in range(GROUPS * steps)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
     held = {"input": "z", "metadata": {"held_out": True}}
     (directory / "held_out.jsonl").write_text(json.dumps(held) + "\n")
     (directory / "faults.py").write_text(PLUGIN)
     (directory / "fault.json").write_text(json.dumps([victim, phase]))
-    (directory / "steps.json").write_text(json.dumps([1 + GAP * n for n in range(kills)]))
+    (directory / "steps.json").write_text(json.dumps([FIRST + GAP * n for n in range(kills)]))
     words = toy_arguments(
         [str(directory / "faults.py")],
         directory / "run",
