@@ -301,7 +301,7 @@ class Drops(ProcessEngine):
     async def update_weights(self, units, version):
         if version == 2:  # acknowledged, and stamped on its tokens by nobody
             list(units)
-            self._version = version
+            self._weights.version = version
         else:
             await super().update_weights(units, version)
 
