@@ -99,6 +99,12 @@ MAIN = (
     Panel("warm_start", "Supervised warm start", {"sft/loss": "negative log-likelihood"}, "nats per token"),
 )
 
+#: A line for each worker in a process of its own, from metrics NAME/WORKER.
+WORKERS = (
+    Panel("busy", "Time with work, by worker", {}, "seconds a step"),
+    Panel("idle", "Time without work, by worker", {}, percent=True),
+)
+
 
 def panels(records: Records) -> list[Panel]:
     """The panels these records call for: the main ones whose metrics exist, time by phase, then core's remaining
@@ -117,6 +123,9 @@ def panels(records: Records) -> list[Panel]:
     if phases:
         lines = {metric: metric.removeprefix("time/") for metric in phases}
         chosen.append(Panel("time", "Time by phase", lines, "seconds a step", kind="stack"))
+    for panel in WORKERS:
+        if lines := {m: m.partition("/")[2] for m in present if m.startswith(f"{panel.name}/")}:
+            chosen.append(_with(panel, lines=lines))
     shown = {m for panel in chosen for m in panel.lines} | {"time/step", "reward/std"} | flat
     rest = [m for m in present if m not in shown]
     chosen += [_single(m, "More metrics") for m in rest if _prefix(m) in CORE]

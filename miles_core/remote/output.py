@@ -46,7 +46,7 @@ def write_there(directory: Path | str, worker: str, level: str) -> None:
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s", force=True)
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("miles_core").setLevel(level.upper())
-    log.info("process %d on %s", os.getpid(), socket.gethostname())
+    print(f"INFO {__name__}: process {os.getpid()} on {socket.gethostname()}", file=sys.stderr)  # whatever the level
 
 
 def last_lines(directory: Path | str, worker: str) -> tuple[str, ...]:

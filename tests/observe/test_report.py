@@ -232,3 +232,9 @@ def test_a_run_that_ended_says_how(tmp_path):
     (tmp_path / "ending.json").write_text(json.dumps(ending))
     page = report(tmp_path).read_text()
     assert "Not running" in page and "It ended by DataError: no such answer." in page
+
+
+def test_workers_share_a_picture_for_busy_and_one_for_idle():
+    records = [{"step": n, "busy/engine-0": 1.0 + n, "idle/engine-0": 0.1 * n, "idle/trainer-0": 0.5} for n in (1, 2)]
+    found = {panel.name: list(panel.lines.values()) for panel in panels(records)}
+    assert found == {"busy": ["engine-0"], "idle": ["engine-0", "trainer-0"]}

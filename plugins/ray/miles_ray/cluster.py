@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 
 import ray
 
@@ -14,6 +15,8 @@ from miles_ray.config import RayConfig
 log = logging.getLogger(__name__)
 
 START = "start one with: ray start --head"
+#: Seconds in which a cluster must answer.
+PATIENCE = 10.0
 
 
 class Cluster:
@@ -44,6 +47,7 @@ class Cluster:
     def _connect(self, options: RayConfig) -> None:
         wanted = options.ranks + options.rollout_num_gpus
         try:
+            _answers(self.address)
             ray.init(
                 self.address or "local",
                 num_cpus=None if self.address else max(os.cpu_count() or 1, wanted),
@@ -52,7 +56,7 @@ class Cluster:
                 logging_level=logging.WARNING,
                 configure_logging=False,
             )
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             origin = "--ray-address" if options.address else "RAY_ADDRESS"
             if not self.address:
                 raise ConfigError(f"Ray does not start on this machine: {error}") from error
@@ -85,3 +89,10 @@ class Cluster:
         """End a cluster that was started here, leave one that was joined."""
         if self.own:
             ray.shutdown()
+
+
+def _answers(address: str | None) -> None:
+    """OSError where nobody listens at HOST:PORT, which Ray itself finds out after minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()

@@ -75,3 +75,13 @@ def test_what_the_options_contradict_is_refused():
         toy_run(runtime="ray", rollout_num_gpus=3, rollout_num_gpus_per_engine=2)
     with pytest.raises(PlanError, match="the plugin is a runtime"):
         plan(["ray"])
+
+
+def test_a_cluster_that_does_not_answer_is_named(monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at 127.0.0.1:9 \(--ray-address\): start one with"):
+        toy_run(runtime="ray", ray_address="127.0.0.1:9")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"answers at 127.0.0.1:9 \(RAY_ADDRESS\)"):
+        toy_run(runtime="ray")

@@ -1,0 +1,83 @@
+"""What a runtime of many processes costs a step: the same run with everything in one process and with trainer and engine under Ray.
+
+One trainer rank and one engine, which take turns (``--schedule sync``), so that two cores are enough: what differs is what the driver,
+the calls between processes and the weights in the object store take. The number of prompts is chosen so that a step takes about a
+second in one process. Every process computes with one thread. Run: ``python benchmarks/ray_overhead.py --save`` (a few minutes).
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from measure import finish, installed, options
+from rich.console import Console
+from workload import make_workload
+
+from miles_core.config.load import load
+from miles_core.launch import launch
+from miles_core.observe.metrics import read
+from miles_core.run.prepare import applied, prepare
+
+WARM_UP = 3
+
+
+def measured(directory: Path, words: list[str], steps: int) -> list[dict[str, Any]]:
+    """The metrics of one run's steps, warm-up left out."""
+    config = load([*words, "--num-rollout", str(WARM_UP + steps), "--save", str(directory)])
+    plan, catalogue = prepare(config)
+    launch(applied(config, plan), plan, catalogue, Console(file=io.StringIO()))
+    return read(directory / "metrics.jsonl")[WARM_UP:]
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--prompts", type=int, default=16, help="prompts a step")
+    parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens a response")
+    parser.add_argument("--steps", type=int, default=15, help="steps measured a run")
+    parser.add_argument("--runs", type=int, default=2, help="runs of each, in turns")
+    chosen = parser.parse_args()
+    logging.disable(logging.WARNING)
+    import torch
+
+    torch.set_num_threads(1)
+    found: dict[str, list[dict[str, Any]]] = {"inline": [], "ray": []}
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        work = make_workload(place)
+        words = ["--hf-checkpoint", str(work.checkpoint), "--prompt-data", str(work.prompt_file), "--device", "cpu"]
+        words += ["--custom-rm-path", f"{Path(__file__).parent / 'workload.py'}:rm", "--log-level", "error"]
+        words += ["--rollout-batch-size", str(chosen.prompts), "--n-samples-per-prompt", str(chosen.samples)]
+        words += ["--rollout-max-response-len", str(chosen.tokens), "--lr", "1e-6", "--input-key", "prompt"]
+        for turn in range(chosen.runs):
+            for runtime, records in found.items():
+                records += measured(place / f"{runtime}{turn}", [*words, "--runtime", runtime], chosen.steps)
+                print(runtime, turn, file=sys.stderr, flush=True)
+    phases = ("step", "rollout", "prepare", "train", "sync", "other")
+    seconds = {
+        name: {phase: round(statistics.median(r[f"time/{phase}"] for r in records), 4) for phase in phases}
+        for name, records in found.items()
+    }
+    overhead = seconds["ray"]["step"] - seconds["inline"]["step"]
+    result = {
+        "prompts": chosen.prompts,
+        "samples": chosen.samples,
+        "tokens": chosen.tokens,
+        "steps": chosen.steps * chosen.runs,
+        "bytes_a_sync": found["ray"][-1]["sync/bytes"],
+        "requests_a_step": chosen.prompts * chosen.samples,
+        "seconds": seconds,
+        "overhead_seconds": round(overhead, 4),
+        "overhead_of_step": round(overhead / seconds["inline"]["step"], 4),
+    }
+    finish(Path(__file__).stem, result, chosen.save, lambda: installed("torch", "ray"))
+
+
+if __name__ == "__main__":
+    main()
