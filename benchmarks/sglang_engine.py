@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from measure import commit, finish, installed, options
 
-from miles_core.backend import Codec, Encoded, Request, Sampling
+from miles_core.backend import Codec, Request, Sampling, Unit
 
 SIZES: dict[str, dict[str, Any]] = {
     "dense": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 12},
@@ -138,6 +138,15 @@ async def gap(engine: Any, checkpoint: Path, given: argparse.Namespace, results:
         return torch.cat(out).cpu()
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device).eval()
+    if given.precision != "bf16":  # the same weights as SGLang; its activations are rounded, these are not
+        codec = codec_of(given)
+        for name, parameter in model.named_parameters():
+            for unit in (
+                codec.encode([Unit({name: parameter.detach()})])
+                if codec.quantises(name, tuple(parameter.shape))
+                else ()
+            ):
+                parameter.copy_(codec.decode(unit))
     found["bf16_alone"], found["bf16_in_batches"] = of(model, 1), of(model, 8)
     found["fp32"] = of(model.float(), 4)
     pairs = [
@@ -154,12 +163,26 @@ async def gap(engine: Any, checkpoint: Path, given: argparse.Namespace, results:
     results.put("gap", tokens=len(sampled), **numbers)
 
 
-async def sync(engine: Any, checkpoint: Path, results: Results) -> None:
-    """Seconds of a complete update from tensors where the trainer has them, and that it is the one in force."""
+def codec_of(given: argparse.Namespace) -> Codec:
+    """Of the weights that SGLang is given."""
+    if given.precision == "bf16":
+        return Codec()
+    from miles_fp8.format import Fp8
+
+    return Codec(Fp8())
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, where a trainer would have them."""
     from safetensors.torch import load_file
 
-    cuda = torch.cuda.is_available()
-    tensors = {k: v.cuda() if cuda else v for k, v in load_file(checkpoint / "model.safetensors").items()}
+    files = [load_file(file) for file in sorted(checkpoint.glob("*.safetensors"))]
+    return {k: v.cuda() if torch.cuda.is_available() else v for file in files for k, v in file.items()}
+
+
+async def sync(engine: Any, checkpoint: Path, given: argparse.Namespace, results: Results) -> None:
+    """Seconds of a complete update from tensors where the trainer has them, and that it is the one in force."""
+    cuda, codec, tensors = torch.cuda.is_available(), codec_of(given), tensors_of(checkpoint)
     nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
     greedy, asked = Sampling(8, temperature=0.0, ignore_eos=True), [[5, 6, 7, 8, 9]] * 2
     before = (await generate(engine, asked, greedy, set()))[0][0]
@@ -168,7 +191,7 @@ async def sync(engine: Any, checkpoint: Path, results: Results) -> None:
     async def push(which: dict[str, torch.Tensor]) -> float:
         started = time.perf_counter()
         await engine.pause("abort")
-        await engine.update_weights((Encoded(k, {k: v}) for k, v in which.items()), engine.version + 1)
+        await engine.update_weights(codec.encode(Unit({k: v}) for k, v in which.items()), engine.version + 1)
         await engine.resume()
         return time.perf_counter() - started
 
@@ -228,14 +251,23 @@ async def measured(checkpoint: Path, given: argparse.Namespace, results: Results
         if given.eager:
             arguments["disable_cuda_graph"] = True
     choices = Choices(arguments=arguments, device="cuda" if cuda else "cpu", max_context=2048, startup_timeout=400)
-    engine = assemble(checkpoint, Codec(), lambda tokens: "", work, choices)
+    engine = assemble(checkpoint, codec_of(given), lambda tokens: "", work, choices)
     started = time.perf_counter()
     await engine.start()
     results.put("start", seconds=round(time.perf_counter() - started, 1), info=dict(engine._info))
     try:
+        if given.precision != "bf16":
+            from miles_core.mismatch.parity import check
+            from miles_fp8.format import Fp8
+
+            await engine.update_weights(
+                codec_of(given).encode(Unit({k: v}) for k, v in tensors_of(checkpoint).items()), 0
+            )
+            side = check("sglang", Fp8(), engine.quantizer(Fp8()))
+            results.put("parity", **side.to_dict())
         await gap(engine, checkpoint, given, results)
         await throughput(engine, given, results)
-        await sync(engine, checkpoint, results)
+        await sync(engine, checkpoint, given, results)
     finally:
         started = time.perf_counter()
         await engine.stop()
@@ -249,6 +281,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of SGLang's weights")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--out", type=Path, default=Path("sglang_engine.json"))
     parser.add_argument("--direct", help=argparse.SUPPRESS)
@@ -285,10 +318,10 @@ def main() -> None:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     finish(
         "sglang_engine",
-        {"model": given.model, "gpu": gpu, "commit": commit(), **results.found},
+        {"model": given.model, "precision": given.precision, "gpu": gpu, "commit": commit(), **results.found},
         given.save,
         lambda: installed("torch", "transformers", "sglang"),
-        given.model if given.model in SIZES else "real",
+        f"{given.model if given.model in SIZES else 'real'}-{given.precision}",
     )
 
 

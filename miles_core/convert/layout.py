@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_core.checkpoint.hf_files import CheckpointFiles
+from miles_core.checkpoint.hf_files import CONFIG, CheckpointFiles
 from miles_core.convert.encode import to_format
 from miles_core.convert.json_files import other_files, plain_files, quantization_block
 from miles_core.precision.codec import Codec
@@ -57,6 +57,7 @@ def layout(checkpoint: str | Path, codec: Codec) -> Layout:
         names = frozenset() if block else frozenset(files.entries)
         return Layout(names, plain_files(files.config), other_files(files.directory), stored=block is None)
     if block is not None and codec.format.recognises(block):
-        return Layout(frozenset(), stored=True)
+        same = {**other_files(files.directory), CONFIG: files.directory / CONFIG}
+        return Layout(frozenset(), copies=same, stored=True)
     plan = to_format(files, codec)
     return Layout(frozenset(item.name for item in plan.items), plan.texts, plan.copies)

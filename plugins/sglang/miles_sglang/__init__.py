@@ -51,6 +51,12 @@ plugin = Plugin(
             because="SGLang has no MXFP8 kernel for the all-to-all of DeepEP",
         ),
         Rule(
+            needs="rollout.precision in {bf16, fp8}",
+            when="sglang.url",
+            because="SGLang packs other formats when it loads them and cannot load into that again, and a server that was not "
+            "started here cannot be started anew",
+        ),
+        Rule(
             needs="not sglang.enable_lora",
             because="weights arrive for the model itself, and an adapter on top of it would not be what is trained",
         ),

@@ -131,6 +131,7 @@ def assemble(
         codec,
         WeightNames(described.names, bool(config.get("tie_word_embeddings"))),
         choices.weights_dir or directory / "weights",
+        described=described,
         model_facts={f.name: f.value for f in model_facts(str(checkpoint))},
         capabilities=_capabilities(translator),
         bucket_bytes=choices.bucket_bytes,

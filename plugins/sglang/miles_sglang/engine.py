@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,24 +14,19 @@ from typing import Any, Literal
 import numpy as np
 
 from miles_core import MilesError
-from miles_core.backend import Codec, Encoded, Engine, FormatItself, PauseMode, Request, Response
+from miles_core.backend import Codec, Encoded, Engine, FormatItself, Layout, PauseMode, Quantizer, Request, Response
 from miles_core.format import Format
 from miles_sglang import buckets, weight_files
+from miles_sglang.activations import OwnActivations
 from miles_sglang.link import Link, SglangError
 from miles_sglang.responses import Translator
 from miles_sglang.weight_names import WeightNames
 
 log = logging.getLogger(__name__)
 
-#: How a running SGLang takes weights in a number format: where it keeps the tensors as they are sent, in place; where it
-#: packs them into a layout of its own after loading, from files, because only that path packs again.
-HOT_UPDATE: dict[str, Literal["in_place", "via_disk", "restart"]] = {
-    "": "in_place",
-    "fp8": "in_place",
-    "mxfp8": "via_disk",
-    "int4": "via_disk",
-    "nvfp4": "via_disk",
-}
+#: Formats that a running SGLang takes tensor by tensor, because it keeps them as they are sent. Others it packs into a layout
+#: of its own after loading, and 0.5.17 cannot load into that again.
+IN_PLACE = frozenset({"", "fp8"})
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,7 @@ class Settings:
     Attributes:
         translator: of requests and responses.
         codec: of the weights that arrive.
-        names: of the model's weights.
+        names: of the model's weights; ``described``: the rest of its checkpoint.
         weights_dir: where weights go that SGLang reads from files.
         model_facts: what ``config.json`` says of the model it serves.
         capabilities: that hold with the options SGLang was started with.
@@ -54,6 +48,7 @@ class Settings:
     codec: Codec
     names: WeightNames
     weights_dir: Path
+    described: Layout | None = None
     model_facts: Mapping[str, object] = field(default_factory=dict)
     capabilities: frozenset[str] = frozenset()
     bucket_bytes: int = 512 << 20
@@ -89,8 +84,6 @@ class SglangEngine(Engine):
         self._version, self._usable = -1, True
         self._paused: PauseMode | None = None
         self._open = asyncio.Event()
-        #: seconds of the last update by what they were spent on
-        self.sync_seconds: dict[str, float] = {}
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -110,14 +103,15 @@ class SglangEngine(Engine):
         return self.settings.model_facts
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
-        if not self.link.same_host:
-            return "via_disk"
-        return HOT_UPDATE.get(format, "restart")
+        if format not in IN_PLACE:
+            return "restart"
+        return "in_place" if self.link.same_host else "via_disk"
 
-    def quantizer(self, format: Format) -> FormatItself | None:
-        """The weights that SGLang computes with are the codes it is sent. Where products read quantised activations too,
-        SGLang rounds those with kernels of its own, which nothing here has measured: no declaration then."""
-        return None if format.quantizes_activations else FormatItself(format)
+    def quantizer(self, format: Format) -> Quantizer | None:
+        """The weights that SGLang computes with are the codes it is sent. Activations it rounds with kernels of its own."""
+        if not format.quantizes_activations:
+            return FormatItself(format)
+        return OwnActivations(self.link, format) if format.name == "fp8" else None
 
     # -- generation -----------------------------------------------------------------------------------------------
 
@@ -237,12 +231,11 @@ class SglangEngine(Engine):
         async with self._closed():
             self._usable = False
             format = self.settings.codec.format
-            started = time.perf_counter()
-            if self.hot_update(format.name if format else "") == "in_place":
-                await self._update_in_place(self.settings.names.complete(units), version)
-            else:
-                await self._update_from_files(self.settings.names.complete(units), version)
-            self.sync_seconds["total"] = time.perf_counter() - started
+            how = self.hot_update(format.name if format else "")
+            update = {"in_place": self._update_in_place, "via_disk": self._update_from_files, "restart": self._restart}[
+                how
+            ]
+            await update(self.settings.names.complete(units), version)
             self._version, self._usable = version, True
 
     @asynccontextmanager
@@ -281,6 +274,15 @@ class SglangEngine(Engine):
                 "flush_cache": self._paused != "in_place",
             }
             self._check(await self.link.call("update_weights_from_disk", body))
+
+    async def _restart(self, units: Iterator[Encoded], version: int) -> None:
+        """SGLang anew, from a checkpoint of this version."""
+        with weight_files.written(units, self.settings.weights_dir, version, self.settings.described) as directory:
+            log.info(
+                "SGLang is started anew with version %d of the weights: it packs this format when it loads", version
+            )
+            changes = {"model_path": str(directory), "load_format": "auto", "weight_version": str(version)}
+            self._info = await self.link.restart(changes)
 
     @staticmethod
     def _check(answer: Mapping[str, Any]) -> None:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import struct
 from typing import Any
 
 _HEAD = struct.Struct("<QQ")
 #: How much asyncio reads ahead of a reader.
 LIMIT = 1 << 24
-
-#: Bytes of the two lengths.
-HEAD_SIZE = _HEAD.size
 
 Frame = tuple[dict[str, Any], bytes]
 
@@ -26,17 +24,31 @@ def head(message: dict[str, Any], size: int = 0) -> bytes:
     return _HEAD.pack(len(text), size) + text
 
 
-def sizes(start: bytes) -> tuple[int, int]:
-    """(bytes of the JSON, bytes of the payload) from a frame's first ``HEAD_SIZE`` bytes."""
-    text, body = _HEAD.unpack(start)
-    return text, body
-
-
 async def read(stream: asyncio.StreamReader) -> Frame | None:
     """The next frame; None at the end of the stream."""
     try:
-        text, body = sizes(await stream.readexactly(HEAD_SIZE))
+        text, body = _HEAD.unpack(await stream.readexactly(_HEAD.size))
         message = json.loads(await stream.readexactly(text))
         return message, await stream.readexactly(body) if body else b""
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+
+
+def receive(connection: socket.socket) -> Frame | None:
+    """The next frame, waited for; None at the end of the stream."""
+    start = _exactly(connection, _HEAD.size)
+    if start is None:
+        return None
+    text, body = _HEAD.unpack(start)
+    message, payload = _exactly(connection, text), _exactly(connection, body)
+    return None if message is None or payload is None else (json.loads(message), payload)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes | None:
+    found = bytearray()
+    while len(found) < count:
+        piece = connection.recv(min(count - len(found), LIMIT))
+        if not piece:
+            return None
+        found += piece
+    return bytes(found)

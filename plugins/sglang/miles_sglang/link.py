@@ -43,3 +43,11 @@ class Link(ABC):
 
         Raises:
             SglangError: SGLang refused it, or ended before it answered."""
+
+    async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """End SGLang and bring it up with other arguments; returns what ``start`` does."""
+        raise SglangError("this SGLang was not started here, so it cannot be started anew")
+
+    def quantize(self, shape: tuple[int, int], numbers: bytes) -> bytes:
+        """Activations [tokens, K], float32, as SGLang's own kernel rounds them to FP8 in groups of 128, dequantised. Waits."""
+        raise SglangError("this SGLang was not started here, so its kernels cannot be asked")

@@ -70,17 +70,19 @@ class ProcessLink(Link):
         self._sending = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._asking: socket.socket | None = None
         self._up, self._ended = False, ""
 
     async def start(self) -> Mapping[str, Any]:
-        ours, theirs = socket.socketpair()
+        (ours, theirs), (self._asking, asked) = socket.socketpair(), socket.socketpair()
+        self._ended = ""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, self.log_file.open("ab") as output:
+        with theirs, asked, self.log_file.open("ab") as output:
             position = output.tell()
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "miles_sglang.worker", str(theirs.fileno()),
+                sys.executable, "-m", "miles_sglang.worker", str(theirs.fileno()), str(asked.fileno()),
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                pass_fds=[theirs.fileno()], start_new_session=True, env=self._environment,
+                pass_fds=[theirs.fileno(), asked.fileno()], start_new_session=True, env=self._environment,
             )  # fmt: skip
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=frames.LIMIT)
         ready = self._pending[0] = asyncio.get_running_loop().create_future()
@@ -124,6 +126,8 @@ class ProcessLink(Link):
         if process is None:
             return
         self._ended = self._ended or "the engine was stopped"
+        if self._asking is not None:
+            self._asking.close()
         if self._writer is not None:
             self._writer.close()  # the worker shuts SGLang down at the end of its input
         if self._up:
@@ -135,6 +139,21 @@ class ProcessLink(Link):
         await process.wait()
         if self._reading is not None:
             await self._reading
+
+    async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        await self.stop()
+        self._up = False
+        self.arguments |= changes
+        return await self.start()
+
+    def quantize(self, shape: tuple[int, int], numbers: bytes) -> bytes:
+        if self._asking is None or self._ended:
+            raise SglangError(self._ended or "SGLang is not running: the engine was not started")
+        self._asking.sendall(frames.head({"shape": shape}, len(numbers)) + numbers)
+        answer = frames.receive(self._asking)
+        if answer is None or "error" in answer[0]:
+            raise SglangError(f"SGLang's kernel did not run: {answer[0]['error'] if answer else 'its process ended'}")
+        return answer[1]
 
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
         if self._ended or self._writer is None:

@@ -11,19 +11,21 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from miles_core.backend import Encoded
+from miles_core.backend import Encoded, Layout
 
 _SHARD_BYTES = 2 << 30
 
 
 @contextmanager
-def written(units: Iterable[Encoded], parent: Path, version: int) -> Iterator[Path]:
-    """A directory with the units as safetensors and their index; removed at the end, because every version is as large as the
-    model."""
+def written(units: Iterable[Encoded], parent: Path, version: int, described: Layout | None = None) -> Iterator[Path]:
+    """A directory with the units as safetensors and their index, a whole checkpoint where the rest of it is ``described``;
+    removed at the end, because every version is as large as the model."""
     directory = parent / f"version_{version}"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     try:
+        if described is not None:
+            described.write(directory)
         _write(units, directory)
         yield directory
     finally:

@@ -1,18 +1,19 @@
 """The process behind ``process.ProcessLink``: an ``sglang.Engine``, asked through its tokenizer manager.
 
 ``sglang.Engine``'s own methods run its event loop until they are done and drop arguments; its tokenizer manager's are
-coroutines of that loop. Started as ``python -m miles_sglang.worker FD``, with one end of a socket pair as file descriptor FD.
+coroutines of that loop. Started as ``python -m miles_sglang.worker FD FD``, with one end of a socket pair as
+file descriptor FD, and of another for ``answer_probes``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -32,6 +33,10 @@ _META = (
     "output_token_sampling_logprobs",
     "routed_experts",
 )
+
+
+#: Activations that share a scale, in SGLang's FP8 layers.
+_GROUP = 128
 
 
 class Worker:
@@ -162,18 +167,42 @@ async def serve(engine: Any, connection: socket.socket) -> None:
         task.add_done_callback(calls.discard)
 
 
-def main(descriptor: int) -> None:
+def answer_probes(connection: socket.socket) -> None:
+    """Quantise activations as SGLang's layers do, until the run closes its end; in a thread of its own, because the run waits
+    for an answer without its event loop."""
+    while (frame := frames.receive(connection)) is not None:
+        try:
+            found, message = _quantized(frame[0]["shape"], frame[1]), {}
+        except Exception as error:
+            found, message = b"", {"error": f"{type(error).__name__}: {error}"}
+        connection.sendall(frames.head(message, len(found)) + found)
+
+
+def _quantized(shape: list[int], numbers: bytes) -> bytes:
+    import torch
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+
+    x = torch.frombuffer(bytearray(numbers), dtype=torch.float32).reshape(shape).cuda().bfloat16()
+    codes, scales = sglang_per_token_group_quant_fp8(x, _GROUP)
+    values = codes.float().unflatten(-1, (-1, _GROUP)) * scales.float()[..., None]
+    return bytes(values.flatten(-2).cpu().numpy().tobytes())
+
+
+def main(descriptor: int, probes: int) -> None:
     """Build the engine that the run's first frame describes, and serve it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the run
     connection = socket.socket(fileno=descriptor)
-    arguments = _first(connection)
+    first = frames.receive(connection)
+    if first is None:
+        sys.exit("the run ended before it said what to start")
     import sglang
 
     try:
-        engine = sglang.Engine(**arguments)
+        engine = sglang.Engine(**first[0])
     except Exception as error:
         connection.sendall(frames.head({"id": 0, "error": f"SGLang did not start: {type(error).__name__}: {error}"}))
         raise
+    threading.Thread(target=answer_probes, args=(socket.socket(fileno=probes),), daemon=True).start()
     try:
         engine.loop.run_until_complete(serve(engine, connection))
     finally:
@@ -181,22 +210,5 @@ def main(descriptor: int) -> None:
         os._exit(0)  # SGLang's threads would keep the process
 
 
-def _first(connection: socket.socket) -> dict[str, Any]:
-    """The run's first frame, read before there is an event loop: SGLang makes its own."""
-
-    def exactly(count: int) -> bytes:
-        found = b""
-        while len(found) < count:
-            piece = connection.recv(count - len(found))
-            if not piece:
-                sys.exit("the run ended before it said what to start")
-            found += piece
-        return found
-
-    text, _ = frames.sizes(exactly(frames.HEAD_SIZE))
-    message: dict[str, Any] = json.loads(exactly(text))
-    return message
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -13,6 +13,7 @@ import json
 import sys
 import types
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,17 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from miles_core.backend import Encoded, Engine, Request, Sampling
+import miles_sglang
+from miles_core.backend import Encoded, Engine, Request, Sampling, Unit
 from miles_core.format import Codec
-from miles_core.testing import EngineContract, Limits, tiny_tokenizer
+from miles_core.testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
+from miles_core.testing.engine_contract import stored_units
 from miles_embedded import load_model
 from miles_embedded.engine.build import detokenizer, end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.testing.routes import ROUTES, record_routes
+from miles_sglang import build
 from miles_sglang.build import Choices, assemble
 from miles_sglang.engine import SglangEngine
 from miles_sglang.link import Link, SglangError
@@ -193,8 +197,7 @@ class DoubleLink(Link):
 
     def __init__(self, checkpoint: Path, arguments: Mapping[str, Any]) -> None:
         self.checkpoint, self.arguments = checkpoint, arguments
-        self.calls: list[str] = []
-        self.drop: str = ""
+        self.drop = ""  # part of a tensor's name: buckets with it are lost on their way, without a word
 
     async def start(self) -> Mapping[str, Any]:
         self.manager = Manager(self.checkpoint, self.arguments)
@@ -206,7 +209,6 @@ class DoubleLink(Link):
         pass
 
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
-        self.calls.append(endpoint)
         if endpoint == "update_weights_from_tensor" and self.drop and self.drop in json.dumps(body["tensors"]):
             return {"success": True, "message": "lost on its way"}
         try:
@@ -223,16 +225,22 @@ def sglang() -> Iterator[None]:
         yield
 
 
-def engine_for(checkpoint: Path, limits: Limits = Limits(), **arguments: Any) -> SglangEngine:  # noqa: B008
+def engine_for(
+    checkpoint: Path,
+    limits: Limits = Limits(),  # noqa: B008
+    codec: Codec | None = None,
+    **arguments: Any,
+) -> SglangEngine:
     tokenizer = tiny_tokenizer()
     engine = assemble(
         checkpoint,
-        Codec(),
+        codec or Codec(),
         lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
         checkpoint.parent / "work",
         Choices(
             arguments=arguments,
             device="cpu",
+            bucket_bytes=20_000,
             max_context=limits.max_context,
             max_running_requests=limits.max_running_requests,
         ),
@@ -246,3 +254,60 @@ class TestEngine(EngineContract):
 
     async def make(self, checkpoint: Path, limits: Limits) -> SglangEngine:
         return engine_for(checkpoint, limits, enable_return_routed_experts=True, enable_deterministic_inference=True)
+
+
+class Lossy(TestEngine):
+    __test__ = False
+
+    async def make(self, checkpoint: Path, limits: Limits) -> SglangEngine:
+        engine = await super().make(checkpoint, limits)
+        engine.link.drop = "layers.1.self_attn.q_proj"  # type: ignore[attr-defined]
+        return engine
+
+
+def test_an_update_that_loses_a_bucket_fails_the_contract(tmp_path: Path) -> None:
+    checkpoints = [tiny_checkpoint("qwen3_moe", tmp_path / str(seed), seed) for seed in range(3)]
+    suite = Lossy()
+    with asyncio.Runner() as runner, pytest.raises(AssertionError):
+        engine = runner.run(suite._started(checkpoints[0]))
+        suite.test_two_updates_equal_a_fresh_load(engine, runner, checkpoints)
+
+
+def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> None:
+    from miles_int4.format import Int4
+
+    checkpoint = tiny_checkpoint(
+        "qwen3", tmp_path / "model", hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4
+    )
+    codec = Codec(Int4())
+    engine = engine_for(checkpoint, codec=codec)
+    found: dict[str, Any] = {}
+
+    async def restart(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        directory = Path(changes["model_path"])
+        found.update(changes, files={f.name for f in directory.iterdir()})
+        found["config"] = json.loads((directory / "config.json").read_text())["quantization_config"]
+        found["tensors"] = set(load_file(directory / "model-00001.safetensors"))
+        return {}
+
+    engine.link.restart = restart  # type: ignore[method-assign]
+    units = [Unit({e.name: e.parts[e.name]}) for e in stored_units(checkpoint)]
+    assert engine.hot_update("int4") == "restart" and engine.hot_update("") == "in_place"
+    asyncio.run(engine.update_weights(codec.encode(units), 4))
+    assert found["weight_version"] == "4" and found["load_format"] == "auto" and engine.version == 4
+    assert found["config"]["quant_method"] == "compressed-tensors" and "tokenizer.json" in found["files"]
+    assert "model.layers.0.self_attn.q_proj.weight_packed" in found["tensors"]
+    assert not any((tmp_path / "work" / "weights").iterdir())
+
+
+def test_a_run_with_routing_replay(monkeypatch: Any, toy_run: Any) -> None:
+    rules = tuple(r for r in miles_sglang.plugin.requires if "pip install" not in r.because)
+    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, requires=rules))
+
+    def double(arguments: Mapping[str, Any], *_: Any) -> DoubleLink:
+        return DoubleLink(Path(arguments["model_path"]), arguments)
+
+    monkeypatch.setattr(build, "ProcessLink", double)
+    run = toy_run(["r3", "tis"], engine="sglang", device="cpu", sglang_enable_deterministic_inference=True)
+    assert run.metrics[-1]["mismatch/abs_log_prob"] < 1e-4
+    assert run.metrics[-1]["r3/tokens_differing"] == 0
