@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from miles_embedded.model.call import Call, active_context
     from miles_embedded.model.export import export_checkpoint
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
-    from miles_embedded.model.load import backbone, decoder_layers, is_embedded, load_model
+    from miles_embedded.model.load import backbone, decoder_layers, has_windows, is_embedded, load_model
     from miles_embedded.model.logprobs import logits_of
     from miles_embedded.model.onednn import available
     from miles_embedded.model.operations import (
@@ -65,6 +65,7 @@ __all__ = [
     "backbone",
     "decoder_layers",
     "export_checkpoint",
+    "has_windows",
     "is_embedded",
     "load_model",
     "logits_of",
@@ -94,7 +95,7 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
-        "miles_embedded.model.load": "backbone decoder_layers is_embedded load_model",
+        "miles_embedded.model.load": "backbone decoder_layers has_windows is_embedded load_model",
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",

@@ -13,7 +13,7 @@ from miles_core.checkpoint.hf_files import CODES, CheckpointFiles, read_json
 
 #: Bytes a parameter costs a trainer that shards nothing: model copy, gradient, FP32 master of a copy in BF16, AdamW's moments.
 TRAINING_BYTES = {"float32": 4 + 4 + 8, "bfloat16": 2 + 4 + 4 + 8}
-_ROUTER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:gate|router)\.(?:weight|classifier\.weight)$")
+_ROUTER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:gate|router)\.(?:(?:classifier|layer|proj|wg)\.)?weight$")
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\.experts\.")
 
 

@@ -44,3 +44,6 @@ class Transport(ABC):
     async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
         """Consume ``units``, all of them also after a failure (they may be a collective); when this returns the engine serves
         ``version``. SyncError when they did not arrive: the driver then pushes again."""
+
+    def close(self) -> None:
+        """Release what it holds; nothing is sent afterwards."""

@@ -236,6 +236,7 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
     found["moe"] = (moe, origin)
     found["moe_layers"] = (len(moe_layers(inner)), origin) if moe else (0, origin)
     found["mtp_layers"] = (int(found["mtp_layers"][0] or 0), found["mtp_layers"][1])
+    found["context"] = _context(inner, *found["context"])
     quantisation = config.get("quantization_config") or inner.get("quantization_config") or {}
     method = quantisation.get("quant_method", "yes") if quantisation else "none"
     found["quantized"] = (method, f"config.json: {'' if quantisation else 'no '}quantization_config")
@@ -245,6 +246,24 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
         state = State.KNOWN if value is not None else State.NOT_APPLICABLE if name == "top_k" else State.UNKNOWN
         facts.append(Fact(f"model.{name}", value, origin, state))
     return facts
+
+
+#: Rotary embeddings whose frequencies depend on how long a sequence has become.
+_GROWING = ("dynamic", "longrope", "su")
+
+
+def _context(config: Mapping[str, Any], longest: Any, origin: str) -> tuple[Any, str]:
+    """The longest sequence whose tokens all have one set of rotary frequencies: behind the original limit of ``longrope`` and
+    ``dynamic`` they change with the length, so what was generated before it and what is scored behind it would differ."""
+    given = [config.get("rope_parameters"), config.get("rope_scaling")]
+    for rope in [
+        item for one in given if isinstance(one, dict) for item in (one, *one.values()) if isinstance(item, dict)
+    ]:
+        kind = rope.get("rope_type") or rope.get("type")
+        limit = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        if kind in _GROWING and limit and (longest is None or limit < longest):
+            return limit, f"config.json: {kind} changes its frequencies beyond original_max_position_embeddings={limit}"
+    return longest, origin
 
 
 def moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -19,15 +19,18 @@ from miles_core.nearest import nearest
 
 Shape = tuple[int, ...]
 
-#: What always keeps its precision. Routers are globs: as a substring, ``gate`` would find every ``gate_proj``.
+#: What always keeps its precision. A router is called ``router`` with whatever under it (``router.layer``, ``router.proj``,
+#: ``modality_router``), or is a module ``gate``: a glob, because as a substring that would find every ``gate_proj``. ``altup``
+#: predicts and mixes residual streams with matrices of a few numbers.
 #: ``shared_head`` is the ``lm_head`` of an MTP layer; ``weights_proj`` of the sparse-attention indexer is BF16 in engines.
 NEVER = (
     "norm",
     "embed",
     "lm_head",
     "shared_head",
-    "*.gate.weight",
-    "*.router.weight",
+    "router",
+    "altup",
+    "*.gate.*",
     "*.shared_expert_gate.weight",
     "*.indexer.weights_proj.weight",
     "eh_proj",

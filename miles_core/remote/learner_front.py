@@ -84,12 +84,12 @@ class LearnerFront(LearnerHandle):
     async def rebuild(self, precisions: Precisions) -> None:
         await self._each("rebuild", lambda _: (precisions,))
 
-    async def push(self, version: int) -> SyncReport:
+    async def push(self, version: int, plain: bool = False) -> SyncReport:
         """Every engine gets the weights; where one is lost meanwhile, all of them again once it is replaced."""
         while True:
             await self.engines.whole()
             try:
-                return await self._pushed(version)
+                return await self._pushed(version, plain)
             except WorkerLost as lost:
                 self.engines.lost(lost)
 
@@ -112,11 +112,11 @@ class LearnerFront(LearnerHandle):
         self.worlds, self._connected, self._holds, self._intact = tuple(worlds), None, None, True
         self._turn = asyncio.Lock()
 
-    async def _pushed(self, version: int) -> SyncReport:
+    async def _pushed(self, version: int, plain: bool = False) -> SyncReport:
         if self._connected != self.engines.renewed:
             self._connected = self.engines.renewed
             await self._each("connect", lambda _: (self.engines.engines, self.engines.said))
-        reports: list[SyncReport] = await self._each("push", lambda _: (version,))
+        reports: list[SyncReport] = await self._each("push", lambda _: (version, plain))
         await self.engines.served(version)
         self._holds = None
         return SyncReport(
@@ -124,6 +124,7 @@ class LearnerFront(LearnerHandle):
             sum(r.nbytes for r in reports),
             sum(r.tensors for r in reports),
             max(r.seconds for r in reports),
+            max(reports, key=lambda r: r.nbytes).metrics,
         )
 
     async def _each(self, method: str, args: Callable[[World], tuple[Any, ...]] = lambda world: ()) -> list[Any]:

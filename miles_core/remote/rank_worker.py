@@ -85,7 +85,7 @@ class RankWorker(Worker):
 
     async def close(self) -> None:
         if self.part is not None:
-            self.part.trainer.close()
+            self.part.close()
         if distributed.is_initialized():
             distributed.destroy_process_group()
         await super().close()

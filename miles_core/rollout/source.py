@@ -30,11 +30,11 @@ class Limits:
     vocabulary: int | None = None
 
     @classmethod
-    def of(cls, config: Config, context: int | None, vocabulary: int | None) -> Limits:
-        """``--rollout-max-context-len``, else the model's own context."""
+    def of(cls, config: Config, context: int | None, origin: str, vocabulary: int | None) -> Limits:
+        """``--rollout-max-context-len``, else the model's own context (the fact ``model.context``)."""
         if config.rollout.max_context_len:
             return cls(config.rollout.max_context_len, "--rollout-max-context-len", vocabulary)
-        return cls(context, "the model's context, max_position_embeddings in its config.json", vocabulary)
+        return cls(context, f"the model's context, {origin}", vocabulary)
 
 
 NO_LIMITS = Limits()

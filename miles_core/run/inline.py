@@ -49,7 +49,7 @@ class InlineRuntime(Runtime):
         for engine in self.engines:
             await engine.stop()
         for rank in self.ranks:
-            rank.trainer.close()
+            rank.close()
 
 
 class InlineLearner(LearnerHandle):

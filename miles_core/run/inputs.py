@@ -79,7 +79,8 @@ class Inputs:
     def check(self, run: Run, problems: Problems) -> None:
         """Render every prompt and pair: none may be refused, too long, or in tokens that the model does not have."""
         config = run.config
-        limits = Limits.of(config, run.plan.fact("model.context"), run.plan.fact("model.vocab_size"))
+        origin = next((f.origin for f in run.plan.facts if f.name == "model.context"), "")
+        limits = Limits.of(config, run.plan.fact("model.context"), origin, run.plan.fact("model.vocab_size"))
         # A generate function may set labels of its own.
         label = None if config.reward.rm_type not in LABELLED or self.generate is not None else _check_label
         with problems():

@@ -70,6 +70,7 @@ class Rank:
     def connect(self, engine: Engine) -> None:
         """Weights go to ``engine`` from now on (it may be a front of engines in other processes)."""
         run, self._engine = self.run, engine
+        self._close_transport()
         self._transport = run.hooks.make(
             "transport",
             run.config.run.transport,
@@ -94,7 +95,7 @@ class Rank:
 
     def take_snapshot(self, version: int) -> None:
         """See ``LearnerHandle.take_snapshot``."""
-        self.snapshot = snapshot(self.trainer.units(), self.codec, version)
+        self.snapshot = snapshot(self.trainer.units(everywhere=True), self.codec, version)
 
     def rebuild(self, due: Precisions) -> None:
         """See ``LearnerHandle.rebuild``."""
@@ -108,9 +109,19 @@ class Rank:
         if self._engine is None or self._transport is None:
             raise RuntimeError("this rank was not connected to an engine")
         if plain:
+            self._transport.close()
             self._transport = CopyTransport(self._engine)
         units = self.learner.units(self._transport.everywhere)
         return await self._transport.send(self.codec.encode(units, self._transport.room), version)
+
+    def close(self) -> None:
+        """Release transport and trainer."""
+        self._close_transport()
+        self.trainer.close()
+
+    def _close_transport(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
     def save(self, directory: Path) -> None:
         """Write this rank's share of a checkpoint."""

@@ -33,7 +33,7 @@ from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.configuration import text_configuration
-from miles_embedded.model.load import facts_of
+from miles_embedded.model.load import context_limit, facts_of
 from miles_embedded.model.nonfinite import first_nonfinite
 from miles_embedded.quantized.linear import linear_shapes
 
@@ -47,7 +47,7 @@ class EmbeddedEngine(Engine):
         self.model, self.settings = model, settings
         self.decoder = settings.decoder
         config = text_configuration(model)
-        self.max_context = settings.max_context or config.max_position_embeddings
+        self.max_context = context_limit(model, settings.max_context)
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype)
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)

@@ -198,6 +198,23 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return layers if run >= len(layers) else layers[:run]
 
 
+def context_limit(model: nn.Module, wanted: int = 0) -> int:
+    """The longest sequence that the model is run with: ``wanted``, or the most it takes where that is 0.
+
+    Frequencies of a rotary embedding that grow with a sequence (``longrope``, ``dynamic``) are those of one call here, and a call
+    holds several sequences; so none may pass the limit up to which they stay. Raises CheckpointError where ``wanted`` does.
+    """
+    fact = next(f for f in config_facts(configuration(model).to_dict()) if f.name == "model.context")
+    stated = text_configuration(model).max_position_embeddings
+    longest = stated if fact.value is None else int(fact.value)
+    if wanted > longest and longest < stated:
+        raise CheckpointError(
+            f"--rollout-max-context-len {wanted}: {type(model).__name__} is run with at most {longest} tokens here "
+            f"({fact.origin}); lower it, or use another engine and trainer"
+        )
+    return wanted or longest
+
+
 def facts_of(model: nn.Module) -> dict[str, Any]:
     """``model.*`` facts of the configuration that the module was built from, by name."""
     return {fact.name: fact.value for fact in config_facts(configuration(model).to_dict())}

@@ -221,3 +221,22 @@ def test_facts_can_be_declared_unknown():
 def test_an_override_that_is_none_is_refused(given, reason):
     with pytest.raises(ConfigError, match=reason):
         detect.override(HOST, [given])
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 16},
+        {"rope_parameters": {"rope_type": "dynamic", "original_max_position_embeddings": 16}},
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 16}}},
+    ],
+)
+def test_the_context_ends_where_rotary_frequencies_begin_to_change(rope):
+    facts = {f.name: f for f in detect.config_facts({"model_type": "x", "max_position_embeddings": 64, **rope})}
+    assert facts["model.context"].value == 16 and "changes its frequencies" in facts["model.context"].origin
+
+
+def test_the_context_of_other_scalings_is_the_stated_one():
+    rope = {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 16}}
+    facts = {f.name: f.value for f in detect.config_facts({"model_type": "x", "max_position_embeddings": 64, **rope})}
+    assert facts["model.context"] == 64

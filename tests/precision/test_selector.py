@@ -111,3 +111,19 @@ def test_routers_of_real_families_are_never_quantised(family, values, routers):
     kept = {v.name.split(".")[-2] for v in views(model) if len(v.size) == 2 and not selector(v.name, v.size)}
     assert kept == {"embed_tokens", "lm_head", *routers}
     assert any(".experts." in v.name and selector(v.name, v.size) for v in views(model))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.block_sparse_moe.router.layer.weight",  # GraniteMoE
+        "model.layers.0.router.proj.weight",  # Gemma 4
+        "model.language_model.layers.0.altup.modality_router.weight",  # Gemma 3n
+        "model.language_model.layers.0.altup.prediction_coefs.weight",
+        "model.layers.0.mlp.gate.wg.weight",  # Hunyuan
+        "model.layers.0.feed_forward.router.weight",  # Llama 4
+    ],
+)
+def test_routers_by_their_names_in_other_families(name):
+    assert Selector().reason(name, (64, 64))
+    assert not Selector().reason("model.layers.0.mlp.gate_proj.weight", (64, 64))

@@ -27,6 +27,13 @@ class SpeculativeConfig:
         help="MTP layers of the model; miles convert --mtp-num-layers 1 adds one to a checkpoint that has none",
         ge=1,
     )
+    topk: int = option(
+        1,
+        flag="--spec-topk",
+        help="candidates at each depth: 1 drafts a chain, more a tree, of which --spec-lookahead is the depth",
+        ge=1,
+        le=MOST,
+    )
     draft_model_path: str | None = option(
         None,
         flag="--draft-model-path",

@@ -62,9 +62,9 @@ class SpeculativeDecoder(Decoder):
         else:
             # a draft that was left alone for a while has more to read than usual
             steady = max(sum(map(len, self._fresh[row])) for row in rows) <= self.lookahead.most + 1
-            drafts, q = self._draft(engine, rows, k)
+            drafts = self._draft(engine, rows, k)
             middle = self._now()
-            emitted = self._verified(engine, rows, drafts, q)
+            emitted = self._verified(engine, rows, drafts)
             drafted, kept = [min(k, _room(row)) for row in rows], [len(tokens) - 1 for tokens in emitted.tokens]
             parts = {"draft": middle - start, "verify": self._now() - middle} if self.profile else {}
         seconds = self._now() - start
@@ -85,15 +85,20 @@ class SpeculativeDecoder(Decoder):
             self._fresh[row].append(state)
         return sampled
 
-    def _draft(self, engine: Any, rows: list[Any], k: int) -> tuple[Tensor, Tensor]:
-        """k tokens for each row [rows, k], drawn from [rows, k, vocab]."""
+    def _read(self, engine: Any, rows: list[Any]) -> Tensor:
+        """Feed the draft what it does not know of each row; [rows, hidden] what it made of the last token."""
         fresh = torch.cat([piece for row in rows for piece in self._fresh[row]])
         counts = [sum(map(len, self._fresh[row])) for row in rows]
-        lengths, device = np.array([len(row.tokens) for row in rows]), fresh.device
+        lengths, device = lengths_of(rows), fresh.device
         call = engine.call(rows, counts, lengths - counts)
         tokens = torch.tensor([t for row, n in zip(rows, counts, strict=True) for t in row.tokens[-n:]], device=device)
-        out = self.draft(tokens, fresh, _positions(call, device), call)
-        out = out.index_select(0, torch.tensor(counts, device=device).cumsum(0) - 1)
+        out = self.draft(tokens, fresh, positions_of(call, device), call)
+        return out.index_select(0, torch.tensor(counts, device=device).cumsum(0) - 1)
+
+    def _draft(self, engine: Any, rows: list[Any], k: int) -> Any:
+        """k tokens for each row [rows, k], drawn from [rows, k, vocab]."""
+        out, lengths = self._read(engine, rows), lengths_of(rows)
+        device = out.device
         at = torch.from_numpy(lengths).to(device)
         drafts, probs = [], []
         for depth in range(k):
@@ -101,11 +106,12 @@ class SpeculativeDecoder(Decoder):
             drafts.append(pick(probs[-1], engine.uniform(rows, at + depth, DRAFT)))
             if depth + 1 < k:
                 call = engine.call(rows, [1] * len(rows), lengths + depth)
-                out = self.draft(drafts[-1], out, _positions(call, device), call)
+                out = self.draft(drafts[-1], out, positions_of(call, device), call)
         return torch.stack(drafts, 1), torch.stack(probs, 1)
 
-    def _verified(self, engine: Any, rows: list[Any], drafts: Tensor, q: Tensor) -> Emitted:
-        """Feed the drafts, keep what stands, and cut the cache to that."""
+    def _verified(self, engine: Any, rows: list[Any], drafted: Any) -> Emitted:
+        """Feed what ``_draft`` returned, keep what stands, and cut the cache to that."""
+        drafts, q = drafted
         k, device = drafts.shape[1], drafts.device
         room = [min(k, _room(row)) for row in rows]
         chains = [[row.tokens[-1], *d[:n]] for row, d, n in zip(rows, drafts.tolist(), room, strict=True)]
@@ -115,7 +121,7 @@ class SpeculativeDecoder(Decoder):
         starts = [0, *accumulate(map(len, chains))]
         padded = [[s + min(i, n) for i in range(k + 1)] for s, n in zip(starts, room, strict=False)]
         probs = dist.log_probs.exp()[torch.tensor(padded, device=device)]
-        at = _lengths(rows, device).unsqueeze(1) + torch.arange(k + 1, device=device)
+        at = torch.from_numpy(lengths_of(rows)).to(device).unsqueeze(1) + torch.arange(k + 1, device=device)
         keep, draw = engine.uniform(rows, at[:, :k], KEEP), engine.uniform(rows, at, DRAW)
         found = verify(probs, q, drafts, torch.tensor(room, device=device), keep, draw)
         kept, behind = (x.tolist() for x in found)
@@ -140,9 +146,11 @@ def _room(row: Any) -> int:
     return int(row.limit - len(row.tokens) - 1)
 
 
-def _lengths(rows: Sequence[Any], device: torch.device) -> Tensor:
-    return torch.tensor([len(row.tokens) for row in rows], device=device)
+def lengths_of(rows: Sequence[Any]) -> Any:
+    """[rows] tokens of each, as an array."""
+    return np.array([len(row.tokens) for row in rows])
 
 
-def _positions(call: Any, device: torch.device) -> Tensor:
+def positions_of(call: Any, device: torch.device) -> Tensor:
+    """[tokens] of what the rows of an engine's call feed."""
     return torch.from_numpy(call.rows.positions).to(device)

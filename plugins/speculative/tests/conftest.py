@@ -27,9 +27,11 @@ def toy_model(tmp_path_factory):
     """The toy run's model with an MTP layer, by family."""
     made = {}
 
-    def make(family="qwen3_moe"):
-        if family not in made:
-            made[family] = with_mtp(toy_files(family) / "model", tmp_path_factory.mktemp("toy") / family)
-        return made[family]
+    def make(family="qwen3_moe", window=False):
+        if (family, window) not in made:
+            sizes = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0} if window else {}
+            target = tmp_path_factory.mktemp("toy") / family
+            made[family, window] = with_mtp(toy_files(family, **sizes) / "model", target)
+        return made[family, window]
 
     return make

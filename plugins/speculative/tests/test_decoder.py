@@ -16,6 +16,7 @@ from miles_embedded.engine.settings import Settings
 from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.head import attach
 from miles_speculative.lookahead import Lookahead
+from miles_speculative.tree import TreeDecoder
 
 
 def make_engine(checkpoint, k=0, **settings):
@@ -87,6 +88,66 @@ def outputs(engine, prompt, sampling):
         }
         found = level
     return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_tree_emits_what_plain_decoding_emits(mtp_checkpoint, family):
+    checkpoint = mtp_checkpoint(family)
+    samplings = [Sampling(22, temperature=t, top_k=k) for t, k in ((0.0, -1), (1.0, -1), (1.4, 5))]
+    requests = [Request([3 + i % 2, 7, 3 + i, 7][: 2 + i % 3], samplings[i % 3], key=i) for i in range(9)]
+    for request in requests:
+        request.extras.add("sampling_support")
+    plain = generate(make_engine(checkpoint), requests)
+    engine = make_engine(checkpoint, 3, max_running_requests=5)
+    engine.decoder = TreeDecoder(engine.decoder.draft, Lookahead(3), width=8)
+    drafted = generate(engine, requests)
+    assert [r.tokens for r in drafted] == [p.tokens for p in plain]
+    for got, want in zip(drafted, plain, strict=True):
+        np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-4)
+        assert [s.tolist() for s in got.extras["sampling_support"]] == [
+            s.tolist() for s in want.extras["sampling_support"]
+        ]
+    kept = [sum(r.metrics[f"kept_{d}"] for r in drafted) for d in (1, 2, 3)]
+    assert kept[0] > 0 and (kept[1] > 0 or family != "qwen3_moe")
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_after_rejections_the_draft_knows_what_it_would_know_from_nothing(mtp_checkpoint, width):
+    """Its keys and values are those of the true hidden states, whatever was drafted, rejected, left alone and retracted in between."""
+    engine = make_engine(mtp_checkpoint(), 3, max_running_requests=4)
+    if width > 1:
+        engine.decoder = TreeDecoder(engine.decoder.draft, Lookahead(3), width)
+    engine.decoder.lookahead.plain = 3
+    read, checked = engine.decoder._read, []
+
+    def checked_read(engine, rows):
+        got = read(engine, rows)
+        for row, out in zip(rows, got, strict=True):
+            found = []
+
+            def again(prompts, found=found):
+                before = torch.cat([torch.zeros_like(prompts.hidden[:1]), prompts.hidden[:-1]])
+                found.append(engine.decoder.draft(prompts.tokens, before, prompts.positions, prompts.call)[-1])
+
+            EmbeddedEngine(engine.model, Settings(str)).runner.prefixes([row.tokens], set(), again)
+            torch.testing.assert_close(out, found[0], atol=1e-4, rtol=1e-3)
+            checked.append(row)
+        return got
+
+    engine.decoder._read = checked_read
+
+    async def main():
+        requests = [Request([5, 9, 3], Sampling(14), key=i) for i in range(6)]
+        tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
+        while len(checked) < 8:
+            await asyncio.sleep(0)
+        await engine.pause("retract")
+        await engine.resume()
+        return await asyncio.gather(*tasks)
+
+    responses = asyncio.run(main())
+    kept = sum(r.metrics["kept_1"] for r in responses)
+    assert len(checked) > 20 and 0 < kept < sum(r.metrics["tried_1"] for r in responses)
 
 
 def test_a_draft_that_is_always_right_is_always_kept(mtp_checkpoint):

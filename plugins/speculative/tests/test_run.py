@@ -46,10 +46,32 @@ def test_beside_other_plugins(toy_run, toy_model, plugins):
     assert not equal(draft_of(model), draft_of(run.engine.model))
 
 
+def test_a_tree_gives_the_run_without_drafts(toy_run, toy_model):
+    given = {
+        "hf_checkpoint": toy_model(),
+        "rollout_max_response_len": 12,
+        "partial_rollout": True,
+        "over_sampling_batch_size": 3,
+    }
+    plain = toy_run(["r3", "tis"], **given)
+    tree = toy_run(["speculative", "r3", "tis"], **given, spec_lookahead=2, spec_topk=2)
+    assert (plain.directory / "samples.jsonl").read_text() == (tree.directory / "samples.jsonl").read_text()
+    assert tree.metrics[0]["speculative/accept_length"] > 1
+    for one, two in zip(plain.metrics, tree.metrics, strict=True):
+        for name in ("r3/tokens_differing", "mismatch/abs_log_prob", "train/grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=2e-5)
+
+
+def test_a_tree_needs_layers_without_windows(toy_run, toy_model):
+    with pytest.raises(ConfigError, match="draft a chain"):
+        toy_run(["speculative"], hf_checkpoint=toy_model("qwen3", window=True), spec_topk=2)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "int4"])
 def test_the_policys_gradient_is_the_same_to_the_bit(toy_run, toy_model, precision):
     """With clipping active, over two optimiser steps, and in a number format, which quantises the draft too."""
     given = {**OPTIONS, "hf_checkpoint": toy_model(), "steps": 1, "num_steps_per_rollout": 2, "clip_grad": 0.01}
+    given |= {"verify_logprobs": True}
     if precision == "int4":
         given |= {"train_precision": "int4", "rollout_precision": "int4", "int4_group_size": 16}
     on, off = (toy_run(["speculative"], **given, enable_mtp_training=each) for each in (True, False))

@@ -16,6 +16,9 @@ from miles_zero_copy.paths import Slot
 
 log = logging.getLogger(__name__)
 
+#: Bytes of a slot before it is known that they do not do.
+FIRST = 16 << 20
+
 #: Tells the engine to receive a message, the last one or not.
 Receive = Callable[[Mapping[str, Any], bool], Awaitable[None]]
 
@@ -34,15 +37,15 @@ class Sender:
 
     Args:
         make: makes a slot of so many bytes.
-        nbytes: bytes of a slot; slots grow to the largest tensor.
+        nbytes: bytes of a slot; they are made smaller until more is to be sent, and larger for a tensor that needs it.
         sender: this rank, and of how many.
     """
 
     def __init__(self, make: Callable[[int], Slot], nbytes: int, sender: tuple[int, int]) -> None:
         self._make, self._sender = make, sender
-        self._nbytes = rounded(nbytes)
+        self._wanted = rounded(nbytes)
         self._slots: list[Slot] = []
-        self._make_slots()
+        self._make_slots(min(self._wanted, FIRST))
         self._reading: asyncio.Task[None] | None = None
         self.sent = Sent()
 
@@ -90,9 +93,20 @@ class Sender:
     async def _add(self, unit: Encoded, receive: Receive) -> None:
         if not self._slot.bucket.add(unit):
             await self._deliver(receive)
-            if not self._slot.bucket.add(unit):
-                await self._grow(unit)
-                self._slot.bucket.add(unit)
+            needed = rounded(room_of(unit))
+            if needed > self._wanted:
+                log.warning(
+                    "--sync-bucket-size %d is smaller than %s (%d bytes): buckets are made that large",
+                    self._wanted,
+                    unit.name,
+                    needed,
+                )
+                self._wanted = needed
+            if len(self._slot.bucket.buffer) < self._wanted:
+                await self._acknowledged()
+                self.close()
+                self._make_slots(self._wanted)
+            self._slot.bucket.add(unit)
         self.sent.tensors += len(unit.parts)
         self.sent.nbytes += unit.nbytes
 
@@ -117,24 +131,10 @@ class Sender:
         if reading is not None:
             await reading
 
-    async def _grow(self, unit: Encoded) -> None:
-        """Slots for a tensor that no bucket of this size holds."""
-        await self._acknowledged()
-        needed = rounded(room_of(unit))
-        log.warning(
-            "--sync-bucket-size %d is smaller than %s (%d bytes): buckets are made that large",
-            self._nbytes,
-            unit.name,
-            needed,
-        )
-        self._nbytes = needed
-        self.close()
-        self._make_slots()
-
-    def _make_slots(self) -> None:
+    def _make_slots(self, nbytes: int) -> None:
         try:
             for _ in range(2):
-                self._slots.append(self._make(self._nbytes))
+                self._slots.append(self._make(nbytes))
         except BaseException:
             self.close()
             raise

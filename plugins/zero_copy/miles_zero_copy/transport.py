@@ -11,28 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core import StashKey, SyncError
+from miles_core import SyncError
 from miles_core.backend import ALONE, CopyTransport, Encoded, Engine, Run, SyncReport, Transport, World
 from miles_core.format import Stored
-from miles_zero_copy.config import ZeroCopyConfig
 from miles_zero_copy.paths import paths
 from miles_zero_copy.segment import NoSegmentError
 from miles_zero_copy.sender import Receive, Sender
 
 log = logging.getLogger(__name__)
 
-#: The transports of a run that hold memory.
-OPEN: StashKey[list[BucketTransport]] = StashKey()
-
 
 def make_transport(run: Run, engine: Engine, world: World = ALONE) -> Transport:
     """The provider of ``--transport buckets``."""
-    options: ZeroCopyConfig = run.config.plugin("zero_copy")
     if run.config.run.runtime == "inline" and "shared_storage" in engine.capabilities:
         return SharedStorage(engine) if run.config.run.schedule == "sync" else CopyTransport(engine)
-    made = BucketTransport(engine, world, options.bucket_size)
-    run.stash.setdefault(OPEN, []).append(made)
-    return made
+    return BucketTransport(engine, world, run.config.run.sync_bucket_size)
 
 
 class SharedStorage(Transport):
@@ -60,7 +53,7 @@ class BucketTransport(Transport):
     Args:
         engine: told to receive; perhaps a front of several engines, which then read the same buckets.
         world: this rank and how many there are: each sends what its trainer yields it, the engine waits for all.
-        bucket_size: bytes of each of the two buckets.
+        bucket_size: bytes of each of the two buckets, at most.
     """
 
     def __init__(self, engine: Engine, world: World, bucket_size: int) -> None:
