@@ -4,6 +4,8 @@ The contracts, the data that crosses them, what a backend says about a number fo
 trainer rank. ``miles_core.testing`` has the contracts as tests.
 """
 
+from miles_core.checkpoint.rng import get_rng, put_rng
+from miles_core.checkpoint.store import Store
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response, Sampling
 from miles_core.contracts.policy import Policy
@@ -124,6 +126,7 @@ __all__ = [
     "Share",
     "SideParity",
     "Snapshot",
+    "Store",
     "SyncReport",
     "SyncSchedule",
     "Trainer",
@@ -142,6 +145,7 @@ __all__ = [
     "combined",
     "config_facts",
     "divided",
+    "get_rng",
     "last_lines",
     "layout",
     "make_codec",
@@ -151,6 +155,7 @@ __all__ = [
     "paused",
     "precisions",
     "project",
+    "put_rng",
     "room_of",
     "rounded",
     "same_plan",

@@ -4,6 +4,7 @@ Needs megatron-core; runs on a CPU with its local modules, and gloo.
 """
 
 import json
+import multiprocessing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,7 +77,13 @@ class TestReplicas(RankedTrainerContract):
     """Two replicas."""
 
     def make(self, checkpoint, setup):
+        may_have_children()
         return make(checkpoint, setup)
+
+
+def may_have_children():
+    """Megatron-Core writes checkpoints with a process beside, which the processes of ``ranks`` may not start otherwise."""
+    multiprocessing.process.current_process()._config["daemon"] = False
 
 
 def worked(checkpoint, **sizes):
@@ -149,6 +156,7 @@ def test_gradients_are_summed_over_replicas(ranks, four_layers, alone):
 
 
 def saved(checkpoint, directory):
+    may_have_children()
     trainer = make(checkpoint, Setup(), pp=2)
     trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     trainer.step(make_batch())

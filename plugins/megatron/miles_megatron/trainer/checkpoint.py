@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from miles_core import CheckpointError
+from miles_core.backend import Store, World, get_rng, put_rng
 
 if TYPE_CHECKING:
     from miles_megatron.trainer.trainer import MegatronTrainer
 
-STATE, STEP = "state", "trainer.json"
+STATE, STEP, RANDOM = "state", "trainer.json", "random"
 #: Moments and masters are written as whole tensors, so that other parallel sizes can read them.
 _RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 #: Bytes of one file of an export.
@@ -25,12 +26,15 @@ SHARD = 4 << 30
 
 
 def save(trainer: MegatronTrainer, directory: Path) -> None:
-    """Weights, optimiser and the schedule's position; atomicity is the caller's (a fresh directory)."""
+    """Weights, optimiser, random-number states and the schedule's position; atomicity is the caller's (a fresh directory)."""
     target = directory / STATE
     if dist.get_rank() == 0:
         target.mkdir(parents=True, exist_ok=True)
-        (directory / STEP).write_text(json.dumps({"step": trainer.optimizer.step_number}))
+        (directory / STEP).write_text(
+            json.dumps({"step": trainer.optimizer.step_number, "ranks": dist.get_world_size()})
+        )
     dist.barrier()
+    put_rng(Store(directory / RANDOM, trainer.world), sharded=True)
     dist_checkpointing.save(_sharded(trainer, loading=False), str(target))
 
 
@@ -46,7 +50,10 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
         chunk.load_state_dict(found[f"model{number}"], strict=False)
     trainer.optimizer.inner.load_state_dict(found["optimizer"])
     trainer.optimizer.separate_counts()
-    trainer.optimizer.step_number = int(json.loads((directory / STEP).read_text())["step"])
+    noted = json.loads((directory / STEP).read_text())
+    if dist.get_rank() < noted["ranks"]:
+        get_rng(Store(directory / RANDOM, World(dist.get_rank(), noted["ranks"])))
+    trainer.optimizer.step_number = int(noted["step"])
 
 
 def _sharded(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
@@ -61,36 +68,50 @@ def _sharded(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
 
 
 def export(trainer: MegatronTrainer, directory: Path, tokenizer: Any) -> None:
-    """Write a Hugging Face checkpoint: files of at most ``SHARD`` bytes, their index, and what the source has beside weights."""
-    writer = dist.get_rank() == 0
-    files: list[dict[str, Tensor]] = [{}]
-    names: dict[str, str] = {}
-    filled = 0
-    if writer:
-        directory.mkdir(parents=True, exist_ok=True)
-
-    def flush(final: bool = False) -> None:
-        nonlocal filled
-        name = f"model-{len(files):05d}.safetensors"
-        save_file(files[-1], directory / name, metadata={"format": "pt"})
-        names.update(dict.fromkeys(files[-1], name))
-        files[-1] = {}
-        if not final:
-            files.append({})
-        filled = 0
-
+    """Write a Hugging Face checkpoint: files of at most ``SHARD`` bytes, and what the source has beside weights."""
+    writer = _Writer(directory) if dist.get_rank() == 0 else None
     for unit in trainer.units(everywhere=trainer.s.pp > 1):
         for name, tensor in unit.tensors.items() if writer else ():
-            if filled and filled + tensor.nbytes > SHARD:
-                flush()
-            files[-1][name] = tensor.detach().to("cpu", copy=True).contiguous()
-            filled += tensor.nbytes
-    if writer:
-        flush(final=True)
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+            assert writer is not None
+            writer.add(name, tensor)
+    if writer is not None:
+        writer.finish()
         for file in ("config.json", "generation_config.json"):
             if (trainer.source / file).is_file():
                 shutil.copy(trainer.source / file, directory / file)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
     dist.barrier()
+
+
+class _Writer:
+    """Tensors into safetensors files; with several of them, an index."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._current: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """One more tensor; it is copied."""
+        if self._current and sum(t.nbytes for t in self._current.values()) + tensor.nbytes > SHARD:
+            self._flush()
+        self._current[name] = tensor.detach().to("cpu", copy=True).contiguous()
+
+    def _flush(self) -> None:
+        save_file(self._current, self._directory / f"{len(self._files)}.part", metadata={"format": "pt"})
+        self._files.append(list(self._current))
+        self._current = {}
+
+    def finish(self) -> None:
+        """Write what is left and give the files their names."""
+        self._flush()
+        count, where = len(self._files), {}
+        for number, names in enumerate(self._files):
+            file = "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self._directory / f"{number}.part").rename(self._directory / file)
+            where.update(dict.fromkeys(names, file))
+        if count > 1:
+            index = {"metadata": {}, "weight_map": where}
+            (self._directory / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_core.backend import Batch, Context, Output, Pass
 from miles_megatron.sizes import Sizes
-from miles_megatron.trainer.packing import Packing, pack, split
+from miles_megatron.trainer.packing import Packing, pack, row_length, split
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
 
@@ -70,10 +70,12 @@ def passes(
         wanted += -wanted % s.pp
     dealt += [[] for _ in range(wanted - len(dealt))]
     rank = parallel_state.get_context_parallel_rank()
+    # Megatron-Core tells the next stage how long a row is, but not between virtual stages: there all are equally long
+    least = max(row_length(batch.select(samples), s) for samples in dealt) if s.virtual > 1 else 0
     found = []
     for samples in dealt:
         micro_batch = batch.select(samples)
-        packing = pack(micro_batch.to("cpu"), s, rank).to(device)
+        packing = pack(micro_batch.to("cpu"), s, rank, least).to(device)
         found.append(Flight(samples, micro_batch.to(device), packing, kind, entropy))
     return found
 

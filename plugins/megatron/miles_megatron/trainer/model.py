@@ -59,7 +59,7 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         "use_cpu_initialization": not torch.cuda.is_available(),
         "transformer_impl": "transformer_engine" if engine else "local",
         "calculate_per_token_loss": True,
-        "variable_seq_lengths": s.pp > 1,
+        "variable_seq_lengths": s.pp > 1 and s.virtual == 1,
         "batch_p2p_comm": torch.cuda.is_available(),
         **_divided(s),
         **_experts(a, engine),

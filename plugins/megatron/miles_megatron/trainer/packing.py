@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class Packing:
         return Packing(**{**vars(self), **moved})
 
 
-def pack(batch: Batch, s: Sizes, rank: int) -> Packing:
+def pack(batch: Batch, s: Sizes, rank: int, least: int = 0) -> Packing:
     """Lay out a micro-batch.
 
     Samples follow each other, each padded so that context parallelism can cut it into pairs of pieces, the last one so that
@@ -49,11 +50,11 @@ def pack(batch: Batch, s: Sizes, rank: int) -> Packing:
         batch: the micro-batch, on the CPU.
         s: parallel sizes.
         rank: this context-parallel rank.
+        least: tokens that the row of all ranks has at least.
     """
-    piece, whole = 2 * s.cp if s.cp > 1 else 1, s.tp * s.cp if s.sequence else 1
+    piece = 2 * s.cp if s.cp > 1 else 1
     lengths = [n + -n % piece for n in batch.lengths.tolist()]
-    unit = torch.lcm(torch.tensor(piece), torch.tensor(whole)).item()
-    rest = int(-sum(lengths) % unit) or (unit if not lengths else 0)
+    rest = row_length(batch, s, least) - sum(lengths)
     if rest:
         lengths.append(rest)
     rows, positions = [], []
@@ -67,6 +68,14 @@ def pack(batch: Batch, s: Sizes, rank: int) -> Packing:
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     sources, targets = _predictions(batch, flat)
     return Packing(flat, torch.cat(positions), bounds, max(lengths), sources, targets)
+
+
+def row_length(batch: Batch, s: Sizes, least: int = 0) -> int:
+    """Tokens of a micro-batch's row on all ranks together, padding included."""
+    piece, whole = 2 * s.cp if s.cp > 1 else 1, s.tp * s.cp if s.sequence else 1
+    unit = math.lcm(piece, whole)
+    needed = max(sum(n + -n % piece for n in batch.lengths.tolist()), least, 1)
+    return needed + -needed % unit
 
 
 def _predictions(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:

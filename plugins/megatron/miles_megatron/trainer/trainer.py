@@ -258,7 +258,7 @@ class MegatronTrainer(Trainer):
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.wrapped if len(self.wrapped) > 1 else self.wrapped[0],
             num_microbatches=len(flights),
-            seq_length=self.settings.longest,
+            seq_length=int(flights[0].packing.bounds[-1]),
             micro_batch_size=1,
             forward_only=not train,
             collect_non_loss_data=not train,
