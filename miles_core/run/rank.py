@@ -95,7 +95,7 @@ class Rank:
 
     def take_snapshot(self, version: int) -> None:
         """See ``LearnerHandle.take_snapshot``."""
-        self.snapshot = snapshot(self.trainer.units(), self.codec, version)
+        self.snapshot = snapshot(self.trainer.units(everywhere=True), self.codec, version)
 
     def rebuild(self, due: Precisions) -> None:
         """See ``LearnerHandle.rebuild``."""

@@ -84,7 +84,7 @@ def test_supervised_samples_are_no_groups(front):
 
 
 def pushed(made, worlds=WORLDS):
-    def push(number, version):
+    def push(number, version, plain):
         made.sent = version
         return SyncReport(version, 10, 1, 0.5 + number)
 
@@ -107,7 +107,7 @@ def test_a_push_is_made_again_after_an_engine_was_lost_in_it(front):
     made = front({})
     engines = made.engines.engines
 
-    async def push(number, version):
+    async def push(number, version, plain):
         made.sent = version
         if engines.dead:
             if number == 2:
