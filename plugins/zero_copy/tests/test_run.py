@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 import torch
 
 from miles_core import PlanError
+from miles_core.cli import doctor
 from miles_core.testing import plan
 
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}
@@ -129,3 +131,9 @@ def test_a_staged_version_is_put_in_force_when_it_is_pushed(toy_run):
 def test_staging_is_refused_where_nothing_is_generated_meanwhile():
     with pytest.raises(PlanError, match="nothing is generated while a version is on its way"):
         plan(async_weight_sync=True)
+
+
+def test_the_doctor_measures_what_a_sync_is_compared_with(capsys):
+    assert doctor.run(["--measure", "--json"]) in (0, 2)
+    found = json.loads(capsys.readouterr().out)["measured"]["zero_copy"]
+    assert float(found["one copy of memory"].split()[0]) > 0 and "GB free" in found["shared memory"]
