@@ -22,8 +22,8 @@ from miles_core.run.log import RunLog
 from miles_core.run.parts import built, runtime_of, told
 from miles_core.run.recovery import recover
 from miles_core.run.warm_start import warm_start
-from miles_core.sync.precision import switch_when_due
-from miles_core.sync.push import push
+from miles_core.sync.precision import switch_is_due, switch_when_due
+from miles_core.sync.push import push, stage
 
 
 async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None = None) -> list[PolicyParts]:
@@ -103,6 +103,8 @@ async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, fl
     """Give the engine the learner's weights as version ``run.step``, in the precision that is due."""
     policy = parts.policy
     with run.clock.phase("sync"):
+        if not switch_is_due(run, parts):
+            await stage(parts, run.step)
         async with schedule.quiet(parts):
             await switch_when_due(run, parts)
             report = await push(parts, run.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,19 +31,7 @@ class Requirement:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command: 0 when a run can start here, 2 when a requirement is not met."""
-    parser = argparse.ArgumentParser(
-        prog="miles doctor",
-        description="Show versions, hardware, and what each installed plugin can do here; with --model, what a "
-        "checkpoint holds and what training it takes.",
-    )
-    parser.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint directory to look at")
-    parser.add_argument(
-        "--precision",
-        metavar="FORMAT",
-        help="with --model: bytes of its weights in BF16 and in an installed number format, by what they are; options "
-        "of miles train that decide what is quantised may follow",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = _parser()
     options, rest = parser.parse_known_args(argv)
     if rest and not options.precision:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -59,6 +47,7 @@ def run(argv: Sequence[str]) -> int:
     memory = memory_in(options.model, options.precision, rest) if options.precision else []
     plugins = plugin_states(options.model)
     problems = problems_of(needs, found)
+    measured = measurements() if options.measure else {}
     if options.json:
         content = {
             "ok": not problems,
@@ -67,15 +56,40 @@ def run(argv: Sequence[str]) -> int:
             "disk_free": shutil.disk_usage(Path.cwd()).free,
             "requirements": [asdict(r) for r in needs],
             "plugins": plugins,
+            "measured": measured,
             "model": model and model.to_dict(),
             "memory": [asdict(row) for row in memory],
         }
         print(json.dumps(content, indent=1))
     else:
         show(found, needs, plugins, model, problems)
+        if measured:
+            show_measured(measured)
         if memory:
             show_memory(options.precision, memory)
     return 2 if any(not r.ok for r in needs) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="miles doctor",
+        description="Show versions, hardware, and what each installed plugin can do here; with --model, what a "
+        "checkpoint holds and what training it takes.",
+    )
+    parser.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint directory to look at")
+    parser.add_argument(
+        "--precision",
+        metavar="FORMAT",
+        help="with --model: bytes of its weights in BF16 and in an installed number format, by what they are; options "
+        "of miles train that decide what is quantised may follow",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="also measure what installed plugins ask for, such as the speed of memory",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
 
 
 def memory_in(model: str, precision: str, options: Sequence[str]) -> list[Row]:
@@ -155,6 +169,23 @@ def plugin_states(model: str | None) -> list[dict[str, str]]:
         reasons = [f"{p.headline}, because {p.because}" for p in check([name], catalogue, facts).problems]
         rows.append({**row, "state": "not here" if reasons else "usable", "why": "; ".join(reasons)})
     return rows
+
+
+def measurements() -> dict[str, dict[str, str]]:
+    """What plugins measure of this host, by plugin."""
+    from miles_core.plugin.discovery import discover
+    from miles_core.plugin.load import import_target
+
+    asked = {name: plugin.measures for name, plugin in discover().items() if plugin.measures}
+    return {name: dict(import_target(name, target)()) for name, target in asked.items()}
+
+
+def show_measured(measured: Mapping[str, Mapping[str, str]]) -> None:
+    """Print what plugins measured."""
+    from rich.console import Console
+
+    rows = [(name, label, text) for name, texts in measured.items() for label, text in texts.items()]
+    Console().print(_table("Measured", ("plugin", "what", ""), rows))
 
 
 def show(

@@ -92,6 +92,10 @@ class LearnerHandle(ABC):
         """Encode the weights and deliver them to the policy's engine as ``version``. With ``plain`` by core's copy, now and from
         then on. SyncError when they did not arrive."""
 
+    async def stage(self, version: int | None) -> None:
+        """Bring ``version`` to the engine while it generates, as far as the transport can; ``push`` of it comes next. None forgets
+        what was staged. SyncError when it did not arrive; the engine goes on with what it had."""
+
     @abstractmethod
     async def save(self, directory: Path) -> None:
         """Write the trainer's state."""

@@ -45,5 +45,12 @@ class Transport(ABC):
         """Consume ``units``, all of them also after a failure (they may be a collective); when this returns the engine serves
         ``version``. SyncError when they did not arrive: the driver then pushes again."""
 
+    async def stage(self, units: Iterator[Encoded], version: int) -> None:
+        """Bring ``version`` to the engine while it generates with the one before, for the next ``send`` to put in force; nothing
+        by default, and then ``units`` is left alone. SyncError as for ``send``."""
+
+    def unstage(self) -> None:
+        """Forget what was staged: the next ``send`` sends all of it."""
+
     def close(self) -> None:
         """Release what it holds; nothing is sent afterwards."""

@@ -107,6 +107,8 @@ class Plugin:
         remedies: what it does against a trouble that core's hints and errors warn of.
         converts: flag of this plugin -> ``"module:callable"``, what ``miles convert`` does where that flag is given instead of
             a format: ``f(model_dir, save_dir, options)`` writes a checkpoint and returns a line that says what it did.
+        measures: ``"module:callable"``, a function without arguments that measures what this host can do for the plugin and
+            returns label -> text; ``miles doctor --measure`` shows it.
         demo: ``miles demo`` trains with this plugin where it is installed.
     """
 
@@ -139,6 +141,7 @@ class Plugin:
     hints: tuple[Hint, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     converts: Mapping[str, str] = field(default_factory=dict)
+    measures: str = ""
     demo: bool = False
 
     def capability(self, kind: str, name: str) -> Capability | None:

@@ -15,7 +15,7 @@ from miles_core.contracts.runtime import Learned, LearnerHandle
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.data.world import World, shares
-from miles_core.errors import WorkerLost
+from miles_core.errors import SyncError, WorkerLost
 from miles_core.precision.schedule import Precisions
 from miles_core.remote.engine_front import EngineFront
 from miles_core.remote.workers import Workers, gathered
@@ -93,6 +93,15 @@ class LearnerFront(LearnerHandle):
             except WorkerLost as lost:
                 self.engines.lost(lost)
 
+    async def stage(self, version: int | None) -> None:
+        try:
+            await self.engines.whole()
+            await self._connect()
+            await self._each("stage", lambda _: (version,))
+        except WorkerLost as lost:
+            self.engines.lost(lost)
+            raise SyncError(str(lost)) from lost
+
     async def save(self, directory: Path) -> None:
         await self._each("save", lambda _: (directory.absolute(),))
 
@@ -113,9 +122,7 @@ class LearnerFront(LearnerHandle):
         self._turn = asyncio.Lock()
 
     async def _pushed(self, version: int, plain: bool = False) -> SyncReport:
-        if self._connected != self.engines.renewed:
-            self._connected = self.engines.renewed
-            await self._each("connect", lambda _: (self.engines.engines, self.engines.said))
+        await self._connect()
         reports: list[SyncReport] = await self._each("push", lambda _: (version, plain))
         await self.engines.served(version)
         self._holds = None
@@ -126,6 +133,12 @@ class LearnerFront(LearnerHandle):
             max(r.seconds for r in reports),
             max(reports, key=lambda r: r.nbytes).metrics,
         )
+
+    async def _connect(self) -> None:
+        """Tell the ranks which engines there are, where they do not know."""
+        if self._connected != self.engines.renewed:
+            self._connected = self.engines.renewed
+            await self._each("connect", lambda _: (self.engines.engines, self.engines.said))
 
     async def _each(self, method: str, args: Callable[[World], tuple[Any, ...]] = lambda world: ()) -> list[Any]:
         """What every rank answers."""

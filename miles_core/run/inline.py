@@ -89,6 +89,9 @@ class InlineLearner(LearnerHandle):
     async def push(self, version: int, plain: bool = False) -> SyncReport:
         return await self.rank.push(version, plain)
 
+    async def stage(self, version: int | None) -> None:
+        await self.rank.stage(version)
+
     async def save(self, directory: Path) -> None:
         self.rank.save(directory)
 

@@ -114,6 +114,15 @@ class Rank:
         units = self.learner.units(self._transport.everywhere)
         return await self._transport.send(self.codec.encode(units, self._transport.room), version)
 
+    async def stage(self, version: int | None) -> None:
+        """See ``LearnerHandle.stage``."""
+        if self._transport is None:
+            raise RuntimeError("this rank was not connected to an engine")
+        self._transport.unstage()
+        if version is not None:
+            units = self.learner.units(self._transport.everywhere)
+            await self._transport.stage(self.codec.encode(units, self._transport.room), version)
+
     def close(self) -> None:
         """Release transport and trainer."""
         self._close_transport()

@@ -29,6 +29,11 @@ def make_codec(run: Run, policy: Policy | None = None, precision: str | None = N
     return codec_for(run.hooks.format(precision), run.config, checkpoint)
 
 
+def switch_is_due(run: Run, parts: PolicyParts) -> bool:
+    """Whether the next sync brings another precision."""
+    return precisions(run.config, parts.policy.trained) != parts.precisions
+
+
 async def switch_when_due(run: Run, parts: PolicyParts) -> None:
     """Bring both sides of a policy to the precision that is due; the engine then waits for its weights."""
     now, due = parts.precisions, precisions(run.config, parts.policy.trained)

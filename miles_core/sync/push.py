@@ -11,6 +11,16 @@ from miles_core.errors import SyncError
 log = logging.getLogger(__name__)
 
 
+async def stage(parts: PolicyParts, version: int) -> None:
+    """Bring ``version`` to the engine before it is paused, where the transport can; ``push`` then puts it in force. What does
+    not arrive now is sent by ``push``."""
+    try:
+        await parts.learner.stage(version)
+    except SyncError as error:
+        log.warning("version %d could not be staged and is sent while the engine waits: %s", version, error)
+        await parts.learner.stage(None)
+
+
 async def push(parts: PolicyParts, version: int) -> SyncReport:
     """The engine serves ``version`` when this returns: a push that fails is made once again, and then by the plain copy, which
     every engine takes, for the rest of the run.

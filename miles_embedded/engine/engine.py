@@ -109,7 +109,8 @@ class EmbeddedEngine(Engine):
         return self._weights.update(units, version, share=True)
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
-        self._quiet("receive")
+        if not message.get("staged"):
+            self._quiet("receive")
         self._weights.receive(message, version, last)
 
     async def pause(self, mode: PauseMode = "abort") -> None:

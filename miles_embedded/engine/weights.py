@@ -20,10 +20,12 @@ from miles_embedded.quantized.activation import RoundedInputs
 
 @dataclass
 class _Arriving:
-    """An update that comes in buckets: how many of each sender came, and whose last one did."""
+    """An update that comes in buckets: how many of each rank came, and whose last one did. It goes into the model bucket by bucket,
+    or is ``held`` beside it."""
 
     version: int
-    update: Update
+    update: Update | None
+    held: list[Encoded] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
 
@@ -62,6 +64,7 @@ class Weights:
         self._shared: set[str] = set()
         self._inbox = Inbox()
         self._arriving: _Arriving | None = None
+        self._staged: _Arriving | None = None
 
     def rebuild(self, precision: str) -> None:
         """Read the next update, which has to come, in another precision."""
@@ -74,7 +77,7 @@ class Weights:
 
     def update(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
         """Take a whole update at once; ``share`` as for ``Update``. Returns how many bytes were copied."""
-        self.complete, self._arriving = False, None
+        self.complete, self._arriving, self._staged = False, None, None
         update = Update(self.model, self.codec.decode, self._shared, share)
         update.take(self.inputs.taking(units))
         copied = update.finish()
@@ -83,34 +86,68 @@ class Weights:
 
     def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         """Take one bucket. ``sender`` of a message is (rank, ranks): an update is complete with the last bucket of every rank;
-        ``number`` counts a rank's buckets, and 0 begins its part anew.
+        ``number`` counts a rank's buckets, and 0 begins its part anew. Buckets that are ``staged`` are held beside the model, which
+        goes on with what it has, until a message says ``switch``.
 
         Raises:
             SyncError: a bucket is not what was sent, or did not come.
         """
-        self.complete = False
-        arriving, (rank, ranks), number = self._arriving, message["sender"], message["number"]
+        staged = bool(message.get("staged"))
+        self.complete = self.complete and staged
+        if message.get("switch"):
+            self._switch(version)
+            return
+        arriving, (rank, ranks), number = (
+            self._staged if staged else self._arriving,
+            message["sender"],
+            message["number"],
+        )
         if arriving is None or arriving.version != version or (number == 0 and rank in arriving.counts):
-            arriving = _Arriving(version, Update(self.model, self.codec.decode, self._shared))
-        self._arriving, inbox, self._inbox = None, self._inbox, Inbox()  # until this one is in
+            arriving = _Arriving(version, None if staged else Update(self.model, self.codec.decode, self._shared))
+        self._arriving = self._staged = None  # until this one is in
+        inbox, self._inbox = self._inbox, Inbox()
         expected = arriving.counts.get(rank, 0)
         if number != expected:
             raise SyncError(
                 f"bucket {number} of version {version} came to an engine that has {expected} of them: a message was lost, or the "
                 "engine was started anew"
             )
-        arriving.update.take(self.inputs.taking(inbox.open(message)))
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the sender writes over the bucket as soon as this returns
+        self._admit(arriving, inbox.open(message))
         arriving.counts[rank], self._inbox = number + 1, inbox
         if last:
             arriving.done.add(rank)
-        if len(arriving.done) < ranks:
+        whole = len(arriving.done) == ranks
+        if whole:
+            inbox.finish()
+        if staged:
+            self._staged = arriving
+        elif not whole:
             self._arriving = arriving
-            return
-        arriving.update.finish()
-        self._inbox.finish()
-        self._serve(version)
+        elif arriving.update is not None:
+            arriving.update.finish()
+            self._serve(version)
+
+    def _admit(self, arriving: _Arriving, units: list[Encoded]) -> None:
+        """Take what is in a bucket out of it: the sender writes over it as soon as ``receive`` returns."""
+        if arriving.update is None:
+            home = next(self.model.parameters()).device
+            arriving.held += [
+                Encoded(u.name, {n: t.to(home, copy=True) for n, t in u.parts.items()}, u.format) for u in units
+            ]
+        else:
+            arriving.update.take(self.inputs.taking(units))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def _switch(self, version: int) -> None:
+        """Put the staged version in force; every rank says so."""
+        staged, self._staged = self._staged, None
+        if staged is not None and staged.version == version:
+            self.update(staged.held, version)
+        elif self.version == version:
+            self.complete = True
+        else:
+            raise SyncError(f"version {version} was not staged in this engine: it was started anew")
 
     def _serve(self, version: int) -> None:
         self.version, self.complete = version, True

@@ -88,7 +88,7 @@ class ProcessEngine(Engine):
         self._version = version
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
-        memory = dict(message["memory"])
+        memory = dict(message.get("memory", {}))
         data = memory.pop("data", b"")
         arguments = {"message": {**message, "memory": memory}, "version": version, "last": last}
         await self._call("receive", arguments, bytes(data))

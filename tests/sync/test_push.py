@@ -10,7 +10,7 @@ import pytest
 
 from miles_core.contracts.transport import SyncReport
 from miles_core.errors import SyncError
-from miles_core.sync.push import push
+from miles_core.sync.push import push, stage
 
 
 def pushed(failures, caplog):
@@ -46,3 +46,19 @@ def test_it_is_pushed_until_it_arrives(failures, calls, caplog):
 def test_a_plain_copy_that_fails_ends_the_run(caplog):
     with pytest.raises(SyncError, match="bucket 3"):
         pushed(3, caplog)
+
+
+def test_what_could_not_be_staged_is_forgotten_on_every_rank(caplog):
+    caplog.set_level(logging.WARNING)
+    staged = []
+
+    async def one(version):
+        staged.append(version)
+        if version is not None:
+            raise SyncError("a bucket is wrong")
+
+    asyncio.run(stage(SimpleNamespace(learner=SimpleNamespace(stage=one)), 4))
+    assert staged == [4, None]
+    assert caplog.records[0].message == (
+        "version 4 could not be staged and is sent while the engine waits: a bucket is wrong"
+    )

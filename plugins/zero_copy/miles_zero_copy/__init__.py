@@ -1,9 +1,11 @@
 """Weights that do not travel, or not through a copy on the way, for miles-core."""
 
-from miles_core import Plugin
+from miles_core import Plugin, Rule
 from miles_zero_copy.config import ZeroCopyConfig
 
 __version__ = "0.1.0"
+
+_INSIDE = "runtime == inline and engine == embedded"
 
 plugin = Plugin(
     name="zero_copy",
@@ -15,11 +17,21 @@ plugin = Plugin(
     provides={"transport": {"buckets": "miles_zero_copy.transport:make_transport"}},
     capabilities={"transport": ("buckets",)},
     sets={"transport": "buckets"},
+    measures="miles_zero_copy.paths:limits",
+    requires=(
+        Rule(
+            needs="schedule != sync",
+            when="zero_copy.async_sync",
+            because="with --schedule sync nothing is generated while a version is on its way",
+        ),
+    ),
     notes={
-        "runtime == inline and engine == embedded and schedule == sync": "engine and trainer hold one storage of what is not "
-        "quantised, because they take turns in one process; nothing of it is moved",
-        "runtime == inline and engine == embedded and schedule != sync": "the engine keeps weights of its own and copies each "
+        f"{_INSIDE} and schedule == sync": "engine and trainer hold one storage of what is not quantised, because they take "
+        "turns in one process; nothing of it is moved",
+        f"{_INSIDE} and schedule != sync and not zero_copy.async_sync": "the engine keeps weights of its own and copies each "
         "version, because it generates while the trainer steps (--schedule sync would share one storage)",
+        "zero_copy.async_sync": "the engine holds a second copy of the encoded weights, from when a version is trained until it "
+        "is in force",
         "runtime != inline": "the first transfer chooses the path: memory that engine and trainer share on one host (device handles "
         "on a GPU), else buckets over the runtime's own channel; the log says which, and why",
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from miles_core.backend import Bucket, DeviceMemory
+from miles_zero_copy import segment
 from miles_zero_copy.segment import Segment
 
 #: Bytes that a probe copies, and how often.
@@ -110,3 +112,18 @@ def copy_speed(nbytes: int = PROBE_BYTES, device: str = "cpu") -> float:
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return nbytes / best
+
+
+def limits() -> dict[str, str]:
+    """What a weight sync is compared with on this host, for ``miles doctor --measure``."""
+    found = {"one copy of memory": f"{copy_speed() / 1e9:.1f} GB/s"}
+    if torch.cuda.is_available():
+        found["one copy of GPU memory"] = f"{copy_speed(1 << 30, 'cuda') / 1e9:.0f} GB/s"
+    if segment.DIRECTORY.is_dir():
+        free = shutil.disk_usage(segment.DIRECTORY).free
+        found["shared memory"] = (
+            f"{free / 1e9:.1f} GB free in {segment.DIRECTORY}; a run takes two buckets (--sync-bucket-size)"
+        )
+    else:
+        found["shared memory"] = f"none ({segment.DIRECTORY} is not there): weights travel in messages"
+    return found

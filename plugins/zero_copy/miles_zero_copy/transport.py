@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from miles_core import SyncError
 from miles_core.backend import ALONE, CopyTransport, Encoded, Engine, Run, SyncReport, Transport, World
 from miles_core.format import Stored
+from miles_zero_copy.config import ZeroCopyConfig
 from miles_zero_copy.paths import paths
 from miles_zero_copy.segment import NoSegmentError
 from miles_zero_copy.sender import Receive, Sender
@@ -23,9 +25,11 @@ log = logging.getLogger(__name__)
 
 def make_transport(run: Run, engine: Engine, world: World = ALONE) -> Transport:
     """The provider of ``--transport buckets``."""
-    if run.config.run.runtime == "inline" and "shared_storage" in engine.capabilities:
+    options: ZeroCopyConfig = run.config.plugin("zero_copy")
+    here = run.config.run.runtime == "inline" and "shared_storage" in engine.capabilities
+    if here and not options.async_sync:
         return SharedStorage(engine) if run.config.run.schedule == "sync" else CopyTransport(engine)
-    return BucketTransport(engine, world, run.config.run.sync_bucket_size)
+    return BucketTransport(engine, world, run.config.run.sync_bucket_size, options.async_sync)
 
 
 class SharedStorage(Transport):
@@ -54,10 +58,12 @@ class BucketTransport(Transport):
         engine: told to receive; perhaps a front of several engines, which then read the same buckets.
         world: this rank and how many there are: each sends what its trainer yields it, the engine waits for all.
         bucket_size: bytes of each of the two buckets, at most.
+        staging: send each version beside the one in force, and switch when it is pushed.
     """
 
-    def __init__(self, engine: Engine, world: World, bucket_size: int) -> None:
-        self.engine, self.world, self.bucket_size = engine, world, bucket_size
+    def __init__(self, engine: Engine, world: World, bucket_size: int, staging: bool = False) -> None:
+        self.engine, self.world, self.bucket_size, self.staging = engine, world, bucket_size, staging
+        self._staged: SyncReport | None = None
         self._sender: Sender | None = None
         self._limit = 0.0
 
@@ -65,8 +71,28 @@ class BucketTransport(Transport):
         return None if self._sender is None else self._sender.room(name, stored)
 
     async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
+        staged, self._staged = self._staged, None
+        if staged is None or staged.version != version:
+            return await self._transfer(units, version)
+        started = time.perf_counter()
+        await self.engine.receive({"switch": True}, version, True)
+        seconds = time.perf_counter() - started
+        return replace(staged, metrics={**staged.metrics, "switch_seconds": seconds})
+
+    async def stage(self, units: Iterator[Encoded], version: int) -> None:
+        if self.staging:
+            self._staged = await self._transfer(units, version, {"staged": True})
+
+    def unstage(self) -> None:
+        self._staged = None
+
+    async def _transfer(
+        self, units: Iterator[Encoded], version: int, how: Mapping[str, Any] | None = None
+    ) -> SyncReport:
+        """Send all of ``units``; messages say ``how`` they are meant too."""
+
         async def receive(message: Mapping[str, Any], last: bool) -> None:
-            await self.engine.receive(message, version, last)
+            await self.engine.receive({**message, **(how or {})}, version, last)
 
         try:
             if self._sender is None:

@@ -1,7 +1,8 @@
 """The embedded engine as one that keeps weights of its own and takes messages."""
 
 import asyncio
-import glob
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,7 @@ class Elsewhere(EmbeddedEngine):
 
     async def receive(self, message, version, last):
         await asyncio.sleep(0)
-        self.received.append(message["memory"]["kind"])
+        self.received.append(message["memory"]["kind"] if "memory" in message else "none")
         if self.spoil is not None:
             message = self.spoil(message, len(self.received))
         await super().receive(message, version, last)
@@ -43,10 +44,12 @@ def engine(checkpoints):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
-    """No test leaves shared memory."""
-    yield
-    assert not glob.glob(f"{segment.DIRECTORY}/{segment._NAME}*")
+def shared_memory(monkeypatch):
+    """A folder of shared memory of a test's own, in which it leaves nothing."""
+    with tempfile.TemporaryDirectory(dir=segment.DIRECTORY) as name:
+        monkeypatch.setattr(segment, "DIRECTORY", Path(name))
+        yield Path(name)
+        assert not list(Path(name).iterdir())
 
 
 @pytest.fixture

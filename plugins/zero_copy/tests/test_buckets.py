@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from miles_core import MilesError, SyncError
-from miles_core.backend import World
-from miles_core.testing.asking import ask
+from miles_core.backend import Sampling, World
+from miles_core.testing.asking import ask, under_way
 from miles_core.testing.engine_contract import FREE
 from miles_core.testing.stored import stored_units
 from miles_zero_copy import segment
@@ -137,10 +137,58 @@ def test_a_bucket_that_is_smaller_than_a_tensor_grows(engine, checkpoints, caplo
     assert "--sync-bucket-size 2048 is smaller than " in caplog.text and "buckets are made that large" in caplog.text
 
 
-def test_memory_of_a_run_that_was_killed_is_freed_and_that_of_a_living_one_is_not():
-    code = "from miles_zero_copy.segment import Segment; import os, signal; Segment(4096); os.kill(os.getpid(), signal.SIGKILL)"
-    subprocess.run([sys.executable, "-c", code], check=False)
+def test_memory_of_a_run_that_was_killed_is_freed_and_that_of_a_living_one_is_not(shared_memory):
+    code = (
+        "import os, pathlib, signal, sys; from miles_zero_copy import segment; segment.DIRECTORY = pathlib.Path(sys.argv[1]); "
+        "segment.Segment(4096); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(shared_memory)], check=False)
     mine = segment.Segment(8192)
     assert segment.free_leftovers() == 4096
     assert mine.path.exists()
     mine.close()
+
+
+def test_a_version_is_staged_while_the_engine_generates_and_switched_between_two_tokens(engine, checkpoints):
+    old, new = stored_units(checkpoints[0]), stored_units(checkpoints[1])
+    transport = BucketTransport(engine, World(), SMALL, staging=True)
+
+    async def generated():
+        await engine.update_weights(old, 1)
+        (request,) = await under_way(engine, [[5]], Sampling(40, temperature=0.9, ignore_eos=True))
+        before = len(engine.rows[0].tokens)
+        await transport.stage(iter(new), 2)
+        during = len(engine.rows[0].tokens)
+        assert engine.version == 1 and not request.done()
+        await engine.pause("in_place")
+        report = await transport.send(iter(()), 2)  # the stream is not asked again
+        await engine.resume()
+        return before, during, report, await request
+
+    before, during, report, response = asyncio.run(generated())
+    transport.close()
+    assert before < during and report.nbytes == sum(u.nbytes for u in new)
+    assert response.weight_versions == [(0, 1), (during - 1, 2)]
+    staged = weights(engine)
+    asyncio.run(engine.update_weights(new, 3))
+    assert same(staged, weights(engine))
+
+
+def test_a_staged_version_that_is_wrong_leaves_the_engine_as_it_was(engine, checkpoints):
+    transport = BucketTransport(engine, World(), SMALL, staging=True)
+    asyncio.run(engine.update_weights(stored_units(checkpoints[0]), 1))
+    before = weights(engine)
+    engine.spoil = lambda message, number: {**message, "checksum": 0} if number == 3 else message
+    with pytest.raises(SyncError):
+        asyncio.run(transport.stage(iter(stored_units(checkpoints[1])), 2))
+    assert engine.version == 1 and same(before, weights(engine))
+    with asyncio.Runner() as runner:
+        assert len(ask(runner, engine, [[3, 4]], FREE)[0].tokens) == 10
+    engine.spoil = None
+    asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 2))
+    assert engine.version == 2
+    asyncio.run(transport.stage(iter(stored_units(checkpoints[0])), 3))
+    engine._weights._staged = None  # it was started anew
+    with pytest.raises(SyncError, match="version 3 was not staged in this engine"):
+        asyncio.run(transport.send(iter(()), 3))
+    transport.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 import torch
 
 from miles_core import PlanError
+from miles_core.cli import doctor
 from miles_core.testing import plan
 
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}
@@ -114,3 +116,24 @@ def test_an_engine_that_takes_no_such_message_is_refused(tmp_path):
     file.write_text(ELSEWHERE.replace(', "transport:buckets"', "").replace("FAILURES", "0"))
     with pytest.raises(PlanError, match="the transport buckets needs the engine capability transport:buckets"):
         plan([str(file)], engine="elsewhere", use_zero_copy_sync=True)
+
+
+def test_a_staged_version_is_put_in_force_when_it_is_pushed(toy_run):
+    options = {"schedule": "async", "partial_rollout": True, "pause_generation_mode": "in_place", "steps": 3}
+    run = toy_run(async_weight_sync=True, **options)
+    assert all(r["sync/switch_seconds"] > 0 and r["sync/of_limit"] > 0 for r in run.metrics)
+    assert run.engine.version == 3
+    served = run.engine.model.state_dict()
+    assert all(torch.equal(served[name], tensor) for name, tensor in run.trainer.model.state_dict().items())
+    assert max(r["rollout/staleness_max"] for r in run.metrics) <= 1
+
+
+def test_staging_is_refused_where_nothing_is_generated_meanwhile():
+    with pytest.raises(PlanError, match="nothing is generated while a version is on its way"):
+        plan(async_weight_sync=True)
+
+
+def test_the_doctor_measures_what_a_sync_is_compared_with(capsys):
+    assert doctor.run(["--measure", "--json"]) in (0, 2)
+    found = json.loads(capsys.readouterr().out)["measured"]["zero_copy"]
+    assert float(found["one copy of memory"].split()[0]) > 0 and "GB free" in found["shared memory"]
