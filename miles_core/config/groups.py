@@ -77,6 +77,10 @@ class Model:
         None, help="BF16 weights for trainer and reference model, when --hf-checkpoint is quantised", metavar="DIR"
     )
     trust_remote_code: bool = option(False, help="run model code that comes with the checkpoint")
+    self_check: bool = option(
+        True,
+        help="when an engine that can is built: compare a short generation and scores of packed sequences with the plain model",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", help="dtype of the model's copy; auto is float32 on a CPU and bfloat16 on a GPU"
     )

@@ -105,6 +105,7 @@ def toy_arguments(
         "lr": 1e-3,
         "save": Path(directory) if directory else _temporary("miles-toy-run-") / "run",
         "log_level": "warning",
+        "self_check": False,
         **options,
     }
     words = ["--plugins", ",".join(plugins)] if plugins else []

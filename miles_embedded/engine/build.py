@@ -10,6 +10,7 @@ from torch import nn
 from miles_core.precision.product import Products
 from miles_core.sync.precision import make_codec
 from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.self_check import self_check
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import build_model
 
@@ -18,6 +19,8 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
     """The provider of ``--engine embedded``. The decoder is the first that an active plugin provides, else core's."""
     config = run.config
     model = build_model(run, policy, "rollout")
+    if config.model.self_check:
+        self_check(model)
     settings = Settings(
         detokenize=detokenizer(run.tokenizer),
         eos=end_tokens(model, run.tokenizer),
