@@ -11,10 +11,7 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=SpeculativeConfig,
-    hooks={
-        "": "miles_speculative.hooks:Speculative",
-        "trainer == embedded or engine == embedded": "miles_speculative.embedded:EmbeddedSpeculative",
-    },
+    hooks={"": ("miles_speculative.hooks:Speculative", "miles_speculative.embedded:EmbeddedSpeculative")},
     provides={"decoder": {"speculative": "miles_speculative.build:make_decoder"}},
     uses={"engine.draft": "the engine verifies the drafted tokens"},
     converts={"--mtp-num-layers": "miles_speculative.checkpoint:convert"},

@@ -24,6 +24,8 @@ from miles_speculative.verify import verify
 
 #: Streams of random numbers, see ``engine.uniform``: the token behind what is kept, whether a draft is kept, the drafts.
 DRAW, KEEP, DRAFT = 0, 1, 2
+#: While nothing is drafted, the draft reads what came after so many tokens of a row: their hidden states wait in memory until then.
+UNREAD = 256
 
 
 class SpeculativeDecoder(Decoder):
@@ -56,12 +58,17 @@ class SpeculativeDecoder(Decoder):
     def step(self, engine: Any, rows: list[Any]) -> Emitted:
         k = min(self.lookahead.choose(len(rows)), max(row.limit - len(row.tokens) for row in rows) - 1)
         start = self._now()
+        unread = max(sum(map(len, self._fresh[row])) for row in rows)
         if k < 1:
+            steady = unread < UNREAD
+            if not steady:
+                self._read(engine, rows)
+                self._fresh.update((row, []) for row in rows)
             emitted = self._plain(engine, rows)
-            drafted, kept, steady, parts = [0] * len(rows), [0] * len(rows), True, {}
+            drafted, kept, parts = [0] * len(rows), [0] * len(rows), {}
         else:
             # a draft that was left alone for a while has more to read than usual
-            steady = max(sum(map(len, self._fresh[row])) for row in rows) <= self.lookahead.most + 1
+            steady = unread <= self.lookahead.most + 1
             drafts = self._draft(engine, rows, k)
             middle = self._now()
             emitted = self._verified(engine, rows, drafts)

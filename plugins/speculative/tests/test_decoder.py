@@ -13,6 +13,7 @@ from miles_core.backend import Request, Sampling
 from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
+from miles_speculative import decoder
 from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.head import attach
 from miles_speculative.lookahead import Lookahead
@@ -112,12 +113,13 @@ def test_a_tree_emits_what_plain_decoding_emits(mtp_checkpoint, family):
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_after_rejections_the_draft_knows_what_it_would_know_from_nothing(mtp_checkpoint, width):
+def test_after_rejections_the_draft_knows_what_it_would_know_from_nothing(mtp_checkpoint, monkeypatch, width):
     """Its keys and values are those of the true hidden states, whatever was drafted, rejected, left alone and retracted in between."""
     engine = make_engine(mtp_checkpoint(), 3, max_running_requests=4)
     if width > 1:
         engine.decoder = TreeDecoder(engine.decoder.draft, Lookahead(3), width)
     engine.decoder.lookahead.plain = 3
+    monkeypatch.setattr(decoder, "UNREAD", 2)
     read, checked = engine.decoder._read, []
 
     def checked_read(engine, rows):
