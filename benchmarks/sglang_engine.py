@@ -212,7 +212,7 @@ def direct(arguments: dict[str, Any], given: argparse.Namespace) -> None:
 
 async def measured(checkpoint: Path, given: argparse.Namespace, results: Results, work: Path) -> dict[str, Any]:
     """Everything that goes through the adapter; returns the arguments SGLang was started with."""
-    from miles_sglang.build import assemble
+    from miles_sglang.build import Choices, assemble
 
     cuda = torch.cuda.is_available()
     arguments: dict[str, Any] = {
@@ -224,12 +224,11 @@ async def measured(checkpoint: Path, given: argparse.Namespace, results: Results
     if cuda:
         arguments |= {"attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.3}
         arguments |= {"moe_runner_backend": "triton", "cuda_graph_max_bs_decode": 256}
+        arguments["disable_prefill_cuda_graph"] = True
         if given.eager:
             arguments["disable_cuda_graph"] = True
-    engine = assemble(
-        checkpoint, Codec(), lambda tokens: "", work, arguments=arguments, device="cuda" if cuda else "cpu",
-        max_context=2048, startup_timeout=400,
-    )  # fmt: skip
+    choices = Choices(arguments=arguments, device="cuda" if cuda else "cpu", max_context=2048, startup_timeout=400)
+    engine = assemble(checkpoint, Codec(), lambda tokens: "", work, choices)
     started = time.perf_counter()
     await engine.start()
     results.put("start", seconds=round(time.perf_counter() - started, 1), info=dict(engine._info))

@@ -1,28 +1,29 @@
 """Rollout with drafts against the same engine without, a draft that learns against one that is frozen, and ``auto`` over a grid.
 
-    python benchmarks/speculative.py [--layers 8 --hidden 384 --tokens 256 --batches 1,8,64] [--device cuda --dtype bfloat16]
+A model with random weights is no use as it is: every draft of it is a guess. So the policy is first trained on a small synthetic language
+(``--pretrain`` steps), and its MTP layer with it, as in a checkpoint that has one. Then:
 
-A model of ``--layers`` decoder layers with random weights is no use as it is: every draft of it is a guess. So the policy is
-first trained on a small synthetic language (``--pretrain`` steps), and its MTP layer with it, as in a real checkpoint. Then:
+- ``speedup``: tokens a second of the engine with k drafts, with ``auto`` and with trees, over those without, for each batch size and
+  temperature: the median over turns in which every side runs once.
+- ``moving``: the policy learns another language; after every ``--move`` steps the acceptance of the draft as it was and of one that was
+  trained on the policy's own tokens (soft targets), and their speed-up at ``--moving-lookahead`` drafts.
 
-- ``speedup``: tokens a second of the engine with k drafts, and with ``auto``, over those without, at each batch size and temperature.
-- ``moving``: the policy is trained on another language; after every ``--move`` steps the acceptance of a frozen draft and of one that was
-  trained on the policy's own tokens (soft targets).
-
-The last line is one JSON object.
+On a GPU: ``--device cuda --dtype bfloat16 --layers 28 --hidden 1024 --vocab 32768 --batches 1,8,64,256``.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from measure import finish, installed, options
 from torch import Tensor
 
 from miles_core.backend import Request, Sampling
@@ -40,46 +41,60 @@ from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.head import Head, attach
 from miles_speculative.lookahead import Auto, Lookahead
 from miles_speculative.loss import divergence, entries
+from miles_speculative.report import rates
+from miles_speculative.tree import TreeDecoder
 
 
 def main() -> None:
     """Run what the arguments ask for."""
-    options = parse()
+    given = parse()
+    torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = make_checkpoint(options, Path(scratch))
-        model = load_model(checkpoint, options.dtype, options.device)
+        checkpoint = make_checkpoint(given, Path(scratch))
+        model = load_model(checkpoint, given.dtype, given.device)
         head = attach(model, checkpoint)
-    language = Language(options.vocab, seed=1)
+    language = Language(given.vocab, seed=1)
     result: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "draft_parameters": sum(p.numel() for p in head.parameters.values()),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "dtype": options.dtype,
-        "tokens": options.tokens,
-        "pretrain": train(model, head, language, options.pretrain, options, policy=True),
+        "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
+        "threads": given.threads,
+        "pretrain": train(model, head, language, given.pretrain, given, policy=True),
     }
-    result["speedup"] = speedups(model, head, language, options)
-    if options.move:
-        result["moving"] = moving(model, head, options)
-    print(json.dumps(result))
+    say(result)
+    result["speedup"] = speedups(model, head, language, given)
+    if given.rounds:
+        result["moving"] = moving(model, head, given)
+    finish("speculative", result, given.save, lambda: installed("torch", "transformers"), given.device)
+
+
+def say(what: Any) -> None:
+    """Progress."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--vocab", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=256, help="generated a request")
-    parser.add_argument("--batches", default="1,8,64")
-    parser.add_argument("--lookaheads", default="1,2,4")
-    parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--pretrain", type=int, default=150)
+    parser = options(__doc__)
+    for name, default in (
+        ("layers", 8),
+        ("hidden", 384),
+        ("vocab", 256),
+        ("tokens", 256),
+        ("pretrain", 100),
+        ("turns", 3),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--batches", default="1,4,16")
     parser.add_argument(
-        "--move", type=int, default=20, help="steps between measurements of the moving policy; 0 leaves it out"
+        "--lookaheads", default="1,2,4,auto", help="K, auto, or KxN for a tree of depth K with N candidates at each"
     )
-    parser.add_argument("--rounds", type=int, default=4, help="measurements of the moving policy")
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--move", type=int, default=20, help="steps of the moving policy between measurements")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of the moving policy; 0 leaves it out")
+    parser.add_argument("--moving-lookahead", default="2")
+    parser.add_argument("--moving-rows", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--draft-lr", type=float, default=2e-3)
     parser.add_argument("--device", default="cpu")
@@ -105,19 +120,19 @@ class Language:
         return out
 
 
-def make_checkpoint(options: argparse.Namespace, scratch: Path) -> Path:
+def make_checkpoint(given: argparse.Namespace, scratch: Path) -> Path:
     """A dense Qwen3 with an MTP layer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from miles_core.testing.tiny import tiny_tokenizer
 
     config = Qwen3Config(
-        vocab_size=options.vocab,
-        hidden_size=options.hidden,
-        intermediate_size=3 * options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        num_key_value_heads=max(options.hidden // 128, 1),
+        vocab_size=given.vocab,
+        hidden_size=given.hidden,
+        intermediate_size=3 * given.hidden,
+        num_hidden_layers=given.layers,
+        num_attention_heads=given.hidden // 64,
+        num_key_value_heads=max(given.hidden // 128, 1),
         head_dim=64,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
@@ -130,13 +145,13 @@ def make_checkpoint(options: argparse.Namespace, scratch: Path) -> Path:
 
 
 def train(
-    model: Any, head: Head, language: Any, steps: int, options: argparse.Namespace, policy: bool, draft: bool = True
+    model: Any, head: Head, language: Any, steps: int, given: argparse.Namespace, policy: bool, draft: bool = True
 ) -> dict[str, float]:
     """Next-token training of the policy, and of the draft towards the policy's distribution; losses of the last step."""
     own = {id(p) for p in head.parameters.values()}
     groups = [
-        {"params": [p for p in model.parameters() if id(p) not in own], "lr": options.lr if policy else 0.0},
-        {"params": list(head.parameters.values()), "lr": options.draft_lr if draft else 0.0},
+        {"params": [p for p in model.parameters() if id(p) not in own], "lr": given.lr if policy else 0.0},
+        {"params": list(head.parameters.values()), "lr": given.draft_lr if draft else 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     last = {}
@@ -146,9 +161,9 @@ def train(
             Sample(tokens=row.tolist(), response_length=len(row) - 1, index=i, group_index=i)
             for i, row in enumerate(tokens)
         ]
-        batch = collate(samples).to(options.device)
+        batch = collate(samples).to(given.device)
         packing = pack(batch, share=False)
-        ctx = Context("train", tuple(range(options.layers)), packing.rows)
+        ctx = Context("train", tuple(range(given.layers)), packing.rows)
         ctx.attached["packing"] = packing
         call = PackedCall(ctx, packing)
         hidden = model.model(
@@ -165,101 +180,109 @@ def train(
     return last
 
 
-def speedups(model: Any, head: Head, language: Language, options: argparse.Namespace) -> list[dict[str, Any]]:
+def decoder(draft: Head, name: str) -> SpeculativeDecoder | None:
+    """``plain``, ``auto``, ``K`` or ``KxN``."""
+    if name == "plain":
+        return None
+    depth, _, width = name.partition("x")
+    lookahead = Auto() if name == "auto" else Lookahead(int(depth))
+    return TreeDecoder(draft, lookahead, int(width)) if width else SpeculativeDecoder(draft, lookahead)
+
+
+def speedups(model: Any, head: Head, language: Language, given: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry a batch size and temperature."""
     found = []
-    for rows in map(int, options.batches.split(",")):
-        for temperature in map(float, options.temperatures.split(",")):
-            plain = generate(model, head, language, options, rows, temperature, None)
-            entry: dict[str, Any] = {"rows": rows, "temperature": temperature, "plain": plain["tokens_per_second"]}
-            for name in (*options.lookaheads.split(","), "auto"):
-                lookahead = Auto() if name == "auto" else Lookahead(int(name))
-                drafted = generate(model, head, language, options, rows, temperature, lookahead)
-                # the machine may be another's meanwhile: the better of two plain measurements around it
-                again = generate(model, head, language, options, rows, temperature, None)
-                base = max(plain["tokens_per_second"], again["tokens_per_second"])
-                entry[name] = {"speedup": drafted["tokens_per_second"] / base, **drafted}
-            print(entry, flush=True)
+    for rows in map(int, given.batches.split(",")):
+        for temperature in map(float, given.temperatures.split(",")):
+            entry = {"rows": rows, "temperature": temperature}
+            entry |= compared(model, head, language, given, rows, temperature, given.lookaheads.split(","))
+            say(entry)
             found.append(entry)
     return found
 
 
+def compared(
+    model: Any, head: Head, language: Any, given: argparse.Namespace, rows: int, temperature: float, names: list[str]
+) -> dict[str, Any]:
+    """Every side once a turn, after one turn that is not counted; a side keeps its decoder, and ``auto`` what it learned."""
+    decoders = {name: decoder(head, name) for name in ("plain", *names)}
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in decoders}
+    for turn in range(given.turns + 1):
+        for name, made in decoders.items():
+            found = generate(model, language, given, rows, temperature, made)
+            if turn:
+                turns[name].append(found)
+    plain = [turn["tokens_per_second"] for turn in turns.pop("plain")]
+    result: dict[str, Any] = {"plain": round(median(plain), 1)}
+    for name, each in turns.items():
+        ratios = [turn["tokens_per_second"] / base for turn, base in zip(each, plain, strict=True)]
+        rest = {n: round(median(turn.get(n, 0.0) for turn in each), 3) for n in each[0] if n != "tokens_per_second"}
+        result[name] = {"speedup": round(median(ratios), 3), **rest}
+    return result
+
+
 def generate(
-    model: Any,
-    head: Head,
-    language: Language,
-    options: argparse.Namespace,
-    rows: int,
-    temperature: float,
-    lookahead: Lookahead | None,
+    model: Any, language: Any, given: argparse.Namespace, rows: int, temperature: float, made: SpeculativeDecoder | None
 ) -> dict[str, float]:
     """Tokens a second of ``rows`` requests at once, and how many drafts were kept."""
     settings = Settings(lambda tokens: "", eos=[1], max_running_requests=rows)
-    if lookahead is not None:
-        settings.decoder = SpeculativeDecoder(head, lookahead)
+    if made is not None:
+        settings.decoder = made
     engine = EmbeddedEngine(model, settings)
     prompts = language.batch(rows, 16).tolist()
-    sampling = Sampling(options.tokens, temperature=temperature, ignore_eos=True)
-
-    async def run() -> list[Any]:
-        return await asyncio.gather(*[engine.generate(Request(p, sampling, key=i)) for i, p in enumerate(prompts)])
-
+    sampling = Sampling(given.tokens, temperature=temperature, ignore_eos=True)
     start = time.perf_counter()
-    responses = asyncio.run(run())
+    responses = ask(engine, [Request(p, sampling, key=i) for i, p in enumerate(prompts)])
     seconds = time.perf_counter() - start
+    found = {"tokens_per_second": sum(len(r.tokens) for r in responses) / seconds, "accept_rate": 0.0, "lookahead": 0.0}
     sums: dict[str, float] = {}
     for response in responses:
         for name, value in response.metrics.items():
             sums[name] = sums.get(name, 0.0) + value
-    found = {"tokens_per_second": sum(len(r.tokens) for r in responses) / seconds}
-    if sums.get("drafted"):
-        kept = sum(value for name, value in sums.items() if name.startswith("kept_"))
-        found |= {"accept_rate": kept / sums["drafted"], "lookahead": sums["lookahead"] / sums["decode_steps"]}
-    return found
+    return found | (rates(sums) if sums else {})
+
+
+def ask(engine: EmbeddedEngine, requests: list[Request]) -> list[Any]:
+    """All at once."""
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*[engine.generate(request) for request in requests])
+
+    return asyncio.run(run())
 
 
 class Rollouts:
     """What the policy itself generates, as a language to train a draft on."""
 
-    def __init__(self, model: Any, head: Head, language: Language, options: argparse.Namespace) -> None:
-        self.model, self.head, self.language, self.options = model, head, language, options
+    def __init__(self, model: Any, language: Language) -> None:
+        self.model, self.language = model, language
 
     def batch(self, count: int, length: int) -> Tensor:
         """[count, length] ids: prompts and what the policy continues them with."""
         engine = EmbeddedEngine(self.model, Settings(lambda tokens: "", eos=[1], max_running_requests=count))
         prompts = self.language.batch(count, 16).tolist()
         sampling = Sampling(length - 16, ignore_eos=True)
-
-        async def run() -> list[Any]:
-            return await asyncio.gather(*[engine.generate(Request(p, sampling, key=i)) for i, p in enumerate(prompts)])
-
-        return torch.tensor([p + r.tokens for p, r in zip(prompts, asyncio.run(run()), strict=True)])
+        responses = ask(engine, [Request(p, sampling, key=i) for i, p in enumerate(prompts)])
+        return torch.tensor([p + r.tokens for p, r in zip(prompts, responses, strict=True)])
 
 
-def moving(model: Any, head: Head, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Acceptance of both drafts and speed-up at four drafts, while the policy learns another language."""
-    language = Language(options.vocab, seed=2)
+def moving(model: Any, head: Head, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both drafts while the policy learns another language."""
+    language = Language(given.vocab, seed=2)
     frozen = {name: p.detach().clone() for name, p in head.parameters.items()}
-    trained = {name: p.detach().clone() for name, p in head.parameters.items()}
-    rows, found = 16, []
-    for number in range(options.rounds + 1):
+    trained, found = dict(frozen), []
+    for number in range(given.rounds + 1):
         if number:
             put(head, trained)
-            train(model, head, language, options.move, options, policy=True, draft=False)
-            train(
-                model, head, Rollouts(model, head, language, options), max(options.move // 2, 1), options, policy=False
-            )
+            train(model, head, language, given.move, given, policy=True, draft=False)
+            train(model, head, Rollouts(model, language), max(given.move // 2, 1), given, policy=False)
             trained = {name: p.detach().clone() for name, p in head.parameters.items()}
-        entry: dict[str, float] = {"steps": number * options.move}
-        plain = generate(model, head, language, options, rows, 1.0, None)
+        entry: dict[str, Any] = {"steps": number * given.move}
         for name, weights in (("frozen", frozen), ("trained", trained)):
             put(head, weights)
-            drafted = generate(model, head, language, options, rows, 1.0, Lookahead(3))
-            entry |= {
-                f"{name}_accept_rate": drafted["accept_rate"],
-                f"{name}_speedup": drafted["tokens_per_second"] / plain["tokens_per_second"],
-            }
-        print(entry, flush=True)
+            sides = [given.moving_lookahead, "auto"]
+            entry[name] = compared(model, head, language, given, given.moving_rows, 1.0, sides)
+        say(entry)
         found.append(entry)
     return found
 

@@ -41,11 +41,13 @@ if TYPE_CHECKING:
         SyncError,
     )
     from miles_core.observe.environment import cpu_info
+    from miles_core.plugin.facts import Fact, Facts
     from miles_core.plugin.format_plugin import format_plugin
     from miles_core.plugin.hint import Hint, Remedy, above, below, fell, jumped, not_finite, oscillates
     from miles_core.plugin.manifest import Capability, Pair, Plugin, Rule, Set
     from miles_core.plugin.marker import hookimpl
     from miles_core.plugin.option import option
+    from miles_core.plugin.problem import Problem, Review, described
     from miles_core.stash import StashKey
 
 
@@ -70,10 +72,12 @@ __getattr__, __dir__ = looked_up(
         "NonFiniteError PlanError PluginError SyncError",
         "miles_core.observe.environment": "cpu_info",
         "miles_core.plugin.format_plugin": "format_plugin",
+        "miles_core.plugin.facts": "Fact Facts",
         "miles_core.plugin.hint": "Hint Remedy above below fell jumped not_finite oscillates",
         "miles_core.plugin.manifest": "Capability Pair Plugin Rule Set",
         "miles_core.plugin.marker": "hookimpl",
         "miles_core.plugin.option": "option",
+        "miles_core.plugin.problem": "Problem Review described",
         "miles_core.stash": "StashKey",
     },
 )
@@ -92,6 +96,8 @@ __all__ = [
     "Correction",
     "CorrectionInputs",
     "DataError",
+    "Fact",
+    "Facts",
     "Field",
     "Hint",
     "Loss",
@@ -106,9 +112,11 @@ __all__ = [
     "PluginError",
     "Policy",
     "PolicyLossInputs",
+    "Problem",
     "Ragged",
     "Remedy",
     "Request",
+    "Review",
     "Rule",
     "Run",
     "Sample",
@@ -123,6 +131,7 @@ __all__ = [
     "collate",
     "compose_corrections",
     "cpu_info",
+    "described",
     "expand",
     "fell",
     "format_plugin",

@@ -77,7 +77,8 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         resume_from = None
         if load is not None:
             resume_from = locate_checkpoint(load, json.loads(plan.to_json()))
-        modules = [h.target.split(".")[0].split(":")[0] for h in plan.hooks]
+        provided = [t for name in plan.order for part in manifests[name].provides.values() for t in part.values()]
+        modules = [t.split(".")[0].split(":")[0] for t in (*(h.target for h in plan.hooks), *provided)]
         console = logs.configure(config.run.log_level, directory, console, modules)
         _write_start(run)
         log.info("%s", plan.header)

@@ -23,6 +23,7 @@ from miles_core.run.parts import built, runtime_of, told
 from miles_core.run.recovery import recover
 from miles_core.run.warm_start import warm_start
 from miles_core.sync.precision import switch_when_due
+from miles_core.sync.push import push
 
 
 async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None = None) -> list[PolicyParts]:
@@ -104,8 +105,9 @@ async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, fl
     with run.clock.phase("sync"):
         async with schedule.quiet(parts):
             await switch_when_due(run, parts)
-            report = await parts.learner.push(run.step)
+            report = await push(parts, run.step)
     policy.version = report.version
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
     metrics = {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
+    metrics |= {f"sync/{name}": value for name, value in report.metrics.items()}
     return metrics | await verify_sync(run, parts)

@@ -22,7 +22,7 @@ import numpy as np
 from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
 from miles_core.mismatch.budget import budget, in_this_process
-from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure
+from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure, ordinary
 from miles_core.mismatch.probe import bare, probe, probe_prompts
 from miles_core.observe.budget_table import BUDGET_FILE
 from miles_core.stash import StashKey
@@ -140,11 +140,11 @@ async def movement(run: Run, parts: PolicyParts, last: Earlier) -> float | None:
     if engine is None or last.engine is None:
         return None
     now = await parts.learner.log_probs(last.samples)
-    step = _difference(now, last.trainer)
-    size, mismatch = _rms(step), _rms(_difference(last.engine, last.trainer))
+    step, change = _difference(now, last.trainer), _difference(engine, last.engine)
+    kept = ordinary(change, step)  # the step must be visible on the tokens by which it is judged
+    size, mismatch = _rms(step[kept]), _rms(_difference(last.engine, last.trainer)[kept])
     if size < _SMALLEST or size < _VISIBLE * mismatch:
         return None
-    change = _difference(engine, last.engine)
     moved, error = along(change, step)
     still = float(np.median(np.abs(change))) < _STILL * float(np.median(np.abs(step)))
     if still or (mismatch < _VISIBLE * size and moved + 3 * error < _ALMOST):

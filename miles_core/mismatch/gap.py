@@ -112,15 +112,19 @@ def measure(engine: LogProbs, trainer: LogProbs, samples: Sequence[Sample] = (),
     )
 
 
-def along(change: np.ndarray, shift: np.ndarray) -> tuple[float, float]:
-    """How far ``change`` goes along ``shift`` (both [tokens]): the least-squares coefficient and its standard error,
-    without the tenth of the tokens that moved most on either side: on a mixture of experts a token whose route flipped
-    moves by more than all others together. NaN where there is no shift."""
-    if not len(shift):
-        return math.nan, math.nan
+def ordinary(change: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    """Where neither side moved by more than nine tenths of its tokens did: [tokens] bool. On a mixture of experts a token whose
+    route flipped moves by more than all others together, and so does the one unsure token of a confident model."""
     kept = np.ones(len(shift), bool)
-    for values in (np.abs(change), np.abs(shift)):
+    for values in (np.abs(change), np.abs(shift)) if len(shift) else ():
         kept &= values <= np.quantile(values, 0.9)
+    return kept
+
+
+def along(change: np.ndarray, shift: np.ndarray) -> tuple[float, float]:
+    """How far ``change`` goes along ``shift`` (both [tokens]): the least-squares coefficient and its standard error over the
+    ``ordinary`` tokens. NaN where there is no shift."""
+    kept = ordinary(change, shift)
     change, shift = change[kept], shift[kept]
     length = float(shift @ shift)
     if not length:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from importlib.util import find_spec
 
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, backends_of, provider
 from miles_core.plugin.conflicts import BASE, claims, collisions, order, precision
 from miles_core.plugin.core import CORE
+from miles_core.plugin.detect import model_config
 from miles_core.plugin.facts import Facts, State, distribution
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.plan import Active, Deferred, HookTarget, Plan, Setting, plain
-from miles_core.plugin.problem import Problem, described
+from miles_core.plugin.problem import Problem, Review, described
 from miles_core.plugin.rule import Compare, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
 from miles_core.version import __version__
 
@@ -34,6 +36,7 @@ class Checked:
     deferred: list[Deferred] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     waived: list[str] = field(default_factory=list)
+    reviews: list[str] = field(default_factory=list)
     hooks: list[HookTarget] = field(default_factory=list)
     order: tuple[str, ...] = ()
     consulted: set[str] = field(default_factory=lambda: {*BACKENDS, *SIDES})
@@ -59,6 +62,7 @@ class Checked:
             deferred=tuple(dict.fromkeys(self.deferred)),
             advice=tuple(dict.fromkeys(self.advice)),
             waived=tuple(dict.fromkeys(self.waived)),
+            reviews=tuple(self.reviews),
         )
 
 
@@ -79,6 +83,7 @@ def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, 
         _notes(checked, plugin)
         _uses(checked, plugin)
         _hooks(checked, plugin)
+        _review(checked, plugin)
     _orphans(checked, facts)
     _warm_up(checked)
     _pause_mode(checked)
@@ -258,6 +263,17 @@ def _hooks(checked: Checked, plugin: Plugin) -> None:
         if truth in (Truth.TRUE, Truth.UNKNOWN):
             for target in (targets,) if isinstance(targets, str) else targets:
                 checked.hooks.append(HookTarget(plugin.name, target, condition, deferred=truth is Truth.UNKNOWN))
+
+
+def _review(checked: Checked, plugin: Plugin) -> None:
+    """What a plugin works out by arithmetic. The facts at issue count as consulted."""
+    if plugin.review:
+        module, _, function = plugin.review.partition(":")
+        model = model_config(checked.facts.value("model.hf_checkpoint"))
+        found: Review = getattr(import_module(module), function)(checked.facts, model)
+        checked.reviews += found.notes
+        checked.problems += found.problems
+        checked.consulted.update(n for p in found.problems for n in p.choices)
 
 
 def _orphans(checked: Checked, facts: Facts) -> None:

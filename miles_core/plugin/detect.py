@@ -166,13 +166,28 @@ def model_facts(checkpoint: str | None) -> list[Fact]:
     """
     if not checkpoint:
         return _unknown_model("no --hf-checkpoint was given")
+    config = model_config(checkpoint)
+    if config is None:
+        return _unknown_model(f"{checkpoint} is neither a directory nor in the local hub cache")
+    return config_facts(config)
+
+
+def model_config(checkpoint: str | None) -> dict[str, Any] | None:
+    """The ``config.json`` of a checkpoint, as it is; None where there is no checkpoint or a hub name is not in the local
+    cache.
+
+    Raises:
+        CheckpointError: as ``model_facts``.
+    """
+    if not checkpoint:
+        return None
     directory = Path(checkpoint).expanduser()
     if not directory.is_dir():
         if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
             raise CheckpointError(f"--hf-checkpoint {checkpoint}: no such directory")
         cached = _cached(checkpoint)
         if cached is None:
-            return _unknown_model(f"{checkpoint} is neither a directory nor in the local hub cache")
+            return None
         directory = cached
     path = directory / "config.json"
     try:
@@ -187,7 +202,7 @@ def model_facts(checkpoint: str | None) -> list[Fact]:
         raise CheckpointError(
             f"--hf-checkpoint {checkpoint}: its config.json holds {type(config).__name__}, not an object"
         )
-    return config_facts(config)
+    return config
 
 
 def _unknown_model(why: str) -> list[Fact]:

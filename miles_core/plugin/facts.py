@@ -126,11 +126,16 @@ def distribution(plugin: str) -> str:
     return f"miles-plugin-{plugin.replace('_', '-')}"
 
 
+def defined_facts(plugin: Plugin) -> Iterator[Fact]:
+    """The facts that a manifest defines beside its options; nothing here knows them until something says so."""
+    for name, meaning in plugin.facts.items():
+        yield Fact(name, None, f"defined by {plugin.name}: {meaning}", State.UNKNOWN)
+
+
 def default_facts(plugin: Plugin) -> Iterator[Fact]:
     """One fact for every option of a plugin's ``config``, at its default, and one for each fact its manifest
     defines."""
-    for name, meaning in plugin.facts.items():
-        yield Fact(name, None, f"defined by {plugin.name}: {meaning}", State.UNKNOWN)
+    yield from defined_facts(plugin)
     if plugin.config is None:
         return
     for field in dataclasses.fields(plugin.config):

@@ -98,6 +98,10 @@ class Plugin:
         facts: facts this plugin defines beside its options, name -> one line of meaning.
         passthrough: flag prefix -> configuration table, e.g. ``{"--server-": "server"}``: every flag (and every key of
             that table) which no option declares is taken as it is, for software with a command line of its own.
+        review: ``"module:function"``, ``review(facts, model) -> Review``, for what a rule cannot say because it takes
+            arithmetic (do these sizes divide, does it fit). It is asked whenever a plan with this plugin is checked, many
+            times when a plan is refused, so it must be quick and import no torch. ``facts`` are the ``Facts`` of the plan,
+            ``model`` is the checkpoint's ``config.json`` or None where it is not known here.
         hints: what this plugin's metrics, and core's, say about it, and what helps then; see ``Hint``. They are followed
             while the plugin is installed, active or not: ``when`` says in which runs.
         remedies: what it does against a trouble that core's hints and errors warn of.
@@ -131,6 +135,7 @@ class Plugin:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     passthrough: Mapping[str, str] = field(default_factory=dict)
+    review: str = ""
     hints: tuple[Hint, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     converts: Mapping[str, str] = field(default_factory=dict)

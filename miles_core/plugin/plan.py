@@ -86,6 +86,7 @@ class Plan:
         deferred: rules for the workers.
         advice: notes for the user, in order.
         waived: hardware rules not met here, whose numerics are emulated.
+        reviews: what plugins worked out about this run, blocks of text.
     """
 
     core: str
@@ -97,6 +98,7 @@ class Plan:
     deferred: tuple[Deferred, ...] = ()
     advice: tuple[str, ...] = ()
     waived: tuple[str, ...] = ()
+    reviews: tuple[str, ...] = ()
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -225,7 +227,7 @@ class Plan:
         return Facts(self.facts, hidden)
 
 
-_NAMES = ("consulted", "advice", "waived")
+_NAMES = ("consulted", "advice", "waived", "reviews")
 
 
 def plain(value: Any) -> Any:

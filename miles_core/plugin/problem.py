@@ -34,6 +34,19 @@ class Problem:
         return " ".join(part for part in (self.who, self.verb, self.needs) if part)
 
 
+@dataclass(frozen=True)
+class Review:
+    """What a plugin worked out about a run before it starts (``Plugin.review``).
+
+    Attributes:
+        notes: blocks of text that the plan shows, the first line a heading.
+        problems: why the run cannot start.
+    """
+
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
 def described(fact: Fact) -> tuple[str, str, str]:
     """A fact as a problem shows it: name, value, origin."""
     value = show(fact.value) if fact.state is State.KNOWN else fact.state.value

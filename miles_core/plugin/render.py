@@ -39,6 +39,7 @@ def describe(plan: Plan, implemented: Mapping[str, Sequence[str]]) -> str:
     hooks = chains(implemented) + told
     if hooks:
         blocks.append("hooks\n" + "\n".join(f"  {line}" for line in hooks))
+    blocks += plan.reviews
     notes = notices(plan)
     if notes:
         blocks.append("\n".join(notes))

@@ -15,7 +15,7 @@ from miles_core.plugin import worker
 from miles_core.plugin.activate import BACKENDS, ENVIRONMENT, SIDES, provider
 from miles_core.plugin.detect import gpu_facts, model_facts, override
 from miles_core.plugin.discovery import Catalogue, discover
-from miles_core.plugin.facts import Fact, Facts
+from miles_core.plugin.facts import Fact, Facts, defined_facts
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.resolve import resolve
 from miles_core.version import __version__
@@ -49,6 +49,7 @@ def facts_for(config: Config, given: Sequence[str] = ()) -> Facts:
         ConfigError: an override that is none.
     """
     facts = [*gpu_facts(), *model_facts(config.model.hf_checkpoint), *config.facts(), *_environment_facts(config)]
+    facts += [f for m in config.schema.manifests.values() for f in defined_facts(m)]
     return override(Facts(facts), given)
 
 

@@ -1,9 +1,13 @@
+import asyncio
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from miles_core.data.unit import Encoded
+from miles_core.errors import MismatchError
 from miles_core.mismatch import at_sync as v
 from miles_core.mismatch.budget import WEIGHTS
 from miles_embedded.engine.engine import EmbeddedEngine
@@ -67,7 +71,7 @@ def test_an_engine_that_ignores_an_update_is_caught(toy_run, monkeypatch):
     async def ignore(self, units, version):
         if version == 2:
             list(units)
-            self._version = version
+            self._weights.version = version
         else:
             await take(self, units, version)
 
@@ -93,7 +97,7 @@ def test_half_an_update_is_caught(toy_run, monkeypatch):
 
 
 def test_an_engine_that_reports_an_older_version_is_named(toy_run, monkeypatch):
-    monkeypatch.setattr(EmbeddedEngine, "version", property(lambda self: min(self._version, 1)))
+    monkeypatch.setattr(EmbeddedEngine, "version", property(lambda self: min(self._weights.version, 1)))
     with pytest.raises(v.MismatchError, match="serves version 1 although version 2 was synced"):
         toy_run(verify_logprobs=True)
 
@@ -103,7 +107,7 @@ def test_a_worker_that_stamps_older_tokens_is_named(toy_run, monkeypatch):
 
     async def late(self, request):
         response = await generate(self, request)
-        response.weight_versions = [(0, min(self._version, 1))]
+        response.weight_versions = [(0, min(self._weights.version, 1))]
         return response
 
     monkeypatch.setattr(EmbeddedEngine, "generate", late)
@@ -151,3 +155,39 @@ def test_a_change_of_number_format_is_no_stale_engine(toy_run):
     assert len(values(run, "verify/moved")) == 1
     causes = json.loads((run.directory / v.BUDGET_FILE).read_text())["causes"]
     assert WEIGHTS not in [c["name"] for c in causes]  # at version 0 nothing was quantised
+
+
+def said(arrays):
+    """Something that answers with one of these each time it is asked."""
+    answers = iter(arrays)
+
+    async def ask(*args):
+        return [next(answers)]
+
+    return ask
+
+
+@pytest.mark.parametrize(("noise", "judged"), [(1e-3, False), (0.0, True)])
+def test_a_step_that_only_unsure_tokens_show_is_not_judged_by_the_others(noise, judged):
+    """A confident model in low precision: nearly all tokens hold rounding, a few moved by more than all mismatch together."""
+    draw = np.random.default_rng(0)
+    unsure = np.arange(94) >= 90
+    step = np.where(unsure, 0.5, draw.normal(size=94) * 1e-3)
+    before, rounding = np.zeros(94), draw.normal(size=(2, 94)) * noise
+    engine_before, trainer = before + rounding[0], before + step
+    engine = trainer + rounding[1] if not judged else before + unsure * 0.5
+    sample = SimpleNamespace(tokens=[0] * 95, prompt_length=1)
+    last = v.Earlier([], [sample], [before], [engine_before], "formats", False)
+    capable = SimpleNamespace(capabilities={"score"}, score=said([engine]))
+    parts = SimpleNamespace(
+        precisions="formats",
+        policy=SimpleNamespace(version=1),
+        engine=capable,
+        learner=SimpleNamespace(log_probs=said([trainer])),
+    )
+    run = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(temperature=1)))
+    if judged:
+        with pytest.raises(MismatchError, match="stale weights"):
+            asyncio.run(v.movement(run, parts, last))
+    else:
+        asyncio.run(v.movement(run, parts, last))  # raises nothing

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from miles_core.config.load import load
+from miles_core.contracts.emulation import Emulation
 from miles_core.data.means import means
 from miles_core.data.sample import Sample
 from miles_core.run.make import make_run
@@ -56,7 +57,14 @@ def made(words, directory):
 
 def learned(words, directory, groups):
     rank, samples = made(words, directory), rollout(groups)
-    pairs = rank.learn(divided(samples, rank.run.config.train, rank.world.replicas)[rank.world.replica], 0)
+    mine = divided(samples, rank.run.config.train, rank.world.replicas)[rank.world.replica]
+    before = rank.log_probs(mine.samples)
+    rank.take_snapshot(0)
+    pairs = rank.learn(mine, 0)
+    now, then = (rank.log_probs(mine.samples, Emulation(snapshot=snapshot)) for snapshot in (False, True))
+    for old, new, kept in zip(before, now, then, strict=True):
+        np.testing.assert_allclose(kept, old, atol=1e-4)
+        assert not np.allclose(new, old, atol=1e-4)
     supervised = rank.supervise(samples[rank.world.replica :: rank.world.replicas], 1e-2)
     return pairs | supervised, copied(rank.trainer)
 

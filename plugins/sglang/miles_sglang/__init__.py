@@ -41,6 +41,11 @@ plugin = Plugin(
             "--sglang-dp-size out",
         ),
         Rule(
+            needs=f"not {_SPECULATIVE}",
+            when="rollout.top_p < 1 or rollout.top_k > 0",
+            because="SGLang returns no sampling supports while it speculates, and under top-k or top-p the trainer needs them",
+        ),
+        Rule(
             needs="sglang.moe_a2a_backend != deepep",
             when="rollout.precision == mxfp8",
             because="SGLang has no MXFP8 kernel for the all-to-all of DeepEP",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
 from miles_sglang.weight_names import WeightNames
-
-log = logging.getLogger(__name__)
 
 #: Set unless a user says otherwise: no grammar is used; on a CPU, what SGLang can compute there.
 _DEFAULTS: dict[str, Any] = {"grammar_backend": "none", "log_level": "info"}
@@ -35,16 +33,52 @@ _BESIDE_A_TRAINER: dict[str, Any] = {"mem_fraction_static": 0.4}
 _CONTEXT_SLACK = 8
 
 
+#: The column of the experts that an engine chose, as the plugin that replays them declares it.
+ROUTED_EXPERTS = "rollout_routed_experts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """How SGLang is to be started; where nothing else is said, as the option of the same name says.
+
+    Attributes:
+        arguments: of SGLang's ``ServerArgs``, as a user gave them.
+        device: ``cuda`` or ``cpu``.
+        max_context: 0 is the model's.
+        routed_dtype: of the column of routed experts.
+        url: of a server that runs already; how SGLang is started is then the server's business.
+        bucket_bytes: at most, of weights that travel together.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cuda"
+    dtype: str = "auto"
+    seed: int = 0
+    max_context: int = 0
+    max_running_requests: int = 256
+    kv_cache_dtype: str = "auto"
+    routed_dtype: str = "int32"
+    url: str | None = None
+    weights_dir: Path | None = None
+    startup_timeout: float = 900.0
+    bucket_bytes: int = 512 << 20
+
+    @property
+    def speculative(self) -> bool:
+        """Whether a draft proposes tokens."""
+        return bool(self.arguments.get("speculative_algorithm"))
+
+    @property
+    def keyed(self) -> bool:
+        """Whether a request's seed decides its tokens."""
+        return bool(self.arguments.get("enable_deterministic_inference")) and not self.speculative
+
+
 def make_engine(run: Any, policy: Any) -> SglangEngine:
     """The provider of ``--engine sglang``."""
-    config, options = run.config, run.config.plugin(plugin.name)
-    tokenizer = run.tokenizer
+    config, options, tokenizer = run.config, run.config.plugin(plugin.name), run.tokenizer
     routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
-    return assemble(
-        policy.hf_checkpoint,
-        make_codec(run, policy),
-        lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
-        run.directory / "sglang",
+    choices = Choices(
         arguments=given_arguments(options),
         device=_device(config.model.device),
         dtype=config.model.dtype,
@@ -56,30 +90,17 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
         url=options.url,
         weights_dir=Path(options.weights_dir) if options.weights_dir else None,
         startup_timeout=options.startup_timeout,
+        bucket_bytes=config.run.sync_bucket_size,
     )
 
+    def detokenize(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-#: The column of the experts that an engine chose, as the plugin that replays them declares it.
-ROUTED_EXPERTS = "rollout_routed_experts"
+    return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, run.directory / "sglang", choices)
 
 
 def assemble(
-    checkpoint: str | Path,
-    codec: Codec,
-    detokenize: Callable[[list[int]], str],
-    directory: Path,
-    *,
-    arguments: Mapping[str, Any] | None = None,
-    device: str = "cuda",
-    dtype: str = "auto",
-    seed: int = 0,
-    max_context: int = 0,
-    max_running_requests: int = 256,
-    kv_cache_dtype: str = "auto",
-    routed_dtype: str = "int32",
-    url: str | None = None,
-    weights_dir: Path | None = None,
-    startup_timeout: float = 900.0,
+    checkpoint: str | Path, codec: Codec, detokenize: Callable[[list[int]], str], directory: Path, choices: Choices
 ) -> SglangEngine:
     """An engine for a checkpoint, not yet started.
 
@@ -87,58 +108,64 @@ def assemble(
         codec: of the weights it will be given.
         detokenize: token ids to text without special tokens.
         directory: of its log and of what it is started from.
-        arguments: of SGLang's ``ServerArgs``, as a user gave them.
-        url: of a server that runs already; everything about how SGLang is started is then the server's business.
-        others: as the options of the same names.
     """
-    described = layout(checkpoint, codec)
-    config = _text_config(Path(checkpoint))
-    context = max_context or int(config["max_position_embeddings"])
-    given = dict(arguments or {})
+    described, config = layout(checkpoint, codec), _text_config(Path(checkpoint))
+    context = choices.max_context or int(config["max_position_embeddings"])
     link: Link
-    if url:
-        link = ServerLink(url, startup_timeout)
+    if choices.url:
+        link = ServerLink(choices.url, choices.startup_timeout)
     else:
-        started = {
-            **_DEFAULTS,
-            **(_ON_CPU if device == "cpu" else _BESIDE_A_TRAINER),
-            **_model(checkpoint, described, codec, directory),
-            "device": device,
-            "dtype": _dtype(dtype, device),
-            "context_length": context + _CONTEXT_SLACK,
-            "max_running_requests": max_running_requests,
-            "kv_cache_dtype": _KV_CACHE.get(kv_cache_dtype, kv_cache_dtype),
-            "random_seed": seed,
-            "weight_version": "-1",
-            **given,
-        }
-        link = ProcessLink(started, directory / "sglang.log", startup_timeout, _environment(device))
-    speculative = bool(given.get("speculative_algorithm"))
-    keyed = bool(given.get("enable_deterministic_inference")) and not speculative
+        model = _model(checkpoint, described, codec, directory)
+        arguments = _arguments(choices, model, context)
+        link = ProcessLink(arguments, directory / "sglang.log", choices.startup_timeout, _environment(choices.device))
     translator = Translator(
         detokenize,
         context,
         int(config["vocab_size"]),
-        routing=_routing(config, routed_dtype) if given.get("enable_return_routed_experts") else None,
-        supports=not speculative,
-        seed=seed if keyed else None,
+        routing=_routing(config, choices),
+        supports=not choices.speculative,
+        seed=choices.seed if choices.keyed else None,
     )
-    capabilities = {c.name for c in plugin.declared("engine") if not c.when}
-    capabilities |= {"sampling_support"} if translator.supports else set()
-    capabilities |= {"routed_experts"} if translator.routing else set()
-    capabilities |= {"keyed_sampling"} if keyed else set()
     settings = Settings(
         translator,
         codec,
         WeightNames(described.names, bool(config.get("tie_word_embeddings"))),
-        weights_dir or directory / "weights",
+        choices.weights_dir or directory / "weights",
         model_facts={f.name: f.value for f in model_facts(str(checkpoint))},
-        capabilities=frozenset(capabilities),
-        memory_saver=bool(given.get("enable_memory_saver")),
+        capabilities=_capabilities(translator),
+        bucket_bytes=choices.bucket_bytes,
+        memory_saver=bool(choices.arguments.get("enable_memory_saver")),
     )
     engine = SglangEngine(link, settings)
-    engine.kv_cache_dtype = "" if kv_cache_dtype == "auto" else kv_cache_dtype
+    engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype
     return engine
+
+
+def _arguments(choices: Choices, model: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """``ServerArgs``: what this engine needs, then what a user gave."""
+    return {
+        **_DEFAULTS,
+        **(_ON_CPU if choices.device == "cpu" else _BESIDE_A_TRAINER),
+        **model,
+        "device": choices.device,
+        "dtype": _dtype(choices.dtype, choices.device),
+        "context_length": context + _CONTEXT_SLACK,
+        "max_running_requests": choices.max_running_requests,
+        "kv_cache_dtype": _KV_CACHE.get(choices.kv_cache_dtype, choices.kv_cache_dtype),
+        "random_seed": choices.seed,
+        "weight_version": "-1",
+        **choices.arguments,
+    }
+
+
+def _capabilities(translator: Translator) -> frozenset[str]:
+    """What the manifest declares, as far as its conditions hold here."""
+    holds = {
+        "sampling_support": translator.supports,
+        "routed_experts": translator.routing is not None,
+        "keyed_sampling": translator.seed is not None,
+    }
+    return frozenset(c.name for c in plugin.declared("engine") if holds.get(c.name, True))
 
 
 #: Core's names of cache types -> SGLang's.
@@ -170,12 +197,14 @@ def _text_config(checkpoint: Path) -> dict[str, Any]:
     return {**config, **text} if isinstance(text, dict) else config
 
 
-def _routing(config: Mapping[str, Any], dtype: str) -> Routing | None:
+def _routing(config: Mapping[str, Any], choices: Choices) -> Routing | None:
+    if not choices.arguments.get("enable_return_routed_experts"):
+        return None
     facts = {f.name: f.value for f in config_facts(config)}
     layers = moe_layers(config)
     if not layers:
         return None
-    return Routing(ROUTED_EXPERTS, dtype, int(facts["model.layers"]), layers, int(facts["model.top_k"]))
+    return Routing(ROUTED_EXPERTS, choices.routed_dtype, int(facts["model.layers"]), layers, int(facts["model.top_k"]))
 
 
 def _device(asked: str) -> str:

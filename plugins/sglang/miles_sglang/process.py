@@ -7,6 +7,7 @@ last lines are in the message when the process ends unasked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -35,6 +36,8 @@ _PROGRESS = (
 )
 #: A line of the log that names the cause, beside the last ones.
 _CAUSE = re.compile(r"(Error|Exception|out of memory)\b.*", re.IGNORECASE)
+#: Seconds it may take to end when it is asked to.
+_END_S = 20.0
 _OUT_OF_MEMORY = re.compile(r"out of memory|Not enough memory|mem.fraction.static", re.IGNORECASE)
 
 
@@ -67,7 +70,7 @@ class ProcessLink(Link):
         self._sending = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Any]] = {}
-        self._ended = ""
+        self._up, self._ended = False, ""
 
     async def start(self) -> Mapping[str, Any]:
         ours, theirs = socket.socketpair()
@@ -90,6 +93,7 @@ class ProcessLink(Link):
         except BaseException:
             await self.stop()
             raise
+        self._up = True
         log.info("SGLang %s is up after %.0f s", info.get("version", ""), time.monotonic() - started)
         return info
 
@@ -122,10 +126,11 @@ class ProcessLink(Link):
         self._ended = self._ended or "the engine was stopped"
         if self._writer is not None:
             self._writer.close()  # the worker shuts SGLang down at the end of its input
-        try:
-            await asyncio.wait_for(process.wait(), timeout=20)
-        except TimeoutError:
-            log.warning("SGLang's process %d did not end by itself within 20 s; it is killed", process.pid)
+        if self._up:
+            try:
+                await asyncio.wait_for(process.wait(), _END_S)
+            except TimeoutError:
+                log.warning("SGLang's process %d did not end within %g s; it is killed", process.pid, _END_S)
         _kill_group(process.pid)
         await process.wait()
         if self._reading is not None:
@@ -140,10 +145,8 @@ class ProcessLink(Link):
             self._writer.write(frames.head({"id": number, "endpoint": endpoint, "body": dict(body)}, len(payload)))
             if payload:
                 self._writer.write(payload)
-            try:
+            with contextlib.suppress(ConnectionError):  # the reader notices as well, and says why
                 await self._writer.drain()
-            except ConnectionError:
-                pass  # the reader notices as well, and says why
         return await future
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -163,10 +166,8 @@ class ProcessLink(Link):
         if not self._ended:
             process = self._process
             if process is not None:
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), timeout=5)
-                except TimeoutError:
-                    pass
                 _kill_group(process.pid)
             code = process.returncode if process is not None else None
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
@@ -194,7 +195,5 @@ class ProcessLink(Link):
 
 def _kill_group(pid: int) -> None:
     """End whatever is left of a process and its children, which are in its own session."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

@@ -13,7 +13,7 @@ from typing import Any
 
 from miles_sglang.link import Link, SglangError
 
-_POLL_S = 2.0
+_POLL_S = 1.0
 #: Calls under way at once; each holds a thread, which does nothing but wait.
 _THREADS = 512
 

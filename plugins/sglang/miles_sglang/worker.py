@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from miles_sglang import buckets, frames
+from miles_sglang import frames
 
 #: What of a response's ``meta_info`` travels.
 _META = (
@@ -91,6 +91,8 @@ class Worker:
 
     async def update_from_tensor(self, body: dict[str, Any], payload: bytes) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        from miles_sglang import buckets
 
         ranks = int(self.engine.server_args.tp_size)
         held, payloads = buckets.for_sglang(body, payload, ranks)

@@ -16,7 +16,7 @@ from miles_core.backend import Request, Sampling
 from miles_core.format import Codec
 from miles_core.testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
 from miles_sglang import installed
-from miles_sglang.build import assemble
+from miles_sglang.build import Choices, assemble
 from miles_sglang.engine import SglangEngine
 from miles_sglang.link import SglangError
 
@@ -46,12 +46,14 @@ def engine_for(checkpoint: Path, limits: Limits = Limits(), **arguments: Any) ->
         Codec(),
         lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
         checkpoint.parent / f"log-{checkpoint.name}",
-        arguments={"max_total_tokens": 4096, **(_ON_GPU if cuda else {}), **arguments},
-        device="cuda" if cuda else "cpu",
-        seed=limits.seed,
-        max_context=limits.max_context,
-        max_running_requests=limits.max_running_requests,
-        startup_timeout=300,
+        Choices(
+            arguments={"max_total_tokens": 4096, **(_ON_GPU if cuda else {}), **arguments},
+            device="cuda" if cuda else "cpu",
+            seed=limits.seed,
+            max_context=limits.max_context,
+            max_running_requests=limits.max_running_requests,
+            startup_timeout=300,
+        ),
     )
 
 

@@ -19,9 +19,9 @@ _FORGOTTEN, _MANY = 0.04, 4
 #: Drafting must be faster by this factor.
 _GAIN = 1.03
 #: A batch size is measured anew after so many steps, then after twice as many, up to a limit.
-_AGAIN, _SELDOM = 32, 512
+_AGAIN, _SELDOM = 64, 1024
 #: Numbers of drafts that are tried first; the first step of each is not counted.
-_FIRST = (0, 0, 0, 1, 1, 1, 4, 4, 4)
+_FIRST = (0, 0, 1, 1, 3, 3)
 
 
 class Lookahead:

@@ -71,6 +71,7 @@ def test_a_tree_needs_layers_without_windows(toy_run, toy_model):
 def test_the_policys_gradient_is_the_same_to_the_bit(toy_run, toy_model, precision):
     """With clipping active, over two optimiser steps, and in a number format, which quantises the draft too."""
     given = {**OPTIONS, "hf_checkpoint": toy_model(), "steps": 1, "num_steps_per_rollout": 2, "clip_grad": 0.01}
+    given |= {"verify_logprobs": True}
     if precision == "int4":
         given |= {"train_precision": "int4", "rollout_precision": "int4", "int4_group_size": 16}
     on, off = (toy_run(["speculative"], **given, enable_mtp_training=each) for each in (True, False))

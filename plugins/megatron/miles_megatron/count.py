@@ -1,0 +1,81 @@
+"""How many parameters a model has, and where tensor and expert parallelism put them. Pure arithmetic, imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_megatron.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters by what divides them.
+
+    Attributes:
+        split: divided among tensor-parallel ranks.
+        whole: on every one of them (norms, routers, the compressions of latent attention).
+        experts: of routed experts, divided among expert- and expert-tensor-parallel ranks.
+    """
+
+    split: int = 0
+    whole: int = 0
+    experts: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.split + other.split, self.whole + other.whole, self.experts + other.experts)
+
+    @property
+    def total(self) -> int:
+        """Of the undivided model."""
+        return self.split + self.whole + self.experts
+
+
+def attention(a: Architecture) -> Count:
+    """One layer's attention."""
+    if a.latent is not None:
+        q, low = a.latent.q_rank, a.latent
+        outputs = a.heads * (low.nope + low.rope)
+        queries = Count(outputs * q, a.hidden * q + q) if q else Count(outputs * a.hidden)
+        keys = Count(a.heads * (low.nope + low.value) * low.kv_rank, a.hidden * (low.kv_rank + low.rope) + low.kv_rank)
+        return queries + keys + Count(a.heads * low.value * a.hidden)
+    both = a.q_size + 2 * a.kv_size
+    norms = {"": 0, "head": 2 * a.head_dim, "whole": a.q_size + a.kv_size}[a.qk_norm]
+    split = both * a.hidden + a.q_size * a.hidden + (both if a.qkv_bias else 0) + (a.heads if a.sinks else 0)
+    return Count(split, norms + (a.hidden if a.out_bias else 0))
+
+
+def feed_forward(a: Architecture, sparse: bool) -> Count:
+    """One layer's feed-forward part: a gated layer, or router, experts and shared experts."""
+    if not sparse or a.experts is None:
+        return Count(3 * a.hidden * a.ffn)
+    e = a.experts
+    router = a.hidden * e.count + (e.count if a.mlp_bias else 0) + (a.hidden if e.shared_gate else 0)
+    biases = 2 * e.ffn + a.hidden if a.mlp_bias else 0
+    return Count(3 * a.hidden * e.shared, router, e.count * (3 * a.hidden * e.ffn + biases))
+
+
+def layer(a: Architecture, sparse: bool) -> Count:
+    """One decoder layer."""
+    return attention(a) + feed_forward(a, sparse) + Count(whole=2 * a.hidden)
+
+
+def embedding(a: Architecture) -> Count:
+    """The embedding, or the output layer."""
+    return Count(a.vocab * a.hidden)
+
+
+def mtp_layer(a: Architecture) -> Count:
+    """One MTP layer: a decoder layer, the projection of both its inputs, three norms."""
+    return layer(a, bool(a.sparse) and a.sparse[-1]) + Count(2 * a.hidden * a.hidden, 3 * a.hidden)
+
+
+def model(a: Architecture, mtp: bool = False) -> Count:
+    """The whole model, with its MTP layers or without."""
+    total = embedding(a) + Count(whole=a.hidden)
+    if not a.tied:
+        total += embedding(a)
+    for sparse in a.sparse:
+        total += layer(a, sparse)
+    for _ in range(a.mtp if mtp else 0):
+        total += mtp_layer(a)
+    return total

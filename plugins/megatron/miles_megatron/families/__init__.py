@@ -1,0 +1,62 @@
+"""The families of models that Megatron-Core can train here, one file each.
+
+A family's file has two functions: ``read(config) -> Architecture`` from a parsed ``config.json`` (importing no torch), and
+``weights(architecture)``, which yields an ``Entry`` for every tensor of Megatron-Core's model. A new family is such a file and a
+line in ``FAMILIES``; the parts that families share are in ``parts``. ``tests/test_families.py`` then compares names, counts and
+bytes with the model of Transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from miles_core import CheckpointError
+from miles_megatron.architecture import Architecture
+from miles_megatron.families.parts import Entry
+
+#: ``model_type`` of a checkpoint -> module of this package.
+FAMILIES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen2_moe",
+    "qwen3_moe": "qwen3_moe",
+    "mixtral": "mixtral",
+    "deepseek_v3": "deepseek_v3",
+    "glm4_moe": "glm4_moe",
+    "minimax_m2": "minimax_m2",
+    "gpt_oss": "gpt_oss",
+}
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a checkpoint.
+
+    Args:
+        config: its ``config.json``.
+
+    Raises:
+        CheckpointError: there is no table for this family, or an entry is missing.
+    """
+    family = str(config.get("model_type"))
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"config.json says model_type {family}, for which the megatron plugin has no table of weights; it has "
+            f"{', '.join(FAMILIES)}. A table is one file: miles_megatron/families/__init__.py says how to write it"
+        )
+    try:
+        return _module(family).read(config)
+    except KeyError as error:
+        raise CheckpointError(f"config.json of a {family} model has no entry {error}") from error
+
+
+def weights(architecture: Architecture) -> Iterator[Entry]:
+    """Every tensor of the model in the order of export: embedding, layers, final norm, output layer, MTP layers."""
+    yield from _module(architecture.family).weights(architecture)
+
+
+def _module(family: str) -> Any:
+    return import_module(f"{__name__}.{FAMILIES[family]}")

@@ -1,0 +1,48 @@
+"""gpt-oss: attention with sinks and, on every other layer, a window; experts with biases, stacked in one tensor a layer.
+
+The checkpoint keeps the experts' first matrices as [experts, hidden, 2 x inner] with gate and up in alternate columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from miles_megatron.architecture import Architecture, Experts, common, experts_of
+from miles_megatron.families.parts import Entry, attention, ends, norms
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    """From ``config.json``."""
+    a = Architecture(**common(config), qkv_bias=True, out_bias=True, mlp_bias=True, sinks=True)
+    kinds = config.get("layer_types") or ["full_attention"] * a.layers
+    window = config.get("sliding_window") or 0
+    return replace(
+        a,
+        sparse=(True,) * a.layers,
+        experts=Experts(experts_of(config), config["num_experts_per_tok"], a.ffn),
+        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+    )
+
+
+def weights(a: Architecture) -> Iterator[Entry]:
+    """See ``miles_megatron.families``."""
+    assert a.experts is not None
+    first, last = ends(a)
+    yield first
+    for i in range(a.layers):
+        m, h = f"decoder.layers.{i}", f"model.layers.{i}"
+        yield from (*norms(m, h), *attention(a, m, h))
+        for kind in ("weight", "bias"):
+            yield Entry(f"{m}.mlp.router.{kind}", (f"{h}.mlp.router.{kind}",))
+        for inner, layout, axis in (("linear_fc1", "stacked_gate_up", 0), ("linear_fc2", "stacked", 1)):
+            outer = f"{h}.mlp.experts.{'gate_up_proj' if inner == 'linear_fc1' else 'down_proj'}"
+            for e in range(a.experts.count):
+                name = f"{m}.mlp.experts.local_experts.{e}.{inner}"
+                yield Entry(f"{name}.weight", (outer,), layout, axis, e)
+            for e in range(a.experts.count):
+                name = f"{m}.mlp.experts.local_experts.{e}.{inner}"
+                split = 0 if inner == "linear_fc1" else None
+                yield Entry(f"{name}.bias", (f"{outer}_bias",), layout, split, e)
+    yield from last

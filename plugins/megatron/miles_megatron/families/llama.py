@@ -1,0 +1,25 @@
+"""Llama 2 and 3 and Mistral: grouped-query attention without biases, a gated feed-forward layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miles_megatron.architecture import Architecture, common
+from miles_megatron.families.parts import Entry, attention, ends, mlp, norms
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    """From ``config.json``."""
+    windows = (config["sliding_window"],) if config.get("sliding_window") else ()  # Mistral's, on every layer
+    return Architecture(**common(config), qkv_bias=bool(config.get("attention_bias")), windows=windows)
+
+
+def weights(a: Architecture) -> Iterator[Entry]:
+    """See ``miles_megatron.families``."""
+    first, last = ends(a)
+    yield first
+    for i in range(a.layers):
+        m, h = f"decoder.layers.{i}", f"model.layers.{i}"
+        yield from (*norms(m, h), *attention(a, m, h), *mlp(m, h))
+    yield from last

@@ -1,0 +1,21 @@
+"""MiniMax-M2: Mixtral's names; sigmoid routing with a correction bias, one norm over all heads of queries, one of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from miles_megatron.architecture import Architecture, Experts, common, experts_of
+from miles_megatron.families.mixtral import weights
+
+__all__ = ["read", "weights"]
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    """From ``config.json``."""
+    a = Architecture(**common(config), qk_norm="whole")
+    if config.get("rotary_dim"):
+        a = replace(a, rotary=replace(a.rotary, share=config["rotary_dim"] / a.head_dim))
+    chosen = Experts(experts_of(config), config["num_experts_per_tok"], a.ffn, score="sigmoid", correction=True)
+    return replace(a, sparse=(True,) * a.layers, experts=chosen)

@@ -1,0 +1,30 @@
+"""Mixtral: Llama's attention; every layer has experts, whose matrices are called w1 (gate), w3 (up) and w2 (down)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from miles_megatron.architecture import Architecture, Experts, common, experts_of
+from miles_megatron.families.parts import Entry, attention, ends, experts, norms
+
+PARTS = ("w1", "w3", "w2")
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    """From ``config.json``."""
+    a = Architecture(**common(config))
+    chosen = Experts(experts_of(config), config["num_experts_per_tok"], a.ffn)
+    return replace(a, sparse=(True,) * a.layers, experts=chosen)
+
+
+def weights(a: Architecture) -> Iterator[Entry]:
+    """See ``miles_megatron.families``."""
+    first, last = ends(a)
+    yield first
+    for i in range(a.layers):
+        m, h = f"decoder.layers.{i}", f"model.layers.{i}"
+        moe = f"{h}.block_sparse_moe"
+        yield from (*norms(m, h), *attention(a, m, h), *experts(a, m, moe, PARTS, f"{moe}.e_score_correction_bias"))
+    yield from last

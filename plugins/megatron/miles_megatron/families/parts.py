@@ -1,0 +1,129 @@
+"""What the families' tables of weights are made of.
+
+Megatron-Core's names are those of its local layer specification; ``transformer_engine_name`` gives a tensor's name where norms are
+fused into the linear layer after them and experts are grouped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from miles_megatron.architecture import Architecture
+
+Layout = Literal["plain", "vocabulary", "qkv", "gate_up", "stacked", "stacked_gate_up"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of Megatron-Core's model and the tensors of the checkpoint it is made of.
+
+    Attributes:
+        name: Megatron-Core's, with the number the layer has in the whole model.
+        checkpoint: names in the checkpoint.
+        layout: how the one is made of the others; see ``miles_megatron.layout``.
+        axis: the dimension that tensor parallelism splits; None where every rank has all of it.
+        expert: number of the expert it belongs to; None for the rest.
+    """
+
+    name: str
+    checkpoint: tuple[str, ...]
+    layout: Layout = "plain"
+    axis: int | None = None
+    expert: int | None = None
+
+
+def transformer_engine_name(entry: Entry, architecture: Architecture) -> str:
+    """The name of a tensor in TransformerEngine's layer specification."""
+    name = entry.name
+    layer = re.search(r"layers\.(\d+)\.", name)
+    if architecture.latent is not None:
+        name = name.replace(".self_attention.q_layernorm.weight", ".self_attention.linear_q_up_proj.layer_norm_weight")
+        name = name.replace(
+            ".self_attention.kv_layernorm.weight", ".self_attention.linear_kv_up_proj.layer_norm_weight"
+        )
+    elif layer:
+        name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+    if layer and not sparse_layer(name, int(layer[1]), architecture):
+        name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+    return re.sub(r"\.experts\.local_experts\.(\d+)\.(linear_fc\d)\.(weight|bias)$", r".experts.\2.\3\1", name)
+
+
+def sparse_layer(name: str, layer: int, architecture: Architecture) -> bool:
+    """Whether the layer of a tensor has experts; an MTP layer is like the decoder's last."""
+    return bool(architecture.sparse) and architecture.sparse[-1 if name.startswith("mtp.") else layer]
+
+
+def ends(a: Architecture) -> tuple[Entry, list[Entry]]:
+    """The embedding, and what follows the layers."""
+    after = [Entry("decoder.final_layernorm.weight", ("model.norm.weight",))]
+    if not a.tied:
+        after.append(Entry("output_layer.weight", ("lm_head.weight",), "vocabulary", 0))
+    return Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary", 0), after
+
+
+def norms(m: str, h: str) -> Iterator[Entry]:
+    """The two norms of a layer: ``m`` and ``h`` are its names in Megatron-Core and in the checkpoint."""
+    yield Entry(f"{m}.input_layernorm.weight", (f"{h}.input_layernorm.weight",))
+    yield Entry(f"{m}.pre_mlp_layernorm.weight", (f"{h}.post_attention_layernorm.weight",))
+
+
+def attention(a: Architecture, m: str, h: str) -> Iterator[Entry]:
+    """Grouped-query attention: queries, keys and values in one matrix, interleaved by query group."""
+    inner, outer = f"{m}.self_attention", f"{h}.self_attn"
+    for kind, present in (("weight", True), ("bias", a.qkv_bias)):
+        if present:
+            parts = tuple(f"{outer}.{p}_proj.{kind}" for p in "qkv")
+            yield Entry(f"{inner}.linear_qkv.{kind}", parts, "qkv", 0)
+    if a.qk_norm:
+        axis = 0 if a.qk_norm == "whole" else None
+        for part in "qk":
+            yield Entry(f"{inner}.{part}_layernorm.weight", (f"{outer}.{part}_norm.weight",), "plain", axis)
+    if a.sinks:
+        yield Entry(f"{inner}.core_attention.softmax_offset", (f"{outer}.sinks",), "plain", 0)
+    yield Entry(f"{inner}.linear_proj.weight", (f"{outer}.o_proj.weight",), "plain", 1)
+    if a.out_bias:
+        yield Entry(f"{inner}.linear_proj.bias", (f"{outer}.o_proj.bias",))
+
+
+def gated(m: str, names: tuple[str, str, str], expert: int | None = None) -> Iterator[Entry]:
+    """A gated feed-forward layer; ``names`` are those of gate, up and down in the checkpoint."""
+    gate, up, down = (f"{name}.weight" for name in names)
+    yield Entry(f"{m}.linear_fc1.weight", (gate, up), "gate_up", 0, expert)
+    yield Entry(f"{m}.linear_fc2.weight", (down,), "plain", 1, expert)
+
+
+def mlp(m: str, h: str) -> Iterator[Entry]:
+    """The feed-forward layer of a dense decoder layer."""
+    yield from gated(f"{m}.mlp", (f"{h}.mlp.gate_proj", f"{h}.mlp.up_proj", f"{h}.mlp.down_proj"))
+
+
+def experts(a: Architecture, m: str, h: str, parts: tuple[str, str, str], correction: str = "") -> Iterator[Entry]:
+    """A router at ``h.gate`` and experts at ``h.experts.N``.
+
+    Args:
+        a: the architecture.
+        m, h: the layer in Megatron-Core, the mixture in the checkpoint.
+        parts: what the checkpoint calls gate, up and down.
+        correction: name of the router's correction bias in the checkpoint.
+    """
+    assert a.experts is not None
+    yield Entry(f"{m}.mlp.router.weight", (f"{h}.gate.weight",))
+    if a.experts.correction:
+        yield Entry(f"{m}.mlp.router.expert_bias", (correction or f"{h}.gate.e_score_correction_bias",))
+    for e in range(a.experts.count):
+        one, two, three = (f"{h}.experts.{e}.{part}" for part in parts)
+        yield from gated(f"{m}.mlp.experts.local_experts.{e}", (one, two, three), e)
+
+
+def shared(a: Architecture, m: str, h: str) -> Iterator[Entry]:
+    """Experts that every token goes through, and their gate."""
+    assert a.experts is not None
+    if a.experts.shared:
+        yield from gated(f"{m}.mlp.shared_experts", (f"{h}.gate_proj", f"{h}.up_proj", f"{h}.down_proj"))
+
+
+#: What most families call gate, up and down.
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -1,0 +1,16 @@
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from miles_megatron.architecture import Architecture, common
+from miles_megatron.families.llama import weights
+
+__all__ = ["read", "weights"]
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    """From ``config.json``."""
+    return Architecture(**common(config), qkv_bias=True)

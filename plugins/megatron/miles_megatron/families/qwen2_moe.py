@@ -1,0 +1,17 @@
+"""Qwen2-MoE: Qwen2's attention, experts beside a shared one with a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from miles_megatron.architecture import Architecture, common
+from miles_megatron.families.qwen3_moe import weights, with_experts
+
+__all__ = ["read", "weights"]
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    """From ``config.json``."""
+    made = Architecture(**common(config), qkv_bias=bool(config.get("qkv_bias", True)))
+    return with_experts(made, config, shared=config["shared_expert_intermediate_size"], shared_gate=True)

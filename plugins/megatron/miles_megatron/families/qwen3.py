@@ -1,0 +1,16 @@
+"""Qwen3: Llama with a norm over each head of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from miles_megatron.architecture import Architecture, common
+from miles_megatron.families.llama import weights
+
+__all__ = ["read", "weights"]
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    """From ``config.json``."""
+    return Architecture(**common(config), qkv_bias=bool(config.get("attention_bias")), qk_norm="head")

@@ -1,0 +1,162 @@
+"""What the plan says of a Megatron run: sizes that do not divide, packages that are missing, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from miles_core import CheckpointError, Facts, Problem, Review, described
+from miles_megatron import count, families
+from miles_megatron.architecture import Architecture
+from miles_megatron.engine_share import context, engine_share
+from miles_megatron.memory import GB, USABLE, Stage, Work, memory
+from miles_megatron.packages import missing
+from miles_megatron.sizes import Sizes, candidates, misfits, ranks_of, sizes_of
+from miles_megatron.trainable import lacks
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+_SUGGESTED = 3
+
+
+def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
+    """See ``miles_core.Plugin.review``; nothing is asked where another trainer was chosen."""
+    if facts.value("trainer") != "megatron" or model is None:
+        return Review()
+    try:
+        a = families.read(model)
+    except CheckpointError as error:
+        values = (described(facts.lookup("model.type")),)
+        return Review(problems=(Problem("megatron", "a family it has a table for", str(error), values),))
+    problems = tuple(Problem("megatron", "a model that it can build", why) for why in lacks(a))
+    note, missed = _packages(facts)
+    s = sizes_of(facts)
+    problems += missed
+    problems += tuple(
+        Problem(
+            "megatron",
+            m.needs,
+            m.because + (f"; {m.option} may be {', '.join(map(str, m.fit))}" if m.fit else ""),
+            (described(facts.lookup(f"megatron.{m.option}")), ("ranks", str(s.ranks), ranks_of(facts)[1])),
+            choices=(f"megatron.{m.option}",),
+        )
+        for m in misfits(s, a)
+    )
+    if any(misfits(s, a)):
+        return Review(note, problems)
+    fits = _fits(facts, a, s)
+    return Review((*note, *fits.notes), (*problems, *fits.problems))
+
+
+def _packages(facts: Facts) -> tuple[tuple[str, ...], tuple[Problem, ...]]:
+    """What has to be installed: a note where the plan is for other machines (``--hardware``, ``--fact megatron.ranks=N``)."""
+    found = list(missing(gpu=bool(facts.value("gpu.count", 0))))
+    if any(facts.lookup(name).chosen for name in ("gpu", "gpu.sm", "gpu.memory_gb", "megatron.ranks")):
+        return tuple(f"to be installed where it runs\n  {needs}" for needs, _ in found), ()
+    return (), tuple(Problem("megatron", needs, because) for needs, because in found)
+
+
+def work_of(facts: Facts, s: Sizes) -> Work:
+    """What a step computes, as the options say it."""
+
+    def value(name: str, default: Any) -> Any:
+        found = facts.value(name)
+        return default if found in (None, "") else found
+
+    full = _width(facts) == 4
+    longest = context(facts)[0]
+    tokens = value("train.micro_batch_size", 1) * longest
+    if value("train.use_dynamic_batch_size", False):
+        tokens = max(value("train.max_tokens_per_gpu", longest) * s.cp, longest)
+    rollout = value("rollout.batch_size", 1) * value("rollout.n_samples_per_prompt", 1)
+    samples = value("train.global_batch_size", rollout // (value("train.num_steps_per_rollout", 1)))
+    recompute = value(
+        "megatron.recompute_granularity", "full" if value("train.activation_checkpointing", False) else ""
+    )
+    return Work(
+        tokens=tokens,
+        micro_batches=max(-(-samples * longest // (s.dp * tokens)), 1),
+        width=4 if full else 2,
+        gradient=4 if full or value("megatron.grad_reduce_in_fp32", True) else 2,
+        state=_state(facts, full),
+        offloaded=value("megatron.optimizer_offload_fraction", 0.0) if value("megatron.optimizer_cpu_offload", False) else 0.0,
+        recompute=recompute,
+        recompute_layers=value("megatron.recompute_num_layers", 1),
+        recompute_modules=tuple(str(value("megatron.recompute_modules", "core_attn")).split(",")),
+    )  # fmt: skip
+
+
+def _width(facts: Facts) -> int:
+    dtype = facts.value("model.dtype", "auto")
+    return 4 if dtype == "float32" or (dtype == "auto" and facts.value("gpu.count", 1) == 0) else 2
+
+
+def _state(facts: Facts, full: bool) -> float:
+    """Bytes of the optimiser for each parameter: two moments, and a master where the parameter itself is none."""
+    if not facts.value("megatron.use_precision_aware_optimizer"):
+        return 8.0 if full else 12.0
+    moments = sum(_BYTES[facts.value(f"megatron.{n}") or "float32"] for n in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    remainders = facts.value("megatron.store_param_remainders") is not False
+    master = 2 if remainders and not full else _BYTES[facts.value("megatron.main_params_dtype") or "float32"]
+    return float(moments + (0 if full else master))
+
+
+def _fits(facts: Facts, a: Architecture, s: Sizes) -> Review:
+    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    engine, why = engine_share(facts, a, gpu, s.ranks)
+    w = work_of(facts, s)
+    stages = memory(a, s, w)
+    note = _note(facts, a, s, w, stages, engine, why, gpu)
+    peak = max(stage.total for stage in stages) + engine
+    if not gpu or peak <= USABLE * gpu:
+        return Review((note,))
+    found = _others(a, s, w, gpu, engine)
+    because = f"{USABLE:.0%} of a GPU can be used; "
+    because += f"these sizes fit: {'; '.join(found)}" if found else f"no sizes fit on {s.ranks} ranks"
+    x = max(stages, key=lambda stage: stage.total)
+    parts = {"weights": x.weights, "gradients": x.gradients, "optimiser": x.optimiser, "activations": x.activations}
+    held = " + ".join(
+        f"{size / GB:.1f} {what}" for what, size in (parts | {"other": x.other, "engine": engine}).items()
+    )
+    values = (
+        described(facts.lookup("gpu.memory_gb")),
+        (f"a rank of stage {x.number}", f"{peak / GB:.1f} GB", held),
+        ("ranks", str(s.ranks), ranks_of(facts)[1]),
+    )
+    problem = Problem("megatron", f"{peak / GB / USABLE:.0f} GB on each GPU", because, values)
+    return Review((note,), (problem,))
+
+
+@lru_cache(maxsize=256)
+def _others(a: Architecture, s: Sizes, w: Work, gpu: float, engine: float) -> tuple[str, ...]:
+    """Sizes that fit, as they are typed: as asked first, then with recomputation."""
+    whole = Work(**{**vars(w), "recompute": "full", "recompute_layers": 1})
+    ways = [(w, "")] if w.recompute == "full" else [(w, ""), (whole, " --recompute-granularity full")]
+    fitting = (
+        (c.flags() if c != s else "the same sizes") + how
+        for v, how in ways
+        for c in ([s] if how else []) + list(candidates(s, a))
+        if max(stage.total for stage in memory(a, c, v)) + engine <= USABLE * gpu
+    )
+    return tuple(islice(fitting, _SUGGESTED))
+
+
+def _note(
+    facts: Facts, a: Architecture, s: Sizes, w: Work, stages: list[Stage], engine: float, why: str, gpu: float
+) -> str:
+    total, active = count.model(a).total, f"{s.ranks} ranks ({ranks_of(facts)[1]}): {s.dp} replicas"
+    lines = [
+        f"memory of a rank in GB: {a.family}, {total / 1e9:,.3g} billion parameters on {active}",
+        f"  {'stage':>5}  {'layers':>6}  {'weights':>8}  {'gradients':>9}  {'optimiser':>9}  {'activations':>11}  "
+        f"{'other':>6}  {'engine':>7}  {'in all':>7}",
+    ]
+    lines += [
+        f"  {x.number:>5}  {x.layers:>6}  {x.weights / GB:>8.1f}  {x.gradients / GB:>9.1f}  {x.optimiser / GB:>9.1f}  "
+        f"{x.activations / GB:>11.1f}  {x.other / GB:>6.1f}  {engine / GB:>7.1f}  {(x.total + engine) / GB:>7.1f}"
+        for x in stages
+    ]
+    lines.append(f"  micro-batches of {w.tokens:,} tokens ({context(facts)[1]}); engine: {why}")
+    lines.append(f"  the GPU has {gpu / GB:.0f} GB ({facts.lookup('gpu.memory_gb').origin})" if gpu else
+                 "  no GPU here to compare with: plan for one with --hardware H200")  # fmt: skip
+    return "\n".join(lines)

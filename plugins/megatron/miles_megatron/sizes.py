@@ -1,0 +1,211 @@
+"""Into how many parts a model is divided, and whether these sizes divide it. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from miles_core import Facts
+from miles_megatron.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parallel sizes.
+
+    Attributes:
+        ranks: processes that train one policy, one GPU each.
+        tp, pp, cp, ep, etp: tensor, pipeline, context, expert and expert-tensor parallel.
+        virtual: chunks of the model on each pipeline stage.
+        first, last: layers of the first and the last pipeline stage, 0 where they have as many as the others.
+        sequence: sequence parallelism inside of tensor parallelism.
+    """
+
+    ranks: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    virtual: int = 1
+    first: int = 0
+    last: int = 0
+    sequence: bool = False
+
+    @property
+    def dp(self) -> int:
+        """Replicas of the model."""
+        return self.ranks // (self.tp * self.pp * self.cp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Copies of each expert."""
+        return self.ranks // (self.etp * self.ep * self.pp)
+
+    def stages(self, layers: int) -> list[int]:
+        """Layers of each pipeline stage; they must divide."""
+        middle = self.pp - bool(self.first) - bool(self.last)
+        each = (layers - self.first - self.last) // max(middle, 1)
+        return [self.first] * bool(self.first) + [each] * middle + [self.last] * bool(self.last)
+
+    def flags(self) -> str:
+        """As they are typed, those at 1 left out."""
+        pairs = (
+            ("tensor-model-parallel", self.tp),
+            ("pipeline-model-parallel", self.pp),
+            ("context-parallel", self.cp),
+            ("expert-model-parallel", self.ep),
+        )
+        found = [f"--{name}-size {value}" for name, value in pairs if value > 1]
+        if self.etp != self.tp:
+            found.append(f"--expert-tensor-parallel-size {self.etp}")
+        if self.first:
+            found.append(f"--num-layers-in-first-pipeline-stage {self.first}")
+        if self.last:
+            found.append(f"--num-layers-in-last-pipeline-stage {self.last}")
+        return " ".join(found + ["--sequence-parallel"] * self.sequence) or "all parallel sizes 1"
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Sizes that do not divide: what, the option at fault, and values of it that do."""
+
+    needs: str
+    because: str
+    option: str
+    fit: tuple[int, ...] = ()
+
+
+def ranks_of(facts: Facts) -> tuple[int, str]:
+    """How many ranks train, and where that is known from."""
+    given = facts.lookup("megatron.ranks")
+    if facts.value("megatron.ranks"):
+        return int(given.value), given.origin
+    nodes, each = facts.value("ray.actor_num_nodes"), facts.value("ray.actor_num_gpus_per_node")
+    if facts.value("plugin.ray") and nodes and each:
+        return int(nodes) * int(each), "--actor-num-nodes x --actor-num-gpus-per-node"
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"]), "environment variable WORLD_SIZE"
+    return 1, "--runtime inline is one process; plan for more with --fact megatron.ranks=N"
+
+
+def sizes_of(facts: Facts) -> Sizes:
+    """The sizes a run asks for."""
+
+    def value(name: str, default: Any) -> Any:
+        return facts.value(f"megatron.{name}") or default
+
+    tp = value("tensor_model_parallel_size", 1)
+    return Sizes(
+        ranks=ranks_of(facts)[0],
+        tp=tp,
+        pp=value("pipeline_model_parallel_size", 1),
+        cp=value("context_parallel_size", 1),
+        ep=value("expert_model_parallel_size", 1),
+        etp=value("expert_tensor_parallel_size", tp),
+        virtual=value("virtual_pipeline_model_parallel_size", 1),
+        first=value("num_layers_in_first_pipeline_stage", 0),
+        last=value("num_layers_in_last_pipeline_stage", 0),
+        sequence=bool(value("sequence_parallel", False)),
+    )
+
+
+def misfits(s: Sizes, a: Architecture) -> Iterator[Misfit]:
+    """Every size that does not divide what it must."""
+    e = a.experts
+    tensor = [(a.heads, f"{a.heads} attention heads")]
+    tensor += [] if a.latent else [(a.kv_heads, f"{a.kv_heads} heads of keys and values")]
+    if not all(a.sparse):
+        tensor.append((a.ffn, f"{a.ffn} inner units of a dense layer"))
+    if e is not None and e.shared:
+        tensor.append((e.shared, f"{e.shared} inner units of the shared experts"))
+    for size, what in tensor:
+        if size % s.tp:
+            fit = tuple(n for n in divisors(s.ranks) if not any(whole % n for whole, _ in tensor))
+            yield Misfit(
+                f"{what} that divide by {s.tp}", "each rank has equally many", "tensor_model_parallel_size", fit
+            )
+    if s.sequence and s.tp == 1:
+        yield Misfit(
+            "--tensor-model-parallel-size above 1", "sequence parallelism divides what tensor parallelism repeats",
+            "sequence_parallel",
+        )  # fmt: skip
+    block = s.tp * s.pp * s.cp
+    if s.ranks % block:
+        yield Misfit(
+            f"{s.ranks} ranks that divide by tensor x pipeline x context = {block}", "replicas are equally large",
+            "pipeline_model_parallel_size", tuple(n for n in divisors(s.ranks) if not s.ranks % (n * s.tp * s.cp)),
+        )  # fmt: skip
+    yield from _stages(s, a)
+    yield from _experts(s, a)
+
+
+def _stages(s: Sizes, a: Architecture) -> Iterator[Misfit]:
+    middle = (s.pp - bool(s.first) - bool(s.last)) * s.virtual
+    rest = a.layers - s.first - s.last
+    if s.virtual > 1 and s.pp == 1:
+        yield Misfit("--pipeline-model-parallel-size above 1", "virtual stages divide those of a pipeline",
+                     "virtual_pipeline_model_parallel_size")  # fmt: skip
+    elif rest < 0 or (middle <= 0 and rest) or (middle > 0 and rest % middle):
+        fit = tuple(n for n in divisors(s.ranks) if n * s.virtual <= a.layers and not a.layers % (n * s.virtual))
+        yield Misfit(
+            f"{rest} layers that divide among {max(middle, 0)} pipeline stages",
+            "stages have equally many layers; --num-layers-in-first-pipeline-stage and "
+            "--num-layers-in-last-pipeline-stage take some apart",
+            "pipeline_model_parallel_size", fit,
+        )  # fmt: skip
+
+
+def _experts(s: Sizes, a: Architecture) -> Iterator[Misfit]:
+    e = a.experts
+    if e is None or not any(a.sparse):
+        if s.ep > 1:
+            yield Misfit("a mixture of experts", f"a {a.family} model of these sizes has no experts",
+                         "expert_model_parallel_size", (1,))  # fmt: skip
+        return
+    if e.count % s.ep:
+        yield Misfit(f"{e.count} experts that divide by {s.ep}", "each rank has equally many",
+                     "expert_model_parallel_size", tuple(n for n in divisors(s.ranks) if not e.count % n))  # fmt: skip
+    if e.ffn % s.etp:
+        yield Misfit(f"{e.ffn} inner units of an expert that divide by {s.etp}", "each rank has equally many",
+                     "expert_tensor_parallel_size", tuple(n for n in divisors(s.ranks) if not e.ffn % n))  # fmt: skip
+    if s.ranks % (s.ep * s.etp * s.pp):
+        fit = tuple(n for n in divisors(s.ranks) if not s.ranks % (n * s.etp * s.pp) and not e.count % n)
+        yield Misfit(
+            f"{s.ranks} ranks that divide by expert x expert-tensor x pipeline = {s.ep * s.etp * s.pp}",
+            "every expert has equally many copies", "expert_model_parallel_size", fit,
+        )  # fmt: skip
+    if s.tp > 1 and not s.sequence:
+        yield Misfit("--sequence-parallel", "Megatron-Core trains experts under tensor parallelism with it only",
+                     "sequence_parallel")  # fmt: skip
+
+
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
+    return [n for n in range(1, number + 1) if not number % n]
+
+
+def candidates(s: Sizes, a: Architecture) -> Iterator[Sizes]:
+    """Other sizes for as many ranks that divide, the nearest first: fewer cuts come before more."""
+    found = []
+    for tp in (n for n in divisors(s.ranks) if n <= 16):
+        for pp in divisors(s.ranks // tp):
+            for cp in {1, s.cp}:
+                for ep in divisors(s.ranks) if a.experts else [1]:
+                    for etp in {1, tp} if a.experts else [tp]:
+                        made = replace(s, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence=tp > 1, virtual=1)
+                        made = _uneven(made, a)
+                        if not any(True for _ in misfits(made, a)):
+                            found.append(made)
+    yield from sorted(found, key=lambda c: (c.tp * c.pp * c.cp, c.pp, c.ep, c.etp))
+
+
+def _uneven(s: Sizes, a: Architecture) -> Sizes:
+    """With a shorter first and last stage where the layers do not divide evenly."""
+    if s.pp < 3 or not a.layers % s.pp:
+        return replace(s, first=0, last=0)
+    each = -(-a.layers // s.pp)
+    left = a.layers - each * (s.pp - 2)
+    return replace(s, first=left - left // 2, last=left // 2) if left >= 2 else s

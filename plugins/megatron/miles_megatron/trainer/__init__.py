@@ -1,0 +1,1 @@
+"""The trainer. Everything here imports torch and Megatron-Core."""

@@ -1,0 +1,125 @@
+"""The trainer from a run's configuration: the provider of ``--trainer megatron``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from miles_core import CheckpointError
+from miles_core.backend import Policy, Run, step_count
+from miles_megatron import families
+from miles_megatron.config import table
+from miles_megatron.sizes import Sizes
+from miles_megatron.trainer.groups import start_groups
+from miles_megatron.trainer.without_cuda import adapt_modules, without_cuda
+
+if TYPE_CHECKING:
+    from miles_megatron.trainer.trainer import MegatronTrainer, Settings
+
+#: Options that become sizes and not fields of a configuration as they are.
+_SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "virtual_pipeline_model_parallel_size": "virtual",
+    "num_layers_in_first_pipeline_stage": "first",
+    "num_layers_in_last_pipeline_stage": "last",
+    "sequence_parallel": "sequence",
+}
+
+
+def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
+    """One rank. torch.distributed is initialised where there are several; alone, this process is a group of one."""
+    options = run.config.plugin("megatron")
+    given = {field: getattr(options, name) for name, field in _SIZES.items() if getattr(options, name)}
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    sizes = Sizes(ranks=ranks, **{"etp": given.get("tp", 1), **given})
+    with without_cuda():
+        world = start_groups(sizes, run.config.train.seed)
+        adapt_modules()
+        from miles_megatron.trainer.trainer import MegatronTrainer
+
+        directory = Path(run.config.model.ref_load or policy.hf_checkpoint)
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if config.get("quantization_config"):
+            raise CheckpointError(
+                f"{directory} is quantised, and --trainer megatron reads BF16 weights: give a BF16 copy of them with --ref-load"
+            )
+        architecture = replace(families.read(config), mtp=0)
+
+        def told(chunk: nn.Module) -> None:
+            run.hooks.on("on_model", run=run, policy=policy, model=chunk, role="train")
+
+        return MegatronTrainer(architecture, sizes, world, directory, settings(run.config), directory, told)
+
+
+def settings(config: Any) -> Settings:
+    """From the configuration groups ``train`` and ``rollout`` and the plugin's own."""
+    from miles_megatron.trainer.optimizer import Rates
+    from miles_megatron.trainer.trainer import Settings
+
+    train, rollout = config.train, config.rollout
+    steps = rollout.num_rollout * step_count(rollout.batch_size * rollout.n_samples_per_prompt, train)
+    chosen = chosen_fields(config.plugin("megatron"))
+    if train.activation_checkpointing and "recompute_granularity" not in chosen["TransformerConfig"]:
+        chosen["TransformerConfig"] |= FULL_RECOMPUTATION
+    on_gpu = torch.cuda.is_available() if config.model.dtype == "auto" else config.model.dtype == "bfloat16"
+    return Settings(
+        rates=Rates(
+            lr=train.lr,
+            schedule=train.lr_schedule,
+            warmup_steps=train.lr_warmup_iters,
+            decay_steps=train.lr_decay_iters or steps,
+            min_lr=train.min_lr,
+            weight_decay=train.weight_decay,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_eps,
+            clip_grad=train.clip_grad,
+        ),
+        temperature=rollout.temperature,
+        micro_batch_size=None if train.use_dynamic_batch_size else train.micro_batch_size,
+        max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
+        entropy=config.algorithm.entropy_coef > 0,
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+        longest=rollout.max_context_len or rollout.max_response_len + (rollout.max_prompt_len or 4096),
+        model=chosen["TransformerConfig"],
+        optimizer=chosen["OptimizerConfig"],
+        reduction=chosen["DistributedDataParallelConfig"],
+    )
+
+
+#: What ``--recompute-activations`` means here: every layer, from its input.
+FULL_RECOMPUTATION = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def chosen_fields(options: Any) -> dict[str, dict[str, Any]]:
+    """The options that were chosen, by the class of Megatron-Core that has them; a model's are all under TransformerConfig."""
+    found: dict[str, dict[str, Any]] = {
+        owner: {} for owner in ("TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
+    }
+    for row in table():
+        name = row["name"]
+        value = getattr(options, name)
+        if value in (None, ()) or name in _SIZES:
+            continue
+        owner = row["owner"] if row["owner"] in found else "TransformerConfig"
+        found[owner][name] = _value(row, value)
+    model = found["TransformerConfig"]
+    if model.get("recompute_granularity") == "full":
+        model.setdefault("recompute_method", "uniform")
+        model.setdefault("recompute_num_layers", 1)
+    return found
+
+
+def _value(row: Mapping[str, Any], value: Any) -> Any:
+    if row["type"] == "words":
+        return value[0] if row["name"] == "cp_comm_type" and len(value) == 1 else list(value)
+    return value

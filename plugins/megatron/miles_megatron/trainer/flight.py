@@ -1,0 +1,124 @@
+"""A pass over a batch: its micro-batches as Megatron-Core's schedule asks for them, and what came out of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from miles_core.backend import Batch, Context, Output, Pass
+from miles_megatron.sizes import Sizes
+from miles_megatron.trainer.packing import Packing, pack, split
+
+Pairs = dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Flight:
+    """One micro-batch on its way through the chunks of this rank.
+
+    Attributes:
+        samples: positions in the batch; none in a micro-batch that only keeps ranks in step.
+        micro_batch: its samples, on the model's device.
+        packing: where its tokens are.
+        kind: which pass it is for.
+        entropy: whether the pass asks for the entropy.
+        output: of the last stage.
+        metrics: (sum, weight) pairs that wrappers reported on this rank.
+    """
+
+    samples: list[int]
+    micro_batch: Batch
+    packing: Packing
+    kind: Pass
+    entropy: bool
+    output: Output | None = None
+    metrics: Pairs = field(default_factory=dict)
+
+    def context(self, layers: tuple[int, ...], s: Sizes, recompute: bool) -> Context:
+        """What wrappers see of its passage through one chunk."""
+        rows = self.packing.rows
+        if s.sequence:
+            rows = rows.chunk(s.tp)[parallel_state.get_tensor_model_parallel_rank()]
+        ctx = Context(self.kind, layers, rows, recompute=recompute)
+        ctx.attached.update(packing=self.packing, entropy=self.entropy)
+        return ctx
+
+
+def passes(
+    batch: Batch, s: Sizes, size: int | None, tokens: int | None, kind: Pass, entropy: bool, device: torch.device
+) -> list[Flight]:
+    """The micro-batches of a batch, as many on every rank: those with fewer samples add empty ones.
+
+    Args:
+        batch: this rank's samples.
+        s: parallel sizes.
+        size: samples a micro-batch, or None.
+        tokens: tokens a micro-batch on each rank, instead of ``size``.
+        kind, entropy: of the pass.
+        device: the model's.
+    """
+    dealt = list(split(batch, size, None if tokens is None else tokens * s.cp))
+    count = torch.tensor([max(len(dealt), 1)], device=device)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    wanted = int(count)
+    if s.virtual > 1:
+        wanted += -wanted % s.pp
+    dealt += [[] for _ in range(wanted - len(dealt))]
+    rank = parallel_state.get_context_parallel_rank()
+    found = []
+    for samples in dealt:
+        micro_batch = batch.select(samples)
+        packing = pack(micro_batch.to("cpu"), s, rank).to(device)
+        found.append(Flight(samples, micro_batch.to(device), packing, kind, entropy))
+    return found
+
+
+def merged(flights: Sequence[Flight]) -> Pairs:
+    """The metrics of all micro-batches and of all pipeline stages, in FP64."""
+    totals: dict[str, list[float]] = {}
+    mine: dict[str, list[float]] = {}
+    for flight in flights:
+        for name, (total, weight) in flight.metrics.items():
+            entry = mine.setdefault(name, [0.0, 0.0])
+            entry[0] += float(total)
+            entry[1] += float(weight)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    everyone: list[Mapping[str, list[float]]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(everyone, mine, group=group)
+    for pairs in everyone:
+        for name, (total, weight) in pairs.items():
+            entry = totals.setdefault(name, [0.0, 0.0])
+            entry[0] += total
+            entry[1] += weight
+    double = torch.float64
+    return {n: (torch.tensor(t, dtype=double), torch.tensor(w, dtype=double)) for n, (t, w) in totals.items()}
+
+
+def flatten(batch: Batch, flights: Sequence[Flight], names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The last stage's outputs in the batch's own order, on every pipeline stage."""
+    home = batch.tokens.device
+    group = parallel_state.get_pipeline_model_parallel_group()
+    source = dist.get_global_rank(group, group.size() - 1)
+    found = {}
+    for name in names:
+        column = torch.zeros(len(batch.tokens))
+        for flight in flights:
+            if flight.samples and flight.output is not None:
+                column[_positions(batch, flight.samples)] = getattr(flight.output, name).float().cpu()
+        if group.size() > 1:
+            device = flights[0].packing.rows.device
+            column = column.to(device)
+            dist.broadcast(column, source, group=group)
+        found[name] = column.to(home)
+    return found
+
+
+def _positions(batch: Batch, samples: list[int]) -> Tensor:
+    """Flat positions of these samples' tokens, in their order."""
+    starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
+    return torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in samples])

@@ -1,0 +1,181 @@
+"""Megatron-Core's model of an architecture: its configuration, its chunks on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import nn
+from torch.nn.functional import silu
+
+from miles_megatron.architecture import Architecture
+from miles_megatron.layout import padded_vocabulary
+from miles_megatron.sizes import Sizes
+from miles_megatron.trainer.attention import PackedAttention
+
+
+def has_transformer_engine() -> bool:
+    """Whether modules are TransformerEngine's: on a GPU; the local ones are Megatron-Core's and torch's."""
+    return torch.cuda.is_available()
+
+
+def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: Mapping[str, Any]) -> TransformerConfig:
+    """Megatron-Core's configuration.
+
+    Args:
+        a: the model.
+        s: parallel sizes.
+        dtype: of parameters and activations.
+        options: fields of the configuration that were chosen.
+    """
+    engine = has_transformer_engine()
+    fields: dict[str, Any] = {
+        "num_layers": a.layers,
+        "hidden_size": a.hidden,
+        "ffn_hidden_size": a.ffn,
+        "num_attention_heads": a.heads,
+        "num_query_groups": a.kv_heads,
+        "kv_channels": a.head_dim,
+        "layernorm_epsilon": a.epsilon,
+        "normalization": "RMSNorm",
+        "qk_layernorm": bool(a.qk_norm or a.latent),
+        "add_bias_linear": False,
+        "add_qkv_bias": a.qkv_bias,
+        "gated_linear_unit": True,
+        "activation_func": silu,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "perform_initialization": False,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "transformer_impl": "transformer_engine" if engine else "local",
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": s.pp > 1,
+        "batch_p2p_comm": torch.cuda.is_available(),
+        **_divided(s),
+        **_experts(a, engine),
+        **_latent(a),
+        **options,
+    }
+    if "attention_backend" in options:
+        fields["attention_backend"] = AttnBackend[options["attention_backend"]]
+    return (MLATransformerConfig if a.latent else TransformerConfig)(**fields)
+
+
+def _divided(s: Sizes) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": s.tp,
+        "pipeline_model_parallel_size": s.pp,
+        "virtual_pipeline_model_parallel_size": s.virtual if s.virtual > 1 else None,
+        "context_parallel_size": s.cp,
+        "expert_model_parallel_size": s.ep,
+        "expert_tensor_parallel_size": s.etp,
+        "sequence_parallel": s.sequence,
+        "num_layers_in_first_pipeline_stage": s.first or None,
+        "num_layers_in_last_pipeline_stage": s.last or None,
+    }
+
+
+def _experts(a: Architecture, engine: bool) -> dict[str, Any]:
+    e = a.experts
+    if e is None:
+        return {}
+    return {
+        "num_moe_experts": e.count,
+        "moe_router_topk": e.top_k,
+        "moe_ffn_hidden_size": e.ffn,
+        "moe_layer_freq": [int(sparse) for sparse in a.sparse],
+        "moe_shared_expert_intermediate_size": e.shared or None,
+        "moe_shared_expert_gate": e.shared_gate,
+        "moe_router_score_function": e.score,
+        "moe_router_pre_softmax": e.score == "softmax" and not e.renormalise,
+        "moe_router_topk_scaling_factor": None if e.scale == 1.0 else e.scale,
+        "moe_router_enable_expert_bias": e.correction,
+        "moe_router_num_groups": e.groups if e.groups > 1 else None,
+        "moe_router_group_topk": e.top_groups if e.groups > 1 else None,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": engine,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_bias_update_rate": 0.0,
+    }
+
+
+def _latent(a: Architecture) -> dict[str, Any]:
+    low = a.latent
+    if low is None:
+        return {}
+    found: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": low.q_rank or None,
+        "kv_lora_rank": low.kv_rank,
+        "qk_head_dim": low.nope,
+        "qk_pos_emb_head_dim": low.rope,
+        "v_head_dim": low.value,
+        "rope_type": "rope",
+        "rotary_base": a.rotary.base,
+    }
+    scaling = a.rotary.scaling
+    if scaling:
+        found |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": scaling["factor"],
+            "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+            "beta_fast": scaling.get("beta_fast", 32),
+            "beta_slow": scaling.get("beta_slow", 1),
+            "mscale": scaling.get("mscale", 1.0),
+            "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
+        }
+    return found
+
+
+def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: int) -> list[nn.Module]:
+    """This rank's chunks of the model, empty of weights.
+
+    Args:
+        a: the model.
+        s: parallel sizes.
+        config: of Megatron-Core.
+        longest: tokens of the longest sample.
+    """
+    chunks = []
+    for number in range(s.virtual):
+        stage = number if s.virtual > 1 else None
+        engine = has_transformer_engine()
+        spec = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=stage)
+        if not engine:
+            for layer in spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        scaling = a.rotary.scaling
+        chunk = GPTModel(
+            config,
+            spec,
+            vocab_size=padded_vocabulary(a, s.tp),
+            max_sequence_length=longest,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=a.tied,
+            position_embedding_type="rope",
+            rotary_percent=a.rotary.share,
+            rotary_base=int(a.rotary.base),
+            rope_scaling=scaling.get("rope_type") == "llama3",
+            rope_scaling_factor=float(scaling.get("factor", 8.0)),
+            vp_stage=stage,
+        )
+        chunks.append(chunk.cuda() if torch.cuda.is_available() else chunk)
+    return chunks
+
+
+def layer_numbers(chunk: nn.Module) -> tuple[int, ...]:
+    """The decoder layers of a chunk, as numbers of the whole model from 0."""
+    model: Any = chunk
+    return tuple(layer.layer_number - 1 for layer in model.decoder.layers)

@@ -1,0 +1,356 @@
+"""The trainer: Megatron-Core's schedules over packed micro-batches, with the core's callbacks inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor, nn
+
+from miles_core.backend import (
+    SAMPLING_SUPPORT,
+    Batch,
+    Callbacks,
+    Context,
+    LossFunction,
+    Output,
+    Pass,
+    Ragged,
+    Trainer,
+    Unit,
+    World,
+)
+from miles_megatron.architecture import Architecture
+from miles_megatron.sizes import Sizes
+from miles_megatron.trainer import checkpoint
+from miles_megatron.trainer.flight import Flight, flatten, merged, passes
+from miles_megatron.trainer.logprobs import Head, token_log_probs
+from miles_megatron.trainer.model import build_chunks, layer_numbers, transformer_config
+from miles_megatron.trainer.optimizer import Optimizer, Rates
+from miles_megatron.trainer.packing import Packing
+from miles_megatron.trainer.weights import Weights
+from miles_megatron.trainer.without_cuda import without_cuda
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Attributes:
+    rates: of the optimiser.
+    temperature: of the rollout; log-probs are those of the distribution that was sampled.
+    micro_batch_size: samples a micro-batch.
+    max_tokens: tokens a micro-batch on each rank, instead of ``micro_batch_size``.
+    entropy: give the loss the entropy at trained positions.
+    dtype: of parameters and activations.
+    longest: tokens of the longest sample.
+    model, optimizer, reduction: chosen fields of Megatron-Core's configurations.
+    """
+
+    rates: Rates = field(default_factory=Rates)
+    temperature: float = 1.0
+    micro_batch_size: int | None = 8
+    max_tokens: int | None = None
+    entropy: bool = False
+    dtype: torch.dtype = torch.float32
+    longest: int = 4096
+    model: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    reduction: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _on_cpu_too(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls Megatron-Core, which would name a GPU where there is none."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with without_cuda():
+            return method(*args, **kwargs)
+
+    return call
+
+
+class MegatronTrainer(Trainer):
+    """One rank of a model that Megatron-Core divides.
+
+    Args:
+        a: the model.
+        s: parallel sizes.
+        world: where this rank stands; its groups exist.
+        directory: the checkpoint to start from.
+        settings: see ``Settings``.
+        reference: the reference model's checkpoint.
+        on_chunk: told of each chunk before it is wrapped.
+    """
+
+    capabilities = frozenset({"entropy", "sampling_support"})
+
+    @_on_cpu_too
+    def __init__(
+        self,
+        a: Architecture,
+        s: Sizes,
+        world: World,
+        directory: Path,
+        settings: Settings,
+        reference: Path | None = None,
+        on_chunk: Callable[[nn.Module], object] = lambda chunk: None,
+    ) -> None:
+        self.a, self.s, self.world, self.settings = a, s, world, settings
+        self.source, self._reference = directory, reference
+        self.config = transformer_config(a, s, settings.dtype, settings.model)
+        plain = build_chunks(a, s, self.config, settings.longest)
+        self.weights = Weights(plain, a, s)
+        self.weights.load(directory)
+        for chunk in plain:
+            on_chunk(chunk)
+        self.wrapped = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(plain)]
+        self._chunks = plain
+        self.optimizer = Optimizer(self.wrapped, settings.rates, settings.dtype, settings.optimizer)
+        self.config.finalize_model_grads_func = _finalize
+        self.config.no_sync_func = [c.no_sync for c in self.wrapped] if s.virtual > 1 else self.wrapped[0].no_sync
+        self.config.grad_scale_func = self.optimizer.inner.scale_loss
+        self.callbacks = Callbacks(self.forward, _no_loss, self.optimizer_step)
+
+    def _wrap(self, chunk: nn.Module, first: bool) -> Any:
+        inner: Any = Float16Module(self.config, chunk) if self.settings.dtype == torch.bfloat16 else chunk
+        reduction = {"grad_reduce_in_fp32": True, **self.settings.reduction}
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, **reduction)
+        return DistributedDataParallel(self.config, config, inner, disable_bucketing=not first)
+
+    @property
+    def chunks(self) -> list[nn.Module]:
+        """As plugins see them: not wrapped."""
+        return list(self._chunks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self._chunks[0].parameters()).device
+
+    def forward(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
+        """One chunk; log-probs and entropies on the last one, hidden states on the others."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        packing: Packing = ctx.attached["packing"]
+        tokens = micro_batch.tokens.new_zeros(len(packing.rows))
+        real = packing.rows >= 0
+        tokens[real] = micro_batch.tokens[packing.rows[real]]
+        bounds = packing.bounds
+        packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=packing.longest, max_seqlen_kv=packing.longest)
+        wrapped = self.wrapped[self._chunks.index(chunk)]
+        found: Tensor = wrapped(
+            tokens.unsqueeze(0),
+            packing.positions.unsqueeze(0),
+            None,
+            packed_seq_params=packed,
+            output_processor=self._predict,
+            output_processor_context=(micro_batch, ctx),
+        )
+        if found.dim() == 3:
+            return Output(hidden=found)
+        length, entropy = len(micro_batch.tokens), bool(ctx.attached["entropy"])
+        whole = _everywhere(found.new_zeros(length, 2).index_copy(0, packing.targets, found))
+        return Output(log_probs=whole[:, 0], entropy=whole[:, 1] if entropy else None)
+
+    def _predict(
+        self, hidden_states: Tensor, output_layer: Any, output_weight: Any, context: Any, **rest: Any
+    ) -> Tensor:
+        """[M, 2] log-probs and entropies at this rank's predicting rows; called by the last chunk."""
+        micro_batch, ctx = context
+        packing: Packing = ctx.attached["packing"]
+        hidden = hidden_states.squeeze(1)
+        group = parallel_state.get_tensor_model_parallel_group()
+        if self.s.sequence:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        support = micro_batch.columns.get(SAMPLING_SUPPORT.name)
+        weight = output_layer.weight if output_weight is None else output_weight
+        head = Head(
+            weight,
+            parallel_state.get_tensor_model_parallel_rank() * len(weight),
+            self.a.vocab,
+            group,
+            self.settings.temperature,
+        )
+        return token_log_probs(
+            head,
+            hidden.index_select(0, packing.sources),
+            micro_batch.tokens[packing.targets],
+            support.select(packing.targets) if isinstance(support, Ragged) else None,
+            bool(ctx.attached["entropy"]),
+        )
+
+    def optimizer_step(self) -> dict[str, float]:
+        """See ``Trainer.optimizer_step``."""
+        return self.optimizer.step()
+
+    @_on_cpu_too
+    def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
+        """See ``Trainer.log_probs``."""
+        flights = self._flights(batch, kind, entropy)
+        with self._as_reference() if kind == "ref" else torch.no_grad():
+            self._run(flights, None)
+        return flatten(batch, flights, ("log_probs", "entropy") if entropy else ("log_probs",))
+
+    @_on_cpu_too
+    def step(
+        self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
+    ) -> dict[str, tuple[float, float]]:
+        """See ``Trainer.step``."""
+        self.optimizer.fixed_lr = lr
+        flights = self._flights(batch, "train", self.settings.entropy)
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.inner.zero_grad()
+        self._run(flights, loss or self.callbacks.loss)
+        stepped = self.callbacks.optimizer_step()
+        metrics = {name: (float(total), float(weight)) for name, (total, weight) in merged(flights).items()}
+        return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
+
+    def _flights(self, batch: Batch, kind: Pass, entropy: bool) -> list[Flight]:
+        settings = self.settings
+        return passes(batch, self.s, settings.micro_batch_size, settings.max_tokens, kind, entropy, self.device)
+
+    def _run(self, flights: list[Flight], loss: LossFunction | None) -> None:
+        """All micro-batches through Megatron-Core's schedule; without a loss, without gradients."""
+        train = loss is not None
+        recompute = train and self.config.recompute_granularity is not None
+
+        def forward_step(iterator: Iterator[Flight], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            flight, plain = next(iterator), self._chunks[self.wrapped.index(chunk)]
+            ctx = flight.context(layer_numbers(plain), self.s, recompute)
+            output = self.callbacks.forward(plain, flight.micro_batch, ctx)
+
+            def finish(tensor: Tensor, non_loss_data: bool = False) -> Any:
+                if loss is None:
+                    flight.output = output
+                    return None
+                share = loss(output, flight.micro_batch, ctx)
+                flight.metrics = merge(flight.metrics, share.metrics)
+                return share.value, torch.zeros((), dtype=torch.int, device=tensor.device), None
+
+            flight.metrics = merge(flight.metrics, ctx.metrics)
+            sent = output.hidden if output.log_probs is None else output.log_probs
+            assert sent is not None
+            return sent, finish
+
+        iterators = [iter(flights) for _ in self.wrapped]
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.wrapped if len(self.wrapped) > 1 else self.wrapped[0],
+            num_microbatches=len(flights),
+            seq_length=self.settings.longest,
+            micro_batch_size=1,
+            forward_only=not train,
+            collect_non_loss_data=not train,
+        )
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """While this is open, the chunks hold the reference model's weights; the policy's wait in host memory."""
+        if self._reference is None:
+            raise RuntimeError("this trainer was built without a reference model")
+        kept = {name: tensor.detach().cpu().clone() for name, tensor in self.weights.held.items()}
+        self.weights.load(self._reference)
+        try:
+            yield
+        finally:
+            self.weights.restore(kept)
+
+    def reset_optimizer(self) -> None:
+        """See ``Trainer.reset_optimizer``."""
+        self.optimizer.reset()
+
+    def units(self, everywhere: bool = False) -> Iterator[Unit]:
+        """See ``Trainer.units``."""
+        return self.weights.units(everywhere)
+
+    def model_facts(self) -> Mapping[str, object]:
+        """See ``Trainer.model_facts``."""
+        e = self.a.experts
+        found: dict[str, object] = {"layers": self.a.layers, "vocab_size": self.a.vocab, "hidden_size": self.a.hidden}
+        if e is not None:
+            found |= {"num_experts": e.count, "top_k": e.top_k, "moe_layers": sum(self.a.sparse)}
+        return found
+
+    def sum(self, value: Tensor) -> Tensor:
+        """See ``Trainer.sum``."""
+        if self.world.replicas == 1:
+            return value
+        total = value.to(self.device, copy=True)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=False))
+        return total.to(value.device)
+
+    @_on_cpu_too
+    def save(self, directory: Path) -> None:
+        """See ``Trainer.save``."""
+        checkpoint.save(self, Path(directory))
+
+    @_on_cpu_too
+    def load(self, directory: Path) -> None:
+        """See ``Trainer.load``; CheckpointError when ``directory`` holds another model."""
+        checkpoint.load(self, Path(directory))
+
+    def export(self, directory: Path, tokenizer: Any) -> None:
+        """See ``Trainer.export``."""
+        checkpoint.export(self, Path(directory), tokenizer)
+
+
+def _finalize(chunks: list[Any], num_tokens: Any = None, **groups: Any) -> None:
+    """Sum gradients over replicas, pipeline stages that share the embedding and ranks that share norms; nothing is divided, because
+    losses arrive normalised over the whole step."""
+    finalize_model_grads(chunks, None, **groups)
+
+
+def merge(one: dict[str, tuple[Tensor, Tensor]], other: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
+    """The sums of (sum, weight) pairs, without their graph, in FP64."""
+    result = dict(one)
+    for name, pair in other.items():
+        total, weight = (torch.as_tensor(x, dtype=torch.float64).detach() for x in pair)
+        before = result.get(name, (0.0, 0.0))
+        result[name] = (total + before[0], weight + before[1])
+    return result
+
+
+class _SumEverywhere(torch.autograd.Function):
+    """Sum over context-parallel ranks; each rank's gradient is that of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def _everywhere(part: Tensor) -> Tensor:
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return part
+    return _SumEverywhere.apply(part, group)
+
+
+def _no_loss(*_: Any) -> Any:
+    raise RuntimeError("the trainer has not been given its callbacks (Trainer.bind)")

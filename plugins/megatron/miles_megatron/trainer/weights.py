@@ -1,0 +1,245 @@
+"""Weights between a checkpoint and this rank's chunks: loading, and the stream of units for export."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from miles_core import CheckpointError
+from miles_core.backend import Unit
+from miles_megatron import families
+from miles_megatron.architecture import Architecture
+from miles_megatron.families.parts import Entry, transformer_engine_name
+from miles_megatron.layout import join, shard
+from miles_megatron.sizes import Sizes
+from miles_megatron.trainer.model import has_transformer_engine, layer_numbers
+
+
+class Weights:
+    """The tensors of this rank's chunks under their names in the whole model.
+
+    Args:
+        chunks: not wrapped.
+        a: the model.
+        s: parallel sizes.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], a: Architecture, s: Sizes) -> None:
+        self.a, self.s = a, s
+        self.entries = list(families.weights(a))
+        named: dict[str, Tensor] = {}
+        for chunk in chunks:
+            named |= dict(_tensors(chunk, a, s))
+        self.held: dict[str, Tensor] = {}
+        for entry in self.entries:
+            name = transformer_engine_name(entry, a) if has_transformer_engine() else entry.name
+            if name in named:
+                self.held[entry.name] = named.pop(name)
+        self.copy = named.pop("output_layer.weight", None) if a.tied else None
+        if named:
+            raise CheckpointError(
+                f"the table of {a.family} lacks {len(named)} tensors of Megatron-Core's model: {min(named)}"
+            )
+
+    def load(self, directory: Path) -> None:
+        """Fill the chunks from a checkpoint; CheckpointError names a tensor that is missing or of another shape."""
+        with CheckpointReader(directory) as reader, torch.no_grad():
+            for entry in self.entries:
+                wanted = [self.held[entry.name]] if entry.name in self.held else []
+                if self.copy is not None and entry.name == "embedding.word_embeddings.weight":
+                    wanted.append(self.copy)
+                for held in wanted:
+                    tensors = [reader.tensor(name) for name in entry.checkpoint]
+                    held.copy_(self._part(entry, tensors, held))
+
+    def restore(self, kept: Mapping[str, Tensor]) -> None:
+        """Put tensors of ``held`` back, name -> tensor."""
+        with torch.no_grad():
+            for name, tensor in kept.items():
+                self.held[name].copy_(tensor)
+            if self.copy is not None:
+                self.copy.copy_(kept.get("embedding.word_embeddings.weight", self.copy))
+
+    def _part(self, entry: Entry, tensors: Sequence[Tensor], held: Tensor) -> Tensor:
+        rank, size = self._place(entry)
+        whole = shard(entry, tensors, self.a)
+        part = whole if whole.shape == held.shape else shard(entry, tensors, self.a, rank, size)
+        if part.shape != held.shape:
+            shapes = f"{tuple(part.shape)} and not {tuple(held.shape)}"
+            raise CheckpointError(
+                f"{entry.checkpoint[0]} makes a {entry.name} of shape {shapes}: another model's config.json?"
+            )
+        return part
+
+    def _place(self, entry: Entry) -> tuple[int, int]:
+        """Rank and size among those that split a tensor."""
+        if entry.expert is None:
+            return parallel_state.get_tensor_model_parallel_rank(), self.s.tp
+        return parallel_state.get_expert_tensor_parallel_rank(), self.s.etp
+
+    def units(self, everywhere: bool) -> Iterator[Unit]:
+        """See ``Trainer.units``: tensor- and expert-parallel ranks put theirs together, each pipeline stage in its turn."""
+        leader = not any(
+            rank()
+            for rank in (
+                parallel_state.get_tensor_model_parallel_rank,
+                parallel_state.get_context_parallel_rank,
+                parallel_state.get_data_parallel_rank,
+            )
+        )
+        for entries in _together(self.entries):
+            owner = self._owner(entries)
+            found = self._whole(entries) if owner == parallel_state.get_pipeline_model_parallel_rank() else []
+            if everywhere:
+                found = self._shared(found, owner)
+            if everywhere or leader:
+                yield from (unit for tensors in found for unit in _coupled(tensors))
+
+    def _owner(self, entries: Sequence[Entry]) -> int:
+        """The pipeline stage that has these tensors."""
+        if self.s.pp == 1:
+            return 0
+        mine = torch.tensor([self.s.pp])
+        if any(e.name in self.held for e in entries):
+            mine[0] = parallel_state.get_pipeline_model_parallel_rank()
+        mine = mine.to(self._device)
+        dist.all_reduce(mine, dist.ReduceOp.MIN, group=parallel_state.get_pipeline_model_parallel_group())
+        return int(mine)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.held.values())).device
+
+    @torch.no_grad()
+    def _whole(self, entries: Sequence[Entry]) -> list[dict[str, Tensor]]:
+        """The checkpoint's tensors of some entries of this stage: one that is not an expert's, or all experts' of one matrix."""
+        first = entries[0]
+        if first.expert is None:
+            return [dict(zip(first.checkpoint, self._joined(first), strict=True))]
+        group = parallel_state.get_expert_model_parallel_group()
+        found: list[list[Tensor]] = []
+        for entry in (e for e in entries if e.name in self.held):
+            found.append(self._joined(entry))
+        by_expert = [[_gather(t, group, self.s.ep) for t in tensors] for tensors in found]
+        experts: dict[int, list[Tensor]] = {}
+        for j, gathered in enumerate(by_expert):
+            for rank in range(self.s.ep):
+                experts[rank * len(found) + j] = [parts[rank] for parts in gathered]
+        if first.layout.startswith("stacked"):
+            stacked = torch.stack([experts[e][0] for e in range(len(entries))])
+            return [{first.checkpoint[0]: stacked}]
+        return [dict(zip(e.checkpoint, experts[e.expert or 0], strict=True)) for e in entries]
+
+    def _joined(self, entry: Entry) -> list[Tensor]:
+        held = self.held[entry.name].detach()
+        _rank, size = self._place(entry)
+        if size == 1 or not self._is_split(entry, held):
+            return join(entry, [held], self.a)
+        group = (
+            parallel_state.get_tensor_model_parallel_group()
+            if entry.expert is None
+            else parallel_state.get_expert_tensor_parallel_group()
+        )
+        return join(entry, _gather(held, group, size), self.a)
+
+    def _is_split(self, entry: Entry, held: Tensor) -> bool:
+        """TransformerEngine keeps the compressions of latent attention whole on each rank; the local modules split them."""
+        low = self.a.latent
+        if low is not None and entry.name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
+            whole = low.q_rank if ".linear_q_down_proj" in entry.name else low.kv_rank + low.rope
+            return held.shape[0] != whole
+        return entry.axis is not None
+
+    def _shared(self, found: list[dict[str, Tensor]], owner: int) -> list[dict[str, Tensor]]:
+        """The owner's tensors on every pipeline stage."""
+        if self.s.pp == 1:
+            return found
+        group = parallel_state.get_pipeline_model_parallel_group()
+        source = dist.get_global_rank(group, owner)
+        shapes: list[Any] = [[{n: (t.shape, t.dtype) for n, t in tensors.items()} for tensors in found]]
+        dist.broadcast_object_list(shapes, source, group=group)
+        result = found or [
+            {n: torch.empty(shape, dtype=dtype, device=self._device) for n, (shape, dtype) in tensors.items()}
+            for tensors in shapes[0]
+        ]
+        for tensors in result:
+            for name, tensor in tensors.items():
+                tensors[name] = tensor.contiguous()
+                dist.broadcast(tensors[name], source, group=group)
+        return result
+
+
+def _tensors(chunk: nn.Module, a: Architecture, s: Sizes) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a chunk, and routers' correction biases, under the names of the whole model."""
+    numbers = layer_numbers(chunk)
+    per = (a.experts.count // s.ep) if a.experts else 0
+    first = parallel_state.get_expert_model_parallel_rank() * per
+    biases = ((n, b) for n, b in chunk.named_buffers() if n.endswith("router.expert_bias"))
+    for name, tensor in (*chunk.named_parameters(), *biases):
+        name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{numbers[int(m[1])]}.", name)
+        name = re.sub(r"\.local_experts\.(\d+)\.", lambda m: f".local_experts.{int(m[1]) + first}.", name)
+        name = re.sub(r"(\.experts\.linear_fc\d\.(?:weight|bias))(\d+)$", lambda m: f"{m[1]}{int(m[2]) + first}", name)
+        yield name, tensor
+
+
+def _coupled(tensors: dict[str, Tensor]) -> Iterator[Unit]:
+    """A unit for each tensor, but one for gate and up of a layer, which a number format may encode together."""
+    if len(tensors) == 2:
+        yield Unit(tensors)
+    else:
+        yield from (Unit({name: tensor}) for name, tensor in tensors.items())
+
+
+def _together(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Entries in order; all experts' of one matrix are together, where the first of them is."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(re.sub(r"local_experts\.\d+\.", "", entry.name), []).append(entry)
+    return list(found.values())
+
+
+def _gather(tensor: Tensor, group: Any, size: int) -> list[Tensor]:
+    if size == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+class CheckpointReader:
+    """Tensors of a Hugging Face checkpoint by name; files are opened when they are first needed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        index = directory / "model.safetensors.index.json"
+        self._file_of: Mapping[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one; CheckpointError where it is not there."""
+        file = self._file_of.get(name, "model.safetensors")
+        if file not in self._open:
+            if not (self.directory / file).is_file():
+                raise CheckpointError(f"{self.directory}: no file {file}, which should hold {name}")
+            self._open[file] = self._stack.enter_context(safe_open(self.directory / file, "pt"))
+        if name not in self._open[file].keys():  # noqa: SIM118 - not a dict
+            raise CheckpointError(f"{self.directory}: no tensor {name}")
+        tensor: Tensor = self._open[file].get_tensor(name)
+        return tensor

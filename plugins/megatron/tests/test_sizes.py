@@ -1,0 +1,113 @@
+"""Sizes that divide, sizes that do not, and those that are suggested instead."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from miles_core import PlanError
+from miles_core.testing import plan
+from miles_megatron import families
+from miles_megatron.sizes import Sizes, candidates, misfits
+
+#: Configurations of published checkpoints, as far as they decide sizes.
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
+
+QWEN = families.read(PUBLISHED["QWEN3_235B"])
+
+
+def needs(architecture=QWEN, **sizes):
+    sizes = {"etp": sizes.get("tp", 1), **sizes}
+    return [m.needs for m in misfits(Sizes(**sizes), architecture)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({"ranks": 8, "tp": 8, "sequence": True}, "4 heads of keys and values that divide by 8"),
+        ({"ranks": 4, "pp": 4}, "94 layers that divide among 4 pipeline stages"),
+        ({"ranks": 8, "ep": 3}, "128 experts that divide by 3"),
+        ({"ranks": 6, "pp": 4}, "6 ranks that divide by tensor x pipeline x context = 4"),
+        ({"ranks": 4, "ep": 8}, "4 ranks that divide by expert x expert-tensor x pipeline = 8"),
+        ({"sequence": True}, "--tensor-model-parallel-size above 1"),
+        ({"ranks": 2, "tp": 2}, "--sequence-parallel"),
+        ({"virtual": 2}, "--pipeline-model-parallel-size above 1"),
+    ],
+)
+def test_what_does_not_divide_is_said(sizes, wanted):
+    assert wanted in needs(**sizes)
+
+
+def test_uneven_stages_can_be_given():
+    assert needs(ranks=4, pp=4, first=23, last=23) == []
+    assert Sizes(ranks=4, pp=4, first=23, last=23).stages(94) == [23, 24, 24, 23]
+
+
+def test_dense_models_have_no_experts_to_divide():
+    assert needs(families.read(PUBLISHED["QWEN3_8B"]), ranks=2, ep=2) == ["a mixture of experts"]
+
+
+def test_candidates_divide():
+    found = list(candidates(Sizes(ranks=64), QWEN))
+    assert len(found) > 20 and not any(list(misfits(c, QWEN)) for c in found)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def write(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return write
+
+
+def refused(checkpoint, config, *facts, **options):
+    with pytest.raises(PlanError) as error:
+        plan(
+            trainer="megatron",
+            hf_checkpoint=checkpoint(config),
+            facts=["gpu=H200", *facts],
+            micro_batch_size=1,
+            **options,
+        )
+    return str(error.value)
+
+
+def test_the_plan_refuses_sizes_and_says_which_fit(checkpoint):
+    text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=8", tensor_model_parallel_size=3)
+    assert "megatron needs 8 heads of keys and values that divide by 3" in text
+    assert "tensor_model_parallel_size may be 1, 2, 4, 8" in text
+
+
+def test_the_plan_refuses_what_cannot_fit_with_sizes_that_do(checkpoint):
+    text = refused(checkpoint, PUBLISHED["DEEPSEEK_V3"], "megatron.ranks=1024")
+    assert re.search(r"megatron needs \d+ GB on each GPU", text) and "gpu.memory_gb = 141" in text
+    flags = re.search(r"these sizes fit: (.*?);", text)[1].split()
+    named = {n[2:].replace("-", "_"): v for n, v in itertools.pairwise(flags) if n[:2] == "--"}
+    options = {n: True if v.startswith("--") else v for n, v in named.items()}
+    if flags[-1] == "--sequence-parallel":
+        options["sequence_parallel"] = True
+    accepted = plan(
+        trainer="megatron",
+        hf_checkpoint=checkpoint(PUBLISHED["DEEPSEEK_V3"]),
+        facts=["gpu=H200", "megatron.ranks=1024"],
+        micro_batch_size=1,
+        **options,
+    )
+    assert "deepseek_v3, 671 billion parameters on 1024 ranks" in "\n".join(accepted.reviews)
+
+
+def test_too_few_gpus_for_any_sizes(checkpoint):
+    assert "no sizes fit on 8 ranks" in refused(checkpoint, PUBLISHED["DEEPSEEK_V3"], "megatron.ranks=8")
+
+
+def test_a_family_that_cannot_be_built_is_refused(checkpoint):
+    config = {**PUBLISHED["MIXTRAL_8X7B"], "model_type": "minimax_m2", "head_dim": 128}
+    assert "normalises all heads of queries and keys together" in refused(checkpoint, config, "megatron.ranks=64")
+
+
+def test_what_the_trainer_lacks_is_refused(checkpoint):
+    text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=8", aux_loss_coef=0.1)
+    assert "megatron needs train.aux_loss_coef == 0" in text

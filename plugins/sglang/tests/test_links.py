@@ -1,0 +1,161 @@
+"""SGLang's process and a running server, without SGLang: a package of that name that does what a start can come to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_sglang.link import SglangError
+from miles_sglang.process import ProcessLink
+from miles_sglang.server import ServerLink
+
+#: What ``import sglang`` finds in the spawned process; ``model_path`` says what becomes of the start.
+PACKAGE = """
+import asyncio, os, sys, time, types
+__version__ = "0.5.17"
+
+class Engine:
+    def __init__(self, model_path, **arguments):
+        print("Load weight begin", file=sys.stderr, flush=True)
+        if model_path == "unknown":
+            raise ValueError("Model architectures ['Nobody'] are not supported")
+        if model_path == "large":
+            print("torch.OutOfMemoryError: CUDA out of memory.", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), 9)
+        if model_path == "slow":
+            time.sleep(60)
+        self.server_args = types.SimpleNamespace(tp_size=2)
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer_manager = self
+
+    def auto_create_handle_loop(self):
+        pass
+
+    def shutdown(self):
+        print("shut down", flush=True)
+
+    def abort_request(self, rid):
+        if rid == "die":
+            print("Scheduler hit an exception: the last words", file=sys.stderr, flush=True)
+            os._exit(3)
+        raise ValueError("no such request")
+"""
+
+
+def link(tmp_path: Path, model: str, **options: Any) -> ProcessLink:
+    package = tmp_path / "packages" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(PACKAGE)
+    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    return ProcessLink({"model_path": model}, tmp_path / "sglang.log", environment={"PYTHONPATH": path}, **options)
+
+
+def test_a_process_comes_up_answers_and_ends(tmp_path: Path) -> None:
+    async def used() -> None:
+        one = link(tmp_path, "good")
+        info = await one.start()
+        assert (info["version"], info["tp_size"]) == ("0.5.17", 2)
+        with pytest.raises(SglangError, match="SGLang refused abort_request: no such request"):
+            await one.call("abort_request", {"rid": "x"})
+        pid = one._process.pid  # type: ignore[union-attr]
+        await one.stop()
+        await one.stop()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        with pytest.raises(SglangError, match="was stopped"):
+            await one.call("abort_request", {"rid": "x"})
+
+    asyncio.run(used())
+    assert "shut down" in (tmp_path / "sglang.log").read_text()
+
+
+def test_a_process_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
+    async def killed() -> tuple[str, float]:
+        one = link(tmp_path, "good")
+        await one.start()
+        started = time.monotonic()
+        with pytest.raises(SglangError) as under_way:
+            await one.call("abort_request", {"rid": "die"})
+        took = time.monotonic() - started
+        with pytest.raises(SglangError, match="exit status 3"):
+            await one.call("flush_cache", {})
+        await one.stop()
+        return str(under_way.value), took
+
+    said, seconds = asyncio.run(killed())
+    assert "exit status 3" in said and "the last words" in said and "sglang.log" in said and seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("unknown", r"SGLang did not start: ValueError: Model architectures \['Nobody'\]"),
+        ("large", r"signal SIGKILL.*out of memory.*--sglang-mem-fraction-static"),
+        ("slow", r"did not come up within 1 s \(--sglang-startup-timeout\)"),
+    ],
+)
+def test_a_start_that_fails_says_why(tmp_path: Path, model: str, said: str) -> None:
+    async def started() -> None:
+        await link(tmp_path, model, startup_timeout=1.0 if model == "slow" else 60.0).start()
+
+    with pytest.raises(SglangError, match=f"(?s){said}"):
+        asyncio.run(started())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.answer({"tp_size": 1})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/generate":
+            self.answer({"error": {"message": "too long"}}, 400) if body.get("bad") else self.answer({"was": body})
+        else:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nCache flushed.")
+
+    def answer(self, content: dict[str, Any], status: int = 200) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_a_running_server_is_asked_over_http(url: str) -> None:
+    async def used() -> None:
+        one = ServerLink(url + "/")
+        assert await one.start() == {"tp_size": 1}
+        assert await one.call("generate", {"input_ids": [1]}) == {"was": {"input_ids": [1]}}
+        assert (await one.call("flush_cache", {}))["success"]
+        with pytest.raises(SglangError, match=r"answered 400.*too long"):
+            await one.call("generate", {"bad": True})
+        with pytest.raises(SglangError, match="weights go to it by file"):
+            await one.call("update_weights_from_tensor", {}, b"1")
+        await one.stop()
+
+    asyncio.run(used())
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(SglangError, match=r"--sglang-url http://127.0.0.1:9: no SGLang server answers"):
+        asyncio.run(ServerLink("http://127.0.0.1:9", startup_timeout=0.1).start())

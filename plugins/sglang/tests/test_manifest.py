@@ -1,0 +1,112 @@
+"""What the plan says: options of SGLang's server, what is missing, what SGLang cannot do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import miles_sglang
+from miles_core import ConfigError, PlanError
+from miles_sglang import installed, read_server_args
+from miles_sglang.config import SglangConfig, described_version, given_arguments
+from miles_sglang.installed import missing
+
+SOURCE = '''
+CHOICES = ["one", "two"]
+
+@dataclass
+class ServerArgs:
+    """Text."""
+
+    model_path: A[str, Arg(help="h", aliases=["--model"]), NS("model")]
+    kind: A[str, Arg(help="h", choices=CHOICES)] = "one"
+    size: A[Optional[int], "h"] = None
+    share: A[float, "h"] = 0.5
+    names: A[Optional[List[str]], "h"] = None
+    mode: A[Optional[Literal["a", "b"]], "h"] = None
+    table: A[Optional[Dict[str, str]], "h"] = None
+    flag: A[bool, "h"] = False
+'''
+
+
+@pytest.fixture(autouse=True)
+def with_sglang(monkeypatch, plan):
+    """The manifest as it is where a tested SGLang is installed."""
+    rules = tuple(r for r in miles_sglang.plugin.requires if "pip install" not in r.because)
+    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, requires=rules))
+
+
+def test_options_are_read_from_the_source():
+    assert read_server_args.read(SOURCE) == [
+        {"name": "model_path", "type": "str"},
+        {"name": "kind", "type": "str", "choices": ["one", "two"], "default": "one"},
+        {"name": "size", "type": "int"},
+        {"name": "share", "type": "float", "default": 0.5},
+        {"name": "names", "type": "list[str]"},
+        {"name": "mode", "type": "str", "choices": ["a", "b"]},
+        {"name": "table", "type": "json"},
+        {"name": "flag", "type": "bool", "default": False},
+    ]
+
+
+def test_the_table_is_that_of_the_installed_sglang():
+    source = read_server_args.installed_source()
+    if source is None:
+        pytest.skip("SGLang is not installed")
+    written = json.loads(read_server_args.TABLE.read_text())
+    assert written["fields"] == read_server_args.read(source) and described_version() in installed.TESTED
+
+
+def test_only_what_was_given_reaches_sglang():
+    options = SglangConfig(
+        tp_size=2, enable_lora=False, grammar_backend="none", extra_metric_labels='{"a": "b"}', url="u"
+    )
+    assert given_arguments(options) == {
+        "tp_size": 2,
+        "enable_lora": False,
+        "grammar_backend": "none",
+        "extra_metric_labels": {"a": "b"},
+    }
+
+
+def test_options_are_checked_before_anything_is_started(plan):
+    with pytest.raises(ConfigError, match=r"--sglang-mem-fraction-statik.*--sglang-mem-fraction-static"):
+        plan(sglang_mem_fraction_statik=0.5)
+    with pytest.raises(ConfigError, match=r"sglang\.tp_size cannot be 'two'"):
+        plan(sglang_tp_size="two")
+    with pytest.raises(ConfigError, match=r"sglang.attention_backend cannot be 'tritn'.*triton"):
+        plan(sglang_attention_backend="tritn")
+
+
+def test_a_plan_says_what_to_install():
+    assert missing("0.5.17") == missing("0.5.17.post1") == ()
+    assert "not installed" in missing(None)[0].because and "pip install" in missing(None)[0].because
+    assert "SGLang 0.4.9 is installed" in missing("0.4.9")[0].because
+
+
+def test_an_engine_without_a_gpu_is_refused(plan):
+    with pytest.raises(PlanError, match=r"gpu.count > 0"):
+        plan(engine="sglang", facts=["gpu.count=0"])
+    accepted = plan(engine="sglang", facts=["gpu.count=1"])
+    assert "sglang" in accepted.order and not accepted.fact("sglang.enable_return_routed_experts")
+    assert "sglang" in plan(engine="sglang", device="cpu").order
+
+
+def test_what_sglang_cannot_do_is_refused_with_the_reason(plan):
+    gpu = ["gpu.count=8"]
+    with pytest.raises(PlanError, match="data-parallel copies"):
+        plan(engine="sglang", sglang_dp_size=2, facts=gpu)
+    plan(engine="sglang", sglang_dp_size=2, sglang_enable_dp_attention=True, facts=gpu)
+    with pytest.raises(PlanError, match="token_versions"):
+        plan(engine="sglang", pause_generation_mode="in_place", partial_rollout=True, schedule="async", facts=gpu)
+    with pytest.raises(PlanError, match="warm-up"):
+        plan(engine="sglang", warmup_steps=2, rollout_precision="int4", train_precision="int4", facts=gpu)
+    with pytest.raises(PlanError, match="sampling supports"):
+        plan(engine="sglang", rollout_top_p=0.9, sglang_speculative_algorithm="EAGLE", facts=gpu)
+
+
+def test_r3_makes_sglang_record_routed_experts(plan):
+    accepted = plan(["r3"], engine="sglang", facts=["gpu.count=1"])
+    assert accepted.fact("sglang.enable_return_routed_experts") is True
