@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample, Status
 from miles_core.rollout.queue import Prompt
+from miles_core.rollout.summary import reward_parts
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -84,4 +85,4 @@ class Evaluator:
             f"{prefix}/reward": statistics.fmean(rewards),
             f"{prefix}/accuracy": sum(r >= 1.0 for r in rewards) / len(rewards),
             f"{prefix}/length_mean": statistics.fmean(s.response_length for s in samples),
-        }
+        } | reward_parts(samples, prefix)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from miles_core.data.sample import Status
+from miles_core.data.reward_value import number
+from miles_core.data.sample import Sample, Status
+from miles_core.errors import DataError
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -13,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
-    """Rewards, lengths and endings. ``reward/all_equal`` is the fraction of groups without a learning signal."""
+    """Rewards, lengths and endings. ``reward/all_equal`` is the fraction of groups without a learning signal,
+    ``reward/part/NAME`` the mean of an entry of rewards that are dicts."""
     samples = [s for group in groups for s in group]
     key = run.config.reward.reward_key
     rewards = [s.reward_value(key) for s in samples]
@@ -31,4 +36,14 @@ def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
         "rollout/truncated": sum(s.status is Status.TRUNCATED for s in samples) / len(samples),
         "rollout/samples": float(len(samples)),
         "rollout/tokens": float(sum(lengths)),
-    }
+    } | reward_parts(samples, "reward")
+
+
+def reward_parts(samples: Iterable[Sample], prefix: str) -> dict[str, float]:
+    """``PREFIX/part/NAME``: the mean of each numeric entry of rewards that are dicts, over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.reward.items() if isinstance(sample.reward, Mapping) else ():
+            with suppress(DataError):
+                found.setdefault(str(name), []).append(number(value, None))
+    return {f"{prefix}/part/{name}": statistics.fmean(values) for name, values in found.items() if values}
