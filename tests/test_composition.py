@@ -13,7 +13,7 @@ from miles_core.errors import PlanError
 from miles_core.plugin.discovery import discover
 
 #: Without backends, which are in every run.
-MANIFESTS = {name: manifest for name, manifest in discover().items() if "engine" not in manifest.provides}
+MANIFESTS = {name: found for name, found in discover().items() if not {"engine", "trainer"} & found.provides.keys()}
 FORMATS = tuple(name for name, manifest in MANIFESTS.items() if "precision" in manifest.claims)
 
 #: Who refuses whom: plugins (all of them in the run), model family and rollout precision ("" is any), words of the reason.
@@ -21,6 +21,7 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"r3"}), "llama", "", "there is no router to replay in a dense model"),
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 is for the matrices of experts, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
+    (frozenset({"speculative"}), "", "", "drafts come from the checkpoint's MTP layer"),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 

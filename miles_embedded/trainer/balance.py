@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import Batch
@@ -69,10 +70,12 @@ class Balance:
 
 
 def routers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """(router, experts) of every mixture-of-experts layer, in order. The router is the sibling of ``experts`` whose weight has one
-    row an expert; it returns its logits, alone or first."""
+    """(router, experts) of every mixture-of-experts layer of a model, or of some of its layers, in order. The router is the sibling
+    of ``experts`` whose weight has one row an expert; it returns its logits, alone or first."""
+    # a model may have layers behind its own that it does not run
+    running = decoder_layers(model) if isinstance(model, PreTrainedModel) else model
     found = []
-    for module in decoder_layers(model).modules():
+    for module in running.modules():
         experts = getattr(module, "experts", None)
         count = getattr(experts, "num_experts", None)
         if not isinstance(experts, nn.Module) or count is None:

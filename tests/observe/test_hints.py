@@ -40,6 +40,8 @@ def test_missing_metrics_give_no_hint():
         ("effective-samples", [{"tis/ess": 0.2}] * 3),
         ("weights-at-bound", [{"tis/fraction_truncated_high": 0.2}] * 3),
         ("vetoed", [{"tis/fraction_vetoed": 0.1}] * 3),
+        ("low-acceptance", [{"speculative/accept_rate": 0.1}] * 5),
+        ("slow-speculation", [{"speculative/speedup": 0.8}] * 5),
         ("sync-fallback", [{"sync/fallbacks": 1.0}]),
         ("policies-oscillate", [{"a/reward/mean": float(i % 2)} for i in range(14)]),
         ("expert-imbalance", [{"moe/expert_imbalance": 6.0}] * 5),
