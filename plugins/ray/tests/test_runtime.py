@@ -10,9 +10,10 @@ from miles_core import ConfigError, PlanError
 from miles_core.testing import plan, toy_run
 
 STEPS = 4
-#: Kills an engine in a rollout, and a rank in training, once each.
+#: Kills an engine in a rollout, and the first rank in training, once each.
 FAULTS = r"""
 import os, re, signal
+from torch import distributed
 from miles_core import hookimpl
 
 def process(run, name):
@@ -26,7 +27,7 @@ def on_sample(run, sample):
 @hookimpl
 def on_batch(run, batch):
     flag = run.directory / "killed"
-    if run.step == 2 and not flag.exists():
+    if run.step == 2 and distributed.get_rank() == 0 and not flag.exists():
         flag.touch()
         print("a last word", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
