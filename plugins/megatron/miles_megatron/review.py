@@ -53,7 +53,8 @@ def _packages(facts: Facts) -> tuple[tuple[str, ...], tuple[Problem, ...]]:
     """What has to be installed: a note where the plan is for other machines (``--hardware``, ``--fact megatron.ranks=N``)."""
     found = list(missing(gpu=bool(facts.value("gpu.count", 0))))
     if any(facts.lookup(name).chosen for name in ("gpu", "gpu.sm", "gpu.memory_gb", "megatron.ranks")):
-        return tuple(f"to be installed where it runs\n  {needs}" for needs, _ in found), ()
+        lines = ["to be installed where it runs", *(needs for needs, _ in found)]
+        return (("\n  ".join(lines),) if found else ()), ()
     return (), tuple(Problem("megatron", needs, because) for needs, because in found)
 
 
