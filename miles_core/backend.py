@@ -7,7 +7,7 @@ trainer rank. ``miles_core.testing`` has the contracts as tests.
 from miles_core.checkpoint.rng import get_rng, put_rng
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
-from miles_core.contracts.engine import Engine, PauseMode, Request, Response, Sampling
+from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response, Sampling
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
@@ -22,6 +22,7 @@ from miles_core.contracts.trainer import (
     Output,
     Pass,
     Trainer,
+    TrainerPart,
 )
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.convert.layout import Layout, layout
@@ -63,6 +64,7 @@ from miles_core.sync.inbox import Inbox
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.learner import Learner
+from miles_core.train.optimizer import OptimizerConfig
 from miles_core.train.steps import optimiser_steps, step_count
 
 __all__ = [
@@ -85,6 +87,7 @@ __all__ = [
     "Encoded",
     "Engine",
     "EngineFront",
+    "EnginePart",
     "EngineWorker",
     "FormatItself",
     "Forward",
@@ -99,6 +102,7 @@ __all__ = [
     "LearnerHandle",
     "Loss",
     "LossFunction",
+    "OptimizerConfig",
     "OptimizerStep",
     "Order",
     "Output",
@@ -130,6 +134,7 @@ __all__ = [
     "SyncReport",
     "SyncSchedule",
     "Trainer",
+    "TrainerPart",
     "Transport",
     "Unit",
     "Worker",

@@ -37,6 +37,10 @@ class Run:
     sync_bucket_size: int = option(
         512 * 2**20, help="bytes of weights that travel to engines in other processes at a time", metavar="BYTES", ge=1
     )
+    colocate: bool = option(
+        False,
+        help="trainer and engines share GPUs: each gives its memory back (the trainer's to the host) while the other works",
+    )
     max_restarts: int = option(
         3, help="lost engines and trainer ranks that are replaced in a run; the next one ends it", metavar="N", ge=0
     )

@@ -109,6 +109,16 @@ RULES: tuple[Rule, ...] = (
         "only a response that goes on under new weights gets older than --max-weight-staleness allows",
         when="rollout.stale_samples != drop",
     ),
+    Rule(
+        "schedule == sync",
+        "on the same GPUs the engine cannot generate while the trainer learns",
+        when="colocate",
+    ),
+    Rule(
+        "rollout.pause_generation_mode != in_place",
+        "the cache that it keeps would stay in the memory that the trainer needs",
+        when="colocate",
+    ),
     Rule("profile", "traces are only recorded then", when="profile_dir"),
 )
 

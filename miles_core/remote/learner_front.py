@@ -12,10 +12,11 @@ import numpy as np
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Learned, LearnerHandle
+from miles_core.contracts.trainer import TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.data.world import World, shares
-from miles_core.errors import SyncError, WorkerLost
+from miles_core.errors import MilesError, SyncError, WorkerLost
 from miles_core.precision.schedule import Precisions
 from miles_core.remote.engine_front import EngineFront
 from miles_core.remote.workers import Workers, gathered
@@ -42,6 +43,7 @@ class LearnerFront(LearnerHandle):
         self._holds: int | None = None  # the step whose weights were trained and not pushed yet
         self._connected: int | None = None
         self._intact = True
+        self._asleep: set[TrainerPart] = set()
 
     @property
     def replicas(self) -> int:
@@ -70,6 +72,8 @@ class LearnerFront(LearnerHandle):
         await self._each("reset_optimizer")
 
     async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
+        if emulation.held is not None or emulation.through is not None:
+            raise MilesError("the engine runs in another process, where the trainer cannot see its modules")
         mine = shares(samples, [0] * len(samples), self.replicas)
         answers = await self._each("log_probs", lambda world: ([samples[i] for i in mine[world.replica]], emulation))
         found = dict(
@@ -102,6 +106,14 @@ class LearnerFront(LearnerHandle):
             self.engines.lost(lost)
             raise SyncError(str(lost)) from lost
 
+    async def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        self._asleep |= {*parts}
+        await self._each("sleep", lambda _: (parts,))
+
+    async def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        self._asleep -= {*parts}
+        await self._each("wake", lambda _: (parts,))
+
     async def save(self, directory: Path) -> None:
         await self._each("save", lambda _: (directory.absolute(),))
 
@@ -114,12 +126,18 @@ class LearnerFront(LearnerHandle):
 
     async def resend(self) -> None:
         """Give the engines the weights as they are now, without a step of the loop."""
+        asleep = "weights" in self._asleep  # it is the engines' turn, and none of them is there
+        if asleep:
+            await self.wake(["weights"])
         await self._pushed(self.run.step if self._holds is None else self._holds)
+        if asleep:
+            await self.sleep(["weights"])
 
     def renewed(self, worlds: Sequence[World]) -> None:
         """The ranks were made anew and know nothing of what was before."""
         self.worlds, self._connected, self._holds, self._intact = tuple(worlds), None, None, True
         self._turn = asyncio.Lock()
+        self._asleep = set()
 
     async def _pushed(self, version: int, plain: bool = False) -> SyncReport:
         await self._connect()

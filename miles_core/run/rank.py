@@ -17,7 +17,7 @@ from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
-from miles_core.contracts.trainer import Trainer
+from miles_core.contracts.trainer import Trainer, TrainerPart
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.means import add, means
 from miles_core.data.sample import Sample
@@ -122,6 +122,15 @@ class Rank:
         if version is not None:
             units = self.learner.units(self._transport.everywhere)
             await self._transport.stage(self.codec.encode(units, self._transport.room), version)
+
+    def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """See ``LearnerHandle.sleep``."""
+        shared = self._transport is not None and self._transport.shares
+        self.trainer.sleep([part for part in parts if part != "weights" or not shared])
+
+    def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """See ``LearnerHandle.wake``."""
+        self.trainer.wake(parts)
 
     def close(self) -> None:
         """Release transport and trainer."""

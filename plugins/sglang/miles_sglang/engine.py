@@ -14,7 +14,18 @@ from typing import Any, Literal
 import numpy as np
 
 from miles_core import MilesError
-from miles_core.backend import Codec, Encoded, Engine, FormatItself, Layout, PauseMode, Quantizer, Request, Response
+from miles_core.backend import (
+    Codec,
+    Encoded,
+    Engine,
+    EnginePart,
+    FormatItself,
+    Layout,
+    PauseMode,
+    Quantizer,
+    Request,
+    Response,
+)
 from miles_core.format import Format
 from miles_sglang import buckets, weight_files
 from miles_sglang.activations import OwnActivations
@@ -27,6 +38,8 @@ log = logging.getLogger(__name__)
 #: Formats that a running SGLang takes tensor by tensor, because it keeps them as they are sent. Others it packs into a layout
 #: of its own after loading, and 0.5.17 cannot load into that again.
 IN_PLACE = frozenset({"", "fp8"})
+#: SGLang's names of what gives its memory back.
+_TAGS: dict[EnginePart, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
 @dataclass(frozen=True)
@@ -209,18 +222,18 @@ class SglangEngine(Engine):
         self._paused = None
         self._open.set()
 
-    async def sleep(self) -> None:
-        """Free the cache; and, where SGLang was started with its memory saver, give weights and cache back."""
+    async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        """Free the cache; and, where SGLang was started with its memory saver, give the parts' memory back."""
         if any(call.sent for call in self._calls.values()):
             raise RuntimeError("sleep with requests in flight: abort them first")
         await self.link.call("flush_cache", {})
         if self.settings.memory_saver:
-            await self.link.call("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
-            self._usable = False
+            await self.link.call("release_memory_occupation", {"tags": [_TAGS[part] for part in parts]})
+            self._usable = self._usable and "weights" not in parts
 
-    async def wake(self, parts: Sequence[Literal["weights", "cache"]] = ("weights", "cache")) -> None:
+    async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         if self.settings.memory_saver:
-            tags = [{"weights": "weights", "cache": "kv_cache"}[part] for part in parts]
+            tags = [_TAGS[part] for part in parts]
             await self.link.call("resume_memory_occupation", {"tags": tags})
 
     # -- weights --------------------------------------------------------------------------------------------------
