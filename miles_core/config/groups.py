@@ -136,9 +136,10 @@ class Rollout:
     dynamic_sampling_filter_path: str | None = option(
         None, help="keep(args, group) -> bool; groups for which it is false are replaced", metavar="FILE.py:FN"
     )
-    partial_rollout: bool = option(
-        False,
-        help="responses that are not finished when a collection ends or weights change go on under the new weights",
+    partial_rollout: bool | None = option(
+        None,
+        help="responses that are not finished when a collection ends or weights change go on under the new weights (default: "
+        "with --schedule async)",
     )
     mask_offpolicy_in_partial_rollout: bool = option(
         False, help="train only on those tokens of such a response that its newest weights generated"
