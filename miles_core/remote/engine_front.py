@@ -134,10 +134,12 @@ class EngineFront(Engine):
         await self._all("abort", keys)
 
     async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        await self.whole()  # one that is being built takes memory, and is told what sleeps
         self._asleep |= {*parts}
         await self._all("sleep", parts)
 
     async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        await self.whole()
         self._asleep -= {*parts}
         await self._all("wake", parts)
 

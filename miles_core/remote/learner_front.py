@@ -22,8 +22,8 @@ from miles_core.remote.engine_front import EngineFront
 from miles_core.remote.workers import Workers, gathered
 from miles_core.run.rank import combined, divided
 
-#: Seconds in which the death of a rank becomes known after its peers failed.
-GRACE = 10.0
+#: Seconds in which the death of a rank becomes known after its peers failed; that of a whole machine takes a cluster half a minute.
+GRACE = 60.0
 
 
 class LearnerFront(LearnerHandle):

@@ -50,6 +50,11 @@ class RemoteRuntime(Runtime):
         """The processes of a policy's ranks, and of its engines: in each a ``RankWorker`` or ``EngineWorker`` is made from
         ``self.order``, not built yet."""
 
+    def names(self, policy: Policy, kind: str, count: int) -> list[str]:
+        """What a policy's workers of a kind are called; where there are several policies, with its name."""
+        prefix = f"{policy.name}-" if len(self.run.policies) > 1 else ""
+        return [f"{prefix}{kind}-{number}" for number in range(count)]
+
     async def build(self, policy: Policy) -> PolicyParts:
         self.output.follow()
         ranks, engines = await self.place(policy)

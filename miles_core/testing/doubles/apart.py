@@ -124,9 +124,11 @@ class ApartRuntime(RemoteRuntime):
         self.workers: dict[str, ApartWorkers] = {}
 
     async def place(self, policy: Policy) -> tuple[Workers, Workers]:
-        engines = [f"engine-{n}" for n in range(self.options.engines)]
         made = []
-        for kind, names in ((RankWorker, ["trainer-0"]), (EngineWorker, engines)):
+        for kind, names in (
+            (RankWorker, self.names(policy, "trainer", 1)),
+            (EngineWorker, self.names(policy, "engine", self.options.engines)),
+        ):
             workers = ApartWorkers(kind, names, self.order, policy.name, self.patience, self.busy)
             self.workers |= dict.fromkeys(names, workers)
             for number in range(len(names)):

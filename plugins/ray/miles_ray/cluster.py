@@ -25,6 +25,7 @@ class Cluster:
     def __init__(self, run: Run) -> None:
         options: RayConfig = run.config.plugin("ray")
         self.options, self.sizes = options, options.sizes(run.config.run.colocate)
+        self.policies = len(run.policies)
         self.address = options.address or os.environ.get("RAY_ADDRESS")
         self.own = not ray.is_initialized()
         if self.own:
@@ -43,7 +44,7 @@ class Cluster:
         try:
             ray.init(
                 self.address or "local",
-                num_cpus=None if self.address else max(os.cpu_count() or 1, self.sizes.devices),
+                num_cpus=None if self.address else max(os.cpu_count() or 1, self.sizes.devices * self.policies),
                 include_dashboard=None if self.address else False,
                 log_to_driver=False,  # every process writes into the run's directory
                 logging_level=logging.WARNING,
@@ -62,14 +63,15 @@ class Cluster:
     def _check(self) -> None:
         """Enough GPUs (or CPUs) for what was asked."""
         sizes, have = self.sizes, int(self.resources.get(self.unit, 0))
-        if sizes.devices > have:
+        if sizes.devices * self.policies > have:
             engines = (
                 "on the same ones"
                 if sizes.colocate
                 else f"and {sizes.engines * sizes.per_engine} for engines (--rollout-num-gpus)"
             )
+            who = "this run" if self.policies == 1 else f"each of {self.policies} policies"
             raise ConfigError(
-                f"this run takes {sizes.devices} {self.unit}s, {sizes.ranks} to train (--actor-num-nodes {sizes.nodes} x "
+                f"{who} takes {sizes.devices} {self.unit}s, {sizes.ranks} to train (--actor-num-nodes {sizes.nodes} x "
                 f"--actor-num-gpus-per-node {sizes.per_node}) {engines}, and {self.name} has {have}"
             )
 

@@ -63,7 +63,7 @@ class RayRuntime(RemoteRuntime):
                 await group.ready()
         except TimeoutError:
             nodes = [node["Resources"].get(self.cluster.unit, 0) for node in ray.nodes() if node["Alive"]]
-            have = ", ".join(f"{count:g}" for count in nodes)
+            have = ", ".join(f"{count:g}" for count in nodes if count)
             raise ConfigError(
                 f"{self.cluster.name} has no room for {wanted}: its machines have {have} {self.cluster.unit}s in all, and others may "
                 f"use them (ray status shows it); waited {PLACING:g} s"
@@ -72,10 +72,9 @@ class RayRuntime(RemoteRuntime):
 
     async def _started(self, kind: str, places: list[Place], policy: Policy) -> RayWorkers:
         run = self.run
-        prefix = f"{policy.name}-" if len(run.policies) > 1 else ""
         workers = RayWorkers(
             kind,
-            [f"{prefix}{kind}-{number}" for number in range(len(places))],
+            self.names(policy, kind, len(places)),
             places,
             self.order,
             policy.name,

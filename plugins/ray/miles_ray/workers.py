@@ -137,6 +137,6 @@ def _cause(error: Exception) -> str:
     text = str(error)
     if isinstance(error, exceptions.OutOfMemoryError) or "running low on memory" in text:
         return "its machine ran out of memory, and Ray ended it"
-    if "node died" in text or "node is dead" in text:
+    if any(phrase in text for phrase in ("node died", "node has died", "node is dead")):
         return "its machine died or left the cluster"
     return "its process died (a crash, a kill, or the kernel where memory is short)"
