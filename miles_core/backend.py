@@ -49,7 +49,7 @@ from miles_core.remote.output import last_lines, write_there
 from miles_core.remote.rank_worker import RankWorker
 from miles_core.remote.runtime import RemoteRuntime
 from miles_core.remote.worker import Order, Worker, worker_run
-from miles_core.remote.workers import Workers
+from miles_core.remote.workers import Workers, short_of_memory
 from miles_core.rollout.collect import Collector, Interrupted
 from miles_core.rollout.versions import age, staleness
 from miles_core.run.inline import InlineLearner, InlineRuntime
@@ -165,6 +165,7 @@ __all__ = [
     "rounded",
     "same_plan",
     "shares",
+    "short_of_memory",
     "snapshot",
     "staleness",
     "step_count",

@@ -83,7 +83,8 @@ class ApartWorkers(Workers):
     async def renew(self, number: int) -> None:
         self.kill(number)
         self.made += 1
-        _ALIVE[self.number, self.names[number]] = Process(self.kind, self.order, self.policy)
+        with self.naming(number):
+            _ALIVE[self.number, self.names[number]] = Process(self.kind, self.order, self.policy)
 
     async def end(self) -> None:
         for number in range(len(self)):

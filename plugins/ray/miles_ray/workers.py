@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from miles_core import MilesError
-from miles_core.backend import Order, Workers, last_lines
+from miles_core.backend import Order, Workers, last_lines, short_of_memory
 from miles_ray.actor import Actor, Found
 
 
@@ -82,7 +82,8 @@ class RayWorkers(Workers):
         )
         self.actors[number] = made
         self.found[number] = await self._answer(number, made.where.remote())
-        await self._answer(number, made.make.remote(self.kind, self.order, self.policy))
+        with self.naming(number):
+            await self._answer(number, made.make.remote(self.kind, self.order, self.policy))
 
     async def end(self) -> None:
         await asyncio.gather(*(self._kill(number) for number in range(len(self))))
@@ -106,7 +107,7 @@ class RayWorkers(Workers):
         try:
             return await answer
         except exceptions.RayTaskError as error:
-            if isinstance(error.cause, MilesError):
+            if isinstance(error.cause, MilesError) or short_of_memory(error.cause):
                 raise error.cause from None
             raise
         except (exceptions.RayActorError, exceptions.OutOfMemoryError, exceptions.ObjectLostError) as error:
