@@ -43,7 +43,6 @@ class LearnerFront(LearnerHandle):
         self._holds: int | None = None  # the step whose weights were trained and not pushed yet
         self._connected: int | None = None
         self._intact = True
-        self._asleep: set[TrainerPart] = set()
 
     @property
     def replicas(self) -> int:
@@ -107,11 +106,9 @@ class LearnerFront(LearnerHandle):
             raise SyncError(str(lost)) from lost
 
     async def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
-        self._asleep |= {*parts}
         await self._each("sleep", lambda _: (parts,))
 
     async def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
-        self._asleep -= {*parts}
         await self._each("wake", lambda _: (parts,))
 
     async def save(self, directory: Path) -> None:
@@ -126,18 +123,12 @@ class LearnerFront(LearnerHandle):
 
     async def resend(self) -> None:
         """Give the engines the weights as they are now, without a step of the loop."""
-        asleep = "weights" in self._asleep  # it is the engines' turn, and none of them is there
-        if asleep:
-            await self.wake(["weights"])
         await self._pushed(self.run.step if self._holds is None else self._holds)
-        if asleep:
-            await self.sleep(["weights"])
 
     def renewed(self, worlds: Sequence[World]) -> None:
         """The ranks were made anew and know nothing of what was before."""
         self.worlds, self._connected, self._holds, self._intact = tuple(worlds), None, None, True
         self._turn = asyncio.Lock()
-        self._asleep = set()
 
     async def _pushed(self, version: int, plain: bool = False) -> SyncReport:
         await self._connect()
