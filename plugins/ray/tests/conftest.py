@@ -14,11 +14,11 @@ def cluster():
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    made = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK}
-    )
+    alone = {"num_cpus": 0, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    made = Cluster(initialize_head=True, head_node_args={**alone, "_system_config": QUICK})
     for _ in range(3):
-        made.add_node(num_cpus=2)
+        made.add_node(num_cpus=2, wait=False)
+    made.wait_for_nodes()
     ray.init(made.address, log_to_driver=False, logging_level="warning")
     yield made
     ray.shutdown()
