@@ -207,7 +207,7 @@ class EngineFront(Engine):
             while self._gone or not (self.serving or self._asleep):  # who sleeps is given weights when it wakes
                 gone, self._gone = self._gone, {}
                 await gathered(self._replaced(number, lost) for number, lost in gone.items())
-                if not self.serving and not self._gone:
+                if not (self.serving or self._asleep or self._gone):
                     try:
                         await self._resend()
                     except WorkerLost as lost:

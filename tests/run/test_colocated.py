@@ -45,6 +45,19 @@ def wrap_weights(run, policy):
         return units
     return wrap
 """
+#: Kills the only engine and the trainer in the second step's training.
+DEATH = """
+from miles_core import hookimpl
+from miles_core.testing.doubles import apart
+
+@hookimpl
+def on_batch(run, batch):
+    flag = run.directory / "killed"
+    if run.step == 1 and not flag.exists():
+        flag.touch()
+        apart.latest().kill("engine-0")
+        apart.latest().kill("trainer-0")
+"""
 #: BF16, so that masters lie apart; a reference model; passes of the trainer between rollouts; checkpoints.
 OPTIONS = {"steps": 2, "save_interval": 1, "dtype": "bfloat16", "kl_loss_coef": 0.1, "verify_logprobs": True}
 APART = str(apart.__file__)
@@ -88,6 +101,14 @@ def test_workers_in_other_processes_take_turns_too(watch, both_awake):
     # what was sent as bytes cannot shrink on a CPU, so only the engine's side is seen here
     assert told(done)["train"] == {"rollout", ""}
     assert numbers(done) == numbers(both_awake)
+
+
+def test_both_may_die_while_the_engine_sleeps(tmp_path):
+    (tmp_path / "faults.py").write_text(DEATH)
+    options = {"steps": 3, "save_interval": 1}
+    done = toy_run([str(tmp_path / "faults.py"), APART], colocate=True, runtime="apart", **options)
+    assert (done.directory / "killed").exists() and apart.latest().restarts.used == 2
+    assert numbers(done) == numbers(toy_run(**options))
 
 
 def test_what_cannot_take_turns_is_refused():
