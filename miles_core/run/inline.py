@@ -18,7 +18,7 @@ from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
 from miles_core.plugin.detect import gpu_facts, model_facts
 from miles_core.precision.schedule import Precisions
-from miles_core.run.rank import Rank, combined, divided
+from miles_core.run.rank import Rank, combined, divided, in_order
 from miles_core.train.learner import Learner
 
 
@@ -65,7 +65,8 @@ class InlineLearner(LearnerHandle):
 
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
         (share,) = divided(samples, self.rank.run.config.train, replicas=1)
-        return Learned(combined([self.rank.learn(share, step)]), share.count)
+        metrics = combined([self.rank.learn(share, step)])
+        return Learned(metrics, share.count, in_order([share], [self.learner.tokens]))
 
     async def intact(self) -> bool:
         return self.rank.learner.intact
