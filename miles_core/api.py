@@ -1,4 +1,4 @@
-"""What Python programs and notebooks call: ``train`` and ``plan``, with the options of ``miles train`` as arguments.
+"""What Python programs and notebooks call: ``train`` and ``plan``, with the options of ``miles train`` as arguments, and what a run left.
 
 >>> from miles_core.api import train
 >>> result = train(hf_checkpoint="model/", prompt_data="prompts.jsonl", rm_type="math", num_rollout=20, lr=1e-6)
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from miles_core.plugin.plan import Plan
 
-__all__ = ["Result", "plan", "train"]
+__all__ = ["Result", "plan", "report", "samples", "train"]
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,11 @@ class Result:
         return series(self.metrics, name)
 
     def samples(self, kind: str = "train", step: int | None = None) -> Iterator[dict[str, Any]]:
-        """The samples that the run kept on disk, ``kind`` ``train`` or ``eval``, of all steps or of one.
-
-        Raises:
-            MilesError: no such kind, or no samples of that step.
-        """
-        from miles_core.observe.rollouts import read_rollouts
-
-        return read_rollouts(self.directory, kind, step)
+        """The samples that it kept on disk; see ``samples``."""
+        return samples(self.directory, kind, step)
 
     def report(self) -> Path:
-        """Write the run's report; returns the HTML file, which needs nothing else."""
-        from miles_core.observe.report import report
-
+        """Write its report; see ``report``."""
         return report(self.directory)
 
 
@@ -119,6 +111,33 @@ def plan(**options: Any) -> Plan:
     accepted, _ = prepare(config)
     applied(config, accepted)
     return accepted
+
+
+def samples(run_dir: Path | str, kind: str = "train", step: int | None = None) -> Iterator[dict[str, Any]]:
+    """The samples that a run kept on disk, one mapping each (docs/data.md lists its keys), in the order of their steps.
+
+    Args:
+        run_dir: the run directory.
+        kind: ``train``, or ``eval`` for the answers to held-out prompts.
+        step: only this one; by default every step that is there.
+
+    Raises:
+        MilesError: no such kind, or no samples of that step on disk.
+    """
+    from miles_core.observe.rollouts import read_rollouts
+
+    return read_rollouts(run_dir, kind, step)
+
+
+def report(run_dir: Path | str) -> Path:
+    """Write the report of a run, also of one that is still running; returns the HTML file, which needs nothing else.
+
+    Raises:
+        MilesError: it is no run directory.
+    """
+    from miles_core.observe.report import report as write
+
+    return write(run_dir)
 
 
 def arguments(options: dict[str, Any]) -> list[str]:

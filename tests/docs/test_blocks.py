@@ -20,6 +20,7 @@ from miles_core.testing import toy_files, toy_run
 
 ROOT = Path(__file__).parents[2]
 HOOKS = ROOT / "docs" / "hooks.md"
+TUTORIAL = ROOT / "docs" / "tutorial.md"  # test_tutorial runs it
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "plugins/*/README.md", "examples/**/*.md", "benchmarks/*.md")
@@ -53,7 +54,9 @@ def test_every_example_of_a_hook_takes_part_in_a_run(tmp_path, line, code):
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in PAGES if any(blocks(p, "python", "shell"))], ids=lambda p: str(p.relative_to(ROOT))
+    "path",
+    [p for p in PAGES if p != TUTORIAL and any(blocks(p, "python", "shell"))],
+    ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_the_blocks_of_a_page_run_one_after_the_other(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
