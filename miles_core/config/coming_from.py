@@ -30,7 +30,13 @@ def _marked(here: str) -> str:
     words: list[str] = []
     for word in here.replace("|", "\\|").split(" "):
         bare = word.rstrip(",;:")
-        value = bool(words) and words[-1].startswith("`--") and words[-1].endswith("`") and bare.isupper() and len(bare) < 12
+        value = (
+            bool(words)
+            and words[-1].startswith("`--")
+            and words[-1].endswith("`")
+            and bare.isupper()
+            and len(bare) < 12
+        )
         if value or bare.startswith("FILE"):
             words[-1] = f"{words[-1][:-1]} {bare}`{word[len(bare) :]}"
         else:

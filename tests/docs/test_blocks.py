@@ -80,13 +80,6 @@ def test_the_blocks_of_a_page_run_one_after_the_other(path, tmp_path, monkeypatc
             exec(compile(code, where, "exec"), namespace)
 
 
-def test_pages_name_files_that_exist():
-    for path in [*PAGES, HOOKS]:
-        prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
-            assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
-
-
 def test_every_block_says_what_it_is():
     known = {"python", "shell", "text", "yaml", "toml", "json", "diff"}
     for path in [*PAGES, HOOKS]:

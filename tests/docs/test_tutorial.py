@@ -161,7 +161,7 @@ def test_what_is_wrong_is_an_exception(here, tmp_path):
         train(rolout_batch_size=4, lr="fast")
     with pytest.raises(PlanError, match="top_p"):
         plan(hf_checkpoint=MODEL, top_p=0.5)
-    (tmp_path / "bad.py").write_text("async def rm(args, sample):\n    return 'much'\n")
+    (tmp_path / "bad.py").write_text("async def reward(args, sample):\n    return 'much'\n")
     (tmp_path / "p.jsonl").write_text('{"input": "a"}\n')
     with pytest.raises(DataError, match="must be a number") as raised:
         train(
