@@ -6,12 +6,9 @@ plugins: each takes part in a toy run, with the options of its first line if tha
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,7 +55,7 @@ def test_every_example_of_a_hook_takes_part_in_a_run(tmp_path, line, code):
     [p for p in PAGES if p != TUTORIAL and any(blocks(p, "python", "shell"))],
     ids=lambda p: str(p.relative_to(ROOT)),
 )
-def test_the_blocks_of_a_page_run_one_after_the_other(path, tmp_path, monkeypatch):
+def test_the_blocks_of_a_page_run_one_after_the_other(path, tmp_path, monkeypatch, shell):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(toy_files(), tmp_path, dirs_exist_ok=True)
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -66,14 +63,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(path, tmp_path, monkeypatc
         where = f"{path.relative_to(ROOT)}:{line}"
         named = re.match(r"# (\w+\.py)\n", code)
         if language == "shell":
-            binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", code],
-                env={**os.environ, "PATH": binaries},
-                capture_output=True,
-                text=True,
-            )
-            assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"
+            shell(code)
         elif named:
             Path(named[1]).write_text(code)
         else:

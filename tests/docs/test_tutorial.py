@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import runpy
-import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from miles_core.api import arguments, plan, train
-from miles_core.cli.main import main
 from miles_core.errors import ConfigError, DataError, PlanError
 from miles_core.observe.metrics import read
 
@@ -72,17 +70,7 @@ def smaller(text, used):
     return text
 
 
-def shell(code):
-    """Runs what pages use of a shell, in this process: ``python FILE`` and ``miles COMMAND``."""
-    for line in code.replace("\\\n", " ").splitlines():
-        first, *words = shlex.split(line)
-        if first == "python":
-            runpy.run_path(words[0], run_name="__main__")
-        else:
-            assert first == "miles" and main(words) == 0, line
-
-
-def test_the_blocks_of_the_tutorial_run_one_after_the_other(here, capsys):
+def test_the_blocks_of_the_tutorial_run_one_after_the_other(here, shell, capsys):
     text, used = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8"), set()
     blocks = re.findall(r"^```(python|shell|yaml)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     namespace = {"__name__": "__main__"}
@@ -159,8 +147,8 @@ def test_options_of_python_are_the_flags():
 def test_what_is_wrong_is_an_exception(here, tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)--rolout-batch-size; did you mean.*--lr"):
         train(rolout_batch_size=4, lr="fast")
-    with pytest.raises(PlanError, match="top_p"):
-        plan(hf_checkpoint=MODEL, top_p=0.5)
+    with pytest.raises(PlanError, match="this run cannot start"):
+        plan(hf_checkpoint=MODEL, train_precision="int4")
     (tmp_path / "bad.py").write_text("async def reward(args, sample):\n    return 'much'\n")
     (tmp_path / "p.jsonl").write_text('{"input": "a"}\n')
     with pytest.raises(DataError, match="must be a number") as raised:
