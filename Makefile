@@ -69,7 +69,7 @@ docs: $(DOCS)/.installed
 
 $(DOCS)/.installed: Makefile
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material >=9.6' 'mkdocstrings[python] >=0.29'
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material >=9.6' 'mkdocstrings[python] >=0.29' ruff
 	@touch $@
 
 clean:

@@ -1,11 +1,12 @@
 """What Python programs and notebooks call: ``train`` and ``plan``, with the options of ``miles train`` as arguments, and what a run left.
 
->>> from miles_core.api import train
->>> result = train(hf_checkpoint="model/", prompt_data="prompts.jsonl", rm_type="math", num_rollout=20, lr=1e-6)
->>> result.series("reward/mean")
-
 Every flag is an argument of the same name with underscores (``--rollout-batch-size 8`` is ``rollout_batch_size=8``), the flags of
 installed plugins included. Switches take True and False, lists take Python lists, and ``None`` stands for an option that is not given.
+
+Example:
+    >>> from miles_core.api import train
+    >>> result = train(hf_checkpoint="model/", prompt_data="prompts.jsonl", rm_type="math", num_rollout=20, lr=1e-6)
+    >>> result.series("reward/mean")
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from miles_core.plugin.plan import Plan
 
-__all__ = ["Result", "plan", "report", "samples", "train"]
+__all__ = ["Result", "arguments", "plan", "report", "samples", "train"]
 
 
 @dataclass(frozen=True)
