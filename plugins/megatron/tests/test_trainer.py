@@ -261,7 +261,7 @@ def test_its_own_choices_replayed_change_nothing(four_layers):
 
 
 class Tiles(Format):
-    """A scale for 8 x 8 weights, and for 8 neighbours of an activation; codes from -7 to 7."""
+    """A scale for 8 x 8 weights with codes to 7, and for 8 neighbours of an activation with codes to 127."""
 
     name, tile, error = "tiles", (8, 8), 0.1
 
@@ -279,7 +279,7 @@ class Tiles(Format):
 
     def fake_quantize_activation(self, x):
         groups = x.unflatten(-1, (-1, 8))
-        scales = (groups.abs().amax(-1, keepdim=True) / 7).clamp(min=1e-6)
+        scales = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-6)
         return ((groups / scales).round() * scales).flatten(-2)
 
     def config(self, unquantized):
@@ -320,7 +320,7 @@ def test_a_number_format_computes_what_the_embedded_trainer_computes_in_it(ranks
         # a sum in another order may move an activation over the middle between two codes
         close = (columns - expected).abs() < 5e-5
         assert close.float().mean() > 0.9
-        assert found == pytest.approx(float(norm), rel=1e-2)
+        assert found == pytest.approx(float(norm), rel=2e-3)
         for name, tensor in units.items():
             torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-3)
 

@@ -71,6 +71,7 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         **_experts(a, engine),
         **_latent(a),
         **_windows(a),
+        **_fusions(a, engine),
         **options,
     }
     if "attention_backend" in options:
@@ -79,6 +80,18 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
     for name, value in _yarn(a).items():
         setattr(made, name, value)  # fields that Megatron-Core reads and does not declare
     return made
+
+
+def _fusions(a: Architecture, engine: bool) -> dict[str, Any]:
+    """Kernels that keep less for the backward pass; on a CPU they would only be compiled."""
+    if not engine:
+        return {}
+    return {
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": not a.mlp_bias,
+        "apply_rope_fusion": a.latent is None and not _yarn(a),
+        "moe_permute_fusion": a.experts is not None,
+    }
 
 
 def _windows(a: Architecture) -> dict[str, Any]:
@@ -95,7 +108,6 @@ def _windows(a: Architecture) -> dict[str, Any]:
             "activation_func": quick_gelu,
             "activation_func_clamp_value": 7.0,
             "glu_linear_offset": 1.0,
-            "bias_dropout_fusion": False,
         }
     return found
 

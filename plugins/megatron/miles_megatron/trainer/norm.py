@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region as total
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -48,8 +49,14 @@ class _Everywhere(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        return total(value.clone())
+        return _summed(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return total(grads[0].clone())
+        return _summed(grads[0])
+
+
+def _summed(value: Tensor) -> Tensor:
+    found = value.clone()
+    dist.all_reduce(found, group=parallel_state.get_tensor_model_parallel_group())
+    return found

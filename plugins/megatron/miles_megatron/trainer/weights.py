@@ -214,7 +214,7 @@ def _tensors(chunk: nn.Module, a: Architecture, s: Sizes) -> Iterator[tuple[str,
 
 def _coupled(tensors: dict[str, Tensor]) -> Iterator[Unit]:
     """A unit for each tensor, but one for gate and up of a layer, which a number format may encode together."""
-    if len(tensors) == 2:
+    if any("gate_proj" in name for name in tensors):
         yield Unit(tensors)
     else:
         yield from (Unit({name: tensor}) for name, tensor in tensors.items())
