@@ -339,3 +339,20 @@ def test_tiles_over_a_joint_are_refused(four_layers):
 
     with pytest.raises(ConfigError, match="heads of 16 rows lie between those of other projections, and a tile has 32"):
         make(four_layers, Setup(), codec=Codec(Large()))
+
+
+def test_mtp_layers_are_exported_as_the_checkpoint_has_them(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from miles_core.testing import tiny_checkpoint
+    from miles_megatron import families
+
+    file = tiny_checkpoint("deepseek_v3", tmp_path / "from") / "model.safetensors"
+    a = families.read(json.loads((tmp_path / "from/config.json").read_text()))
+    names = [n for entry in families.weights(a) if entry.name.startswith("mtp.") for n in entry.checkpoint]
+    stored = load_file(file) | {name: torch.randn(3) for name in names}
+    save_file(stored, file)
+    make(tmp_path / "from", Setup()).export(tmp_path / "to", None)
+    found = load_file(tmp_path / "to/model.safetensors")
+    assert found.keys() == stored.keys() and len(names) > 10
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
