@@ -156,14 +156,12 @@ class _Seat:
             return weights, chosen
         if active:
             self.waiting.append(passage)
-            self.loads += chosen[passage.owner >= 0].sum(0)
+            self.loads += (chosen & (passage.owner >= 0).unsqueeze(1)).sum(0)
         if not self.routers.coefficient:
             return weights, chosen
         balance = self._balance(passage, logits.flatten(0, -2), chosen)
         if active:
-            total = balance.detach().clone()
-            dist.all_reduce(total, group=_ranks(self.router))
-            passage.balance += total / _ranks(self.router).size()
+            passage.balance += _total(balance.detach(), self.router) / _ranks(self.router).size()
             passage.passed += 1
         return _Beside.apply(weights, balance * (self.routers.coefficient / self.routers.tokens)), chosen
 
@@ -184,21 +182,29 @@ class _Seat:
         router = self.router
         scores = logits.float().sigmoid() if router.score_function == "sigmoid" else logits.float().softmax(-1)
         scores = scores / scores.sum(-1, keepdim=True)
-        samples, known = len(passage.lengths), passage.owner >= 0
+        samples = len(passage.lengths)
+        to = torch.where(passage.owner < 0, samples, passage.owner)  # a row more for what belongs to no sample
         times, mean = (
-            scores.new_zeros(samples, scores.shape[1]).index_add(0, passage.owner[known], values[known])
+            scores.new_zeros(samples + 1, scores.shape[1]).index_add(0, to, values)[:samples]
             / passage.lengths.unsqueeze(1)
             for values in (chosen.to(scores.dtype), scores)
         )
-        if _ranks(router).size() > 1:
-            dist.all_reduce(times, group=_ranks(router))
-        frequency = times * (scores.shape[1] / router.topk)
+        frequency = _total(times, router) * (scores.shape[1] / router.topk)
         return (passage.trained * (frequency * mean).sum(1)).sum()
 
 
 def _ranks(router: Any) -> Any:
     """Those that share a micro-batch's tokens: tensor-parallel (experts go with sequence parallelism) and context-parallel ranks."""
     return router.tp_cp_group
+
+
+def _total(value: Tensor, router: Any) -> Tensor:
+    """Summed over these ranks, without a gradient."""
+    if _ranks(router).size() == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total, group=_ranks(router))
+    return total
 
 
 class _Beside(torch.autograd.Function):
