@@ -13,6 +13,8 @@ from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.contracts.trainer import (
+    GIVEN_ROUTES,
+    OWN_ROUTES,
     Callbacks,
     Context,
     Forward,
@@ -73,6 +75,8 @@ __all__ = [
     "AS_TRAINED",
     "BLOCK",
     "BYTES",
+    "GIVEN_ROUTES",
+    "OWN_ROUTES",
     "PLAIN",
     "SAMPLING_SUPPORT",
     "VALUES",
