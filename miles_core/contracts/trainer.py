@@ -38,6 +38,12 @@ Pass = Literal["old", "ref", "train", "verify", "rollout"]
 #: What a trainer holds in the memory of its device, and can give back apart from each other.
 TrainerPart = Literal["weights", "optimizer"]
 
+#: Keys of ``Context.attached`` between a wrapper that knows which experts to use and a trainer with the capability
+#: ``routing_replay``. Given: [physical tokens, layers with experts, k] int64, for all such layers of the model. The trainer's forward
+#: computes with these, in a recomputation too, and leaves what its own routers would have chosen: number of the layer among those
+#: with experts -> [physical tokens, k], of the chunk's layers; an empty dict for a chunk without routers.
+GIVEN_ROUTES, OWN_ROUTES = "routes.given", "routes.own"
+
 
 @dataclass
 class Context:
