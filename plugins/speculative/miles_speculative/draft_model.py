@@ -1,6 +1,6 @@
-"""A separate small model of the same tokenizer as draft.
+"""A draft from a directory of its own: a small model of the same tokenizer, or an EAGLE head.
 
-It stands in the policy as ``draft``, so that sync, checkpoints, formats and optimiser know its parameters, and keeps its keys and values
+A small model stands in the policy as ``draft``, so that sync, checkpoints, formats and optimiser know its parameters, and keeps its keys and values
 in the policy's cache, under layer numbers behind the policy's. It needs no hidden states.
 """
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from miles_core import CheckpointError
 from miles_embedded import backbone, load_model, logits_of
+from miles_speculative.draft import Draft
+from miles_speculative.eagle import Eagle, attach_eagle, is_eagle
 
 
 class DraftModel:
@@ -43,8 +45,15 @@ class DraftModel:
         return logits_of(self.draft, out)
 
 
-def attach_model(policy: Any, path: str | Path) -> DraftModel:
+def draft_on(policy: Any) -> Draft:
+    """The draft that ``attach_model`` gave to ``policy``."""
+    return Eagle(policy, policy.draft) if hasattr(policy.draft, "fc") else DraftModel(policy, policy.draft)
+
+
+def attach_model(policy: Any, path: str | Path) -> Draft:
     """Give ``policy`` the draft in ``path``, in its own dtype and on its device."""
+    if is_eagle(path):
+        return attach_eagle(policy, path)
     like = next(policy.parameters())
     draft = load_model(path, str(like.dtype).removeprefix("torch."), like.device)
     behind = len(backbone(policy).layers)  # type: ignore[arg-type]
@@ -69,6 +78,8 @@ def check_draft(path: str, checkpoint: str, tokenizer: Any) -> None:
         raise CheckpointError(
             f"{flag}: its vocabulary has {sizes[0]} tokens and the policy's {sizes[1]}; a draft needs the policy's tokenizer"
         )
+    if is_eagle(path):  # has no tokenizer, and its size follows from the policy's
+        return
     from transformers import AutoTokenizer
 
     if AutoTokenizer.from_pretrained(path).get_vocab() != tokenizer.get_vocab():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 
@@ -32,9 +32,10 @@ class Ledger:
         row.metrics.update(self._empty | row.metrics)
 
     def count(
-        self, rows: Sequence[Any], k: int, drafted: Sequence[int], kept: Sequence[int]
+        self, rows: Sequence[Any], k: int, drafted: Sequence[int], kept: Sequence[int], apart: Collection[Any] = ()
     ) -> tuple[list[int], list[int]]:
-        """A step with k drafts: ``drafted[i]`` of row i counted and ``kept[i]`` were kept. Returns how many rows tried, and kept, each depth."""
+        """A step with k drafts: ``drafted[i]`` of row i counted and ``kept[i]`` were kept. Returns how many rows tried, and kept, each depth,
+        those ``apart`` left out."""
         tried, held = [0] * k, [0] * k
         for row, many, few in zip(rows, drafted, kept, strict=True):
             metrics = row.metrics
@@ -44,9 +45,10 @@ class Ledger:
                 continue
             metrics["drafted"] += many
             metrics["draft_steps"] += 1
+            told = row not in apart
             for depth in range(many):
-                tried[depth] += 1
-                held[depth] += depth < few
+                tried[depth] += told
+                held[depth] += told and depth < few
                 metrics[f"tried_{depth + 1}"] += 1
                 metrics[f"kept_{depth + 1}"] += depth < few
         return tried, held

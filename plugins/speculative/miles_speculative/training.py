@@ -12,9 +12,12 @@ from miles_core import Batch, ConfigError, Context, Unit
 from miles_embedded import OptimizerGroup, backbone, optimizer_group
 from miles_speculative.config import SpeculativeConfig
 from miles_speculative.draft import Draft
+from miles_speculative.eagle import Eagle
 from miles_speculative.head import Head, initialise
-from miles_speculative.loss import cross_entropy, divergence, entries
+from miles_speculative.loss import cross_entropy, distance, divergence, entries
 
+#: What an EAGLE head's distance from the policy's hidden states counts beside the distributions' (arXiv 2401.15077, section 4.2).
+_FEATURES = 10.0
 #: In ``Context.attached`` of a training pass: its call and its last hidden states.
 SEEN = "speculative.seen"
 
@@ -56,6 +59,8 @@ class DraftTraining:
         if soft:
             policy = hidden.index_select(0, packing.sources)
             found["draft_kl"] = (divergence(self.draft, out, policy, self.temperature), count)
+            if isinstance(self.draft, Eagle):
+                found["draft_features"] = (_FEATURES * distance(out, policy), count)
         return found
 
     @torch.no_grad()
