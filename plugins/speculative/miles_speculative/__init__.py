@@ -13,6 +13,7 @@ plugin = Plugin(
     config=SpeculativeConfig,
     hooks={"": ("miles_speculative.hooks:Speculative", "miles_speculative.embedded:EmbeddedSpeculative")},
     provides={"decoder": {"speculative": "miles_speculative.build:make_decoder"}},
+    review="miles_speculative.review:review",
     uses={"engine.draft": "the engine verifies the drafted tokens"},
     converts={
         "--mtp-num-layers": "miles_speculative.checkpoint:convert",

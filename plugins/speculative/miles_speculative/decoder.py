@@ -64,6 +64,7 @@ class SpeculativeDecoder(Decoder):
     def leave(self, rows: Sequence[Any]) -> None:
         for row in rows:
             self._fresh.pop(row, None)
+            self.ledger.end(row)
         self._blind.difference_update(rows)
 
     def step(self, engine: Any, rows: list[Any]) -> Emitted:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -29,10 +28,9 @@ from miles_embedded import (
     text_configuration,
     unloaded_model,
 )
+from miles_speculative.draft_files import INSIDE
 from miles_speculative.head import policy_logits
 
-#: What an exported policy has in front of the head's names.
-INSIDE = "draft."
 #: Copies of the policy's own, in the checkpoints of some heads.
 _SHARED = {"embed_tokens.weight", "lm_head.weight"}
 
@@ -65,34 +63,17 @@ class Eagle:
         return policy_logits(self.policy, out)
 
 
-def is_eagle(path: str | Path) -> bool:
-    """Whether a directory holds a head and not a whole model; CheckpointError for one of EAGLE-3."""
-    names = {name.removeprefix(INSIDE) for name in _names(Path(path))}
-    if "fc.weight" in names and any(name.startswith("midlayer.") for name in names):
-        raise CheckpointError(
-            f"--draft-model-path {path}: it is an EAGLE-3 head, which reads hidden states of several layers; give one of EAGLE or "
-            "EAGLE-2, or make one: miles convert --eagle-num-layers 1"
-        )
-    return "fc.weight" in names
-
-
 def attach_eagle(policy: Any, path: str | Path) -> Eagle:
     """Give ``policy`` the head in ``path``, in its own dtype and on its device.
 
     Raises:
-        CheckpointError: of another hidden size, or its tensors are not those of such a head.
+        CheckpointError: its tensors are not those of such a head. ``misfits`` is asked before.
     """
     tensors = dict(_tensors(Path(path)))
     if any(name.startswith(INSIDE) for name in tensors):  # an exported policy
         tensors = {n.removeprefix(INSIDE): t for n, t in tensors.items() if n.startswith(INSIDE)}
     tensors = {n: t for n, t in tensors.items() if n not in _SHARED and not n.endswith("inv_freq")}
     config = checkpoint_config(path)
-    size = text_configuration(policy).hidden_size
-    if tensors["fc.weight"].shape != (config.hidden_size, 2 * size) or config.hidden_size != size:
-        raise CheckpointError(
-            f"--draft-model-path {path}: its fc.weight is {list(tensors['fc.weight'].shape)}, and a head of this policy has "
-            f"[{size}, {2 * size}]; it was trained for another model"
-        )
     like = next(policy.parameters())
     draft = make_eagle(config, like.dtype, like.device, "fc.bias" in tensors)
     own = dict(draft.named_parameters())
@@ -158,14 +139,6 @@ def new_eagle(source: Path | str, target: Path | str, layers: int) -> Path:
     config.save_pretrained(target)
     save_file({n: p.detach().contiguous() for n, p in draft.named_parameters()}, Path(target) / "model.safetensors")
     return Path(target)
-
-
-def _names(path: Path) -> Iterator[str]:
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            yield from opened.keys()
-    if not any(path.glob("*.safetensors")):
-        yield from (name for name, _ in _tensors(path))
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from miles_core import Batch, ConfigError, Context, Unit
@@ -66,26 +67,17 @@ class DraftTraining:
     @torch.no_grad()
     def stepped(self) -> None:
         """An optimiser step was made."""
-        self._whole()
         for name, mean in self.means.items():
             mean.lerp_(self.draft.parameters[name].detach().float(), 1 - self.options.ema_decay)
 
     @torch.no_grad()
     def renew(self) -> None:
         """Start again from the policy as it is now, without moments."""
-        self._whole()
         assert isinstance(self.draft, Head)  # a rule of the manifest
         initialise(self.draft.policy, self.draft.layer)
         self.group.renewed = True
         for name, mean in self.means.items():
             mean.copy_(self.draft.parameters[name])
-
-    def _whole(self) -> None:
-        if any(hasattr(p, "full_tensor") for p in self.draft.parameters.values()):
-            raise ConfigError(
-                "--draft-ema-decay and --reinit-draft-interval work on whole weights, and the trainer's ranks have divided them: "
-                "add --sharding-strategy no_shard"
-            )
 
     def averaged(self, units: Iterator[Unit]) -> Iterator[Unit]:
         """The export stream with the running means in place of the draft's parameters."""
@@ -99,6 +91,16 @@ class DraftTraining:
 
         for unit in units:
             yield Unit({name: mean_of(tensor) for name, tensor in unit.tensors.items()})
+
+
+def check_ranks(options: SpeculativeConfig, strategy: str) -> None:
+    """Refuse what works on whole weights where ``strategy`` divides them among several ranks; ConfigError."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and strategy == "full_shard" and (options.ema_decay or options.reinit_interval):
+        raise ConfigError(
+            f"--draft-ema-decay and --reinit-draft-interval work on whole weights, and --sharding-strategy full_shard divides them among "
+            f"{ranks} ranks: add --sharding-strategy no_shard"
+        )
 
 
 def _see(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

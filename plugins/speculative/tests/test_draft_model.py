@@ -134,6 +134,8 @@ def test_a_draft_of_another_kind_is_refused(toy_run, small, tmp_path):
         check_draft(str(toy_files() / "model"), str(small), tokenizer)
     with pytest.raises(PlanError, match="are about an MTP layer"):
         toy_run(["speculative"], draft_model_path=small, enable_mtp_training=True)
+    with pytest.raises(PlanError, match="its vocabulary has 64 tokens"):  # and all of it before anything is loaded
+        toy_run(["speculative"], draft_model_path=other)
 
 
 def load_tokenizer(path):

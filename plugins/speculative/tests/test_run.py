@@ -63,7 +63,7 @@ def test_a_tree_gives_the_run_without_drafts(toy_run, toy_model):
 
 
 def test_a_tree_needs_layers_without_windows(toy_run, toy_model):
-    with pytest.raises(ConfigError, match="draft a chain"):
+    with pytest.raises(PlanError, match="draft a chain"):
         toy_run(["speculative"], hf_checkpoint=toy_model("qwen3", window=True), spec_topk=2)
 
 
