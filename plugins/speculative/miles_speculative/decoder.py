@@ -140,8 +140,12 @@ class SpeculativeDecoder(Decoder):
         counts = torch.tensor([len(chain) for chain in chains], device=device)
         dist = engine.distribution(fed.logits, rows, counts)
         starts = [0, *accumulate(map(len, chains))]
-        padded = [[s + min(i, n) for i in range(k + 1)] for s, n in zip(starts, room, strict=False)]
-        probs = dist.log_probs.exp()[torch.tensor(padded, device=device)]
+        probs = dist.log_probs.exp()
+        if min(room) == k:
+            probs = probs.view(len(rows), k + 1, -1)
+        else:
+            padded = [[s + min(i, n) for i in range(k + 1)] for s, n in zip(starts, room, strict=False)]
+            probs = probs[torch.tensor(padded, device=device)]
         at = torch.from_numpy(lengths_of(rows)).to(device).unsqueeze(1) + torch.arange(k + 1, device=device)
         keep, draw = engine.uniform(rows, at[:, :k], KEEP), engine.uniform(rows, at, DRAW)
         found = verify(probs, q, drafts, torch.tensor(room, device=device), keep, draw)
