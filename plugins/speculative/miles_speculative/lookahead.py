@@ -21,6 +21,8 @@ _FORGOTTEN, _MANY = 0.04, 4
 _GAIN = 1.03
 #: A batch size is measured anew after so many steps, then, while the choice stays the same, after twice as many, up to a limit.
 _AGAIN, _SELDOM = 64, 1024
+#: Between trials the choice is made again every so many steps.
+_EVERY = 8
 #: Prompts are worth reading again so many steps before trials are due.
 _AHEAD = 256
 #: Numbers of drafts that are tried first; the first step of each is not counted.
@@ -76,7 +78,7 @@ class Auto(Lookahead):
     def idle(self) -> bool:
         smaller = [self.costs.get(size) for size in range(1, self.size + 1)]
         return bool(smaller) and all(
-            c is not None and not c.trials and c.due - c.steps > _AHEAD and not self.best(c) for c in smaller
+            c is not None and not c.trials and c.due - c.steps > _AHEAD and c.chosen == 0 for c in smaller
         )
 
     def choose(self, rows: int) -> int:
@@ -92,8 +94,11 @@ class Auto(Lookahead):
             costs.wait = min(2 * costs.wait, _SELDOM) if best == costs.best else _AGAIN
             costs.due, costs.best = costs.steps + costs.wait, best
         if costs.trials:
+            costs.chosen = None
             return min(costs.trials.pop(0), self.most)
-        return self.best(costs)
+        if costs.chosen is None or costs.steps % _EVERY == 0:
+            costs.chosen = self.best(costs)
+        return costs.chosen
 
     def best(self, costs: Costs, least: int = 0) -> int:
         """The k, at least ``least``, with the most tokens a second."""
@@ -153,7 +158,7 @@ class Costs:
         seconds: drafts -> median of the newest times; of another batch size as long as there are none.
         trials: numbers of drafts to be tried next.
         steps, due, wait: steps made, when the next trials are due, and how long that is after the last ones.
-        best: what was best at the last trials.
+        best, chosen: what was best at the last trials, and is in use.
         times: drafts -> the newest times; empty after the first one, which is not counted.
     """
 
@@ -163,6 +168,7 @@ class Costs:
     due: int = _AGAIN
     wait: int = _AGAIN
     best: int | None = None
+    chosen: int | None = None
     times: dict[int, deque[float]] = field(default_factory=dict)
 
     def add(self, k: int, seconds: float) -> None:
