@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from miles_core import ConfigError
+from miles_embedded import has_windows
 from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.draft import Draft
 from miles_speculative.draft_model import draft_on
@@ -25,4 +27,9 @@ def make_decoder(run: Any, policy: Any, engine: Any) -> SpeculativeDecoder:
     draft: Draft = draft_on(engine.model) if options.draft_model_path else head_of(engine.model)
     if options.topk == 1:
         return SpeculativeDecoder(draft, lookahead, options.profile)
+    if any(map(has_windows, (engine.model, getattr(engine.model, "draft", engine.model)))):
+        raise ConfigError(  # the plan says so of the run's own checkpoint; a policy may have another
+            f"--spec-topk {options.topk}: {type(engine.model).__name__} or its draft has layers with a sliding window, which cannot tell the "
+            "branches of a tree apart; draft a chain (--spec-topk 1)"
+        )
     return TreeDecoder(draft, lookahead, options.topk, options.profile)

@@ -9,14 +9,11 @@ from typing import Any
 
 from safetensors import safe_open
 
-#: What an exported policy has in front of a head's names.
-INSIDE = "draft."
-
 
 def is_eagle(path: str | Path) -> bool:
     """Whether a directory holds an EAGLE head and not a whole model: ``fc`` tells them apart. Only heads come as torch's own file."""
     names = tensor_names(Path(path))
-    return any(n.removeprefix(INSIDE) == "fc.weight" for n in names) or (not names and any(Path(path).glob("*.bin")))
+    return "fc.weight" in names or (not names and any(Path(path).glob("*.bin")))
 
 
 def misfits(path: str | Path, checkpoint: str | Path) -> Iterator[str]:
@@ -35,7 +32,7 @@ def misfits(path: str | Path, checkpoint: str | Path) -> Iterator[str]:
         )
     names = tensor_names(Path(path))
     if is_eagle(path):
-        if any(name.removeprefix(INSIDE).startswith("midlayer.") for name in names):
+        if any(name.startswith("midlayer.") for name in names):
             yield (
                 f"{flag}: it is an EAGLE-3 head, which reads hidden states of several layers; give one of EAGLE or EAGLE-2, or make "
                 "one: miles convert --eagle-num-layers 1"

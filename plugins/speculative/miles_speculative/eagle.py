@@ -28,7 +28,6 @@ from miles_embedded import (
     text_configuration,
     unloaded_model,
 )
-from miles_speculative.draft_files import INSIDE
 from miles_speculative.head import policy_logits
 
 #: Copies of the policy's own, in the checkpoints of some heads.
@@ -69,10 +68,7 @@ def attach_eagle(policy: Any, path: str | Path) -> Eagle:
     Raises:
         CheckpointError: its tensors are not those of such a head. ``misfits`` is asked before.
     """
-    tensors = dict(_tensors(Path(path)))
-    if any(name.startswith(INSIDE) for name in tensors):  # an exported policy
-        tensors = {n.removeprefix(INSIDE): t for n, t in tensors.items() if n.startswith(INSIDE)}
-    tensors = {n: t for n, t in tensors.items() if n not in _SHARED and not n.endswith("inv_freq")}
+    tensors = {n: t for n, t in _tensors(Path(path)) if n not in _SHARED and not n.endswith("inv_freq")}
     config = checkpoint_config(path)
     like = next(policy.parameters())
     draft = make_eagle(config, like.dtype, like.device, "fc.bias" in tensors)

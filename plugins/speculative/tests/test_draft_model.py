@@ -96,7 +96,7 @@ def test_an_eagle_head_drafts_trees_and_learns(toy_run, tmp_path, capsys):
 
 
 def test_an_eagle_head_is_read_as_published(tmp_path):
-    """From torch's own file, with a bias and copies of what the policy has; from an exported policy; not from another layout."""
+    """From torch's own file, with a bias and copies of what the policy has; not from another layout."""
     checkpoint = tiny_checkpoint("qwen3", tmp_path / "policy")
     head = new_eagle(checkpoint, tmp_path / "head", 1)
     tensors = load_file(head / "model.safetensors")
@@ -107,9 +107,7 @@ def test_an_eagle_head_is_read_as_published(tmp_path):
     assert draft.parameters.keys() == EAGLE | {"fc.bias"}
     assert torch.equal(draft.parameters["fc.bias"], published["fc.bias"])
     (head / "pytorch_model.bin").unlink()
-    save_file(
-        {f"draft.{n}": t for n, t in tensors.items()} | {"lm_head.weight": torch.zeros(1)}, head / "model.safetensors"
-    )
+    save_file(tensors | {"lm_head.weight": torch.zeros(1)}, head / "model.safetensors")
     engine = EmbeddedEngine(load_model(checkpoint), Settings(str, eos=[1]))
     engine.decoder = TreeDecoder(attach_model(engine.model, head), Lookahead(3), 2)
     plain = EmbeddedEngine(load_model(checkpoint), Settings(str, eos=[1]))
