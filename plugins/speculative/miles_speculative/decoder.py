@@ -27,7 +27,7 @@ from miles_speculative.verify import verify
 #: Streams of random numbers, see ``engine.uniform``: the token behind what is kept, whether a draft is kept, the drafts.
 DRAW, KEEP, DRAFT = 0, 1, 2
 #: While nothing is drafted, the hidden states of so many steps wait in memory, should drafting begin again; what came before is forgotten.
-UNREAD = 64
+UNREAD = 16
 
 
 class SpeculativeDecoder(Decoder):

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from miles_speculative.config import MOST
 
 #: A time is the median of the newest ones, so many.
-_TIMES = 5
+_TIMES = 3
 #: What a step forgets of the counts of drafts before it; of a batch smaller than this, in proportion less.
 _FORGOTTEN, _MANY = 0.04, 4
 #: Drafting must be faster by this factor.
@@ -90,19 +90,21 @@ class Auto(Lookahead):
         if not costs.trials and costs.steps >= costs.due:
             # what is not in use goes stale: plain steps, and one draft more, while drafting pays; drafts while it does not
             best = self.best(costs)
-            costs.trials = [0, 0, best + 1, best + 1] if best else [self.best(costs, least=1)] * 3
-            costs.wait = min(2 * costs.wait, _SELDOM) if best == costs.best else _AGAIN
+            costs.trials = [0, 0, best + 1, best + 1] if best else [self.best(costs, least=1)] * 2
+            costs.wait = min(2 * costs.wait, _SELDOM) if best == costs.best or not best else _AGAIN
             costs.due, costs.best = costs.steps + costs.wait, best
         if costs.trials:
             costs.chosen = None
             return min(costs.trials.pop(0), self.most)
-        if costs.chosen is None or costs.steps % _EVERY == 0:
+        if costs.chosen is None or costs.steps % _EVERY == 0 or len(costs.times.get(costs.chosen, ())) < 2:
             costs.chosen = self.best(costs)
         return costs.chosen
 
     def best(self, costs: Costs, least: int = 0) -> int:
-        """The k, at least ``least``, with the most tokens a second."""
-        rates = {k: self.acceptance.length(k) / costs.of(k) for k in range(1, self.most + 1)}
+        """The k, at least ``least``, with the most tokens a second; at most one more than was tried, because products of a few rows
+        more may take another path and cost much more than those before them."""
+        most = min(max(costs.seconds, default=0) + 1, self.most)
+        rates = {k: self.acceptance.length(k) / costs.of(k) for k in range(1, most + 1)}
         best = max(rates, key=rates.__getitem__)
         return 0 if not least and rates[best] < _GAIN / costs.of(0) else best
 
