@@ -3,7 +3,73 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_core import Plugin, __version__, option
+from miles_core import Plugin, Rule, __version__, option
+
+#: Model types that are refused, and why. ``docs/families.md`` lists them; whoever is in neither list has not been tried, and is held
+#: against its plain forward when an engine is built.
+REFUSED: dict[str, tuple[str, ...]] = {
+    "its layers keep a recurrent state (linear attention, Mamba, convolutions): the embedded backend caches keys and values and "
+    "packs sequences in one row, where such a state would run from one sequence into the next; use another engine and trainer": (
+        *(
+            "bailing_hybrid",
+            "bamba",
+            "falcon_h1",
+            "falcon_mamba",
+            "inkling_text",
+            "inkling2_text",
+            "jamba",
+            "kimi_linear",
+        ),
+        *(
+            "lfm2",
+            "lfm2_moe",
+            "lfm3",
+            "mamba",
+            "mamba2",
+            "minimax",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5",
+            "qwen3_5_text",
+        ),
+        *(
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "qwen3_next",
+            "qwen4_exp",
+            "qwen4_exp_text",
+            "recurrent_gemma",
+            "rwkv",
+            "xlstm",
+        ),
+        *("zamba", "zamba2"),
+    ),
+    "its code has no list of decoder layers that attend through Transformers' attention interface, which is where the embedded "
+    "backend attends; use another engine and trainer": (
+        *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
+        *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
+        *(
+            "gpt_bigcode",
+            "gpt_neo",
+            "gptj",
+            "hrm_text",
+            "marian",
+            "mbart",
+            "megatron-bert",
+            "mpt",
+            "mvp",
+            "openai-gpt",
+            "opt",
+        ),
+        *("pegasus", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm", "xlm-roberta"),
+        *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm"),
+    ),
+    "its attention does something that packed sequences or cached keys do not allow (two attentions in one cache slot, a mask or "
+    "positions of its own, a compressed or indexed cache); use another engine and trainer": (
+        *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "modernbert-decoder"),
+    ),
+}
+_STATE, *_OTHERS = REFUSED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,4 +113,8 @@ plugin = Plugin(
         "trainer": ("entropy", "sampling_support", "routing_replay", "rebuild"),
     },
     defaults={"engine": "embedded", "trainer": "embedded"},
+    requires=(
+        Rule(f"not model.recurrent and model.type not in {{{', '.join(REFUSED[_STATE])}}}", _STATE),
+        *(Rule(f"model.type not in {{{', '.join(REFUSED[why])}}}", why) for why in _OTHERS),
+    ),
 )

@@ -60,12 +60,21 @@ _MODEL_NAMES = (
     "context",
     "mtp_layers",
     "quantized",
+    "recurrent",
 )
 #: fact -> the keys of config.json that mean it, by model family.
 _KEYS: dict[str, tuple[str, ...]] = {
     "type": ("model_type",),
     "num_experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k"),
+    "top_k": (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "experts_per_token",
+        "moe_top_k",
+        "moe_topk",
+        "moe_k",
+        "top_k_experts",
+    ),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd"),
@@ -237,6 +246,7 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
     found["moe_layers"] = (len(moe_layers(inner)), origin) if moe else (0, origin)
     found["mtp_layers"] = (int(found["mtp_layers"][0] or 0), found["mtp_layers"][1])
     found["context"] = _context(inner, *found["context"])
+    found["recurrent"] = _recurrent(inner)
     quantisation = config.get("quantization_config") or inner.get("quantization_config") or {}
     method = quantisation.get("quant_method", "yes") if quantisation else "none"
     found["quantized"] = (method, f"config.json: {'' if quantisation else 'no '}quantization_config")
@@ -246,6 +256,32 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
         state = State.KNOWN if value is not None else State.NOT_APPLICABLE if name == "top_k" else State.UNKNOWN
         facts.append(Fact(f"model.{name}", value, origin, state))
     return facts
+
+
+#: What says that layers keep a state which every token changes: kinds of layers, and keys where kinds are not listed.
+_STATEFUL = re.compile("linear|mamba|conv|recurrent|ssm|hybrid")
+_STATE_KEYS = (
+    "linear_attn_config",
+    "linear_num_value_heads",
+    "full_attention_interval",
+    "mamba_d_state",
+    "mamba_num_heads",
+    "ssm_state_size",
+    "state_size",
+    "conv_L_cache",
+    "lru_width",
+)
+
+
+def _recurrent(config: Mapping[str, Any]) -> tuple[bool, str]:
+    """Whether layers keep a recurrent state (linear attention, Mamba, convolutions), which a cache of keys and values is not."""
+    for key in ("layer_types", "layers_block_type"):
+        listed = config.get(key)
+        if isinstance(listed, list):
+            kind = next((k for k in listed if _STATEFUL.search(str(k))), None)
+            return kind is not None, f"config.json: {key} has {kind or 'attention only'}"
+    key = next((k for k in _STATE_KEYS if config.get(k)), None)
+    return key is not None, f"config.json: {key or 'nothing of a recurrent state'}"
 
 
 #: Rotary embeddings whose frequencies depend on how long a sequence has become.

@@ -27,6 +27,10 @@ class Call(Protocol):
     def longest(self) -> int:
         """The most keys that a row of this call has, itself included."""
 
+    @property
+    def positions(self) -> Tensor:
+        """[rows] position of each row in its sequence."""
+
     def attend(
         self,
         module: nn.Module,

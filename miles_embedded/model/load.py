@@ -27,10 +27,17 @@ from miles_embedded.model.dequantize import dequantized
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.onednn import use_fast_linear
+from miles_embedded.model.temperature import tune_by_position
 
 NAME = "miles"
 #: Values of a configuration's ``layer_types`` that attention here knows; the last two are one thing in different releases.
-_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention"}
+_LAYER_TYPES = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "deepseek_sparse_attention",
+}
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
@@ -144,6 +151,8 @@ def prepare(model: nn.Module) -> nn.Module:
     configuration(model).use_cache = False
     watch_layers(backbone(model), decoder_layers(model))
     use_fast_linear(model)
+    for module in model.modules():
+        tune_by_position(module)
     return model
 
 
@@ -159,12 +168,6 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
             "does not know; use another engine and trainer"
         )
     config = text_configuration(model)
-    cap = getattr(config, "attn_logit_softcapping", None)
-    if cap is not None:
-        raise CheckpointError(
-            f"{type(model).__name__} caps the scores of its attention (attn_logit_softcapping = {cap} in config.json), which the "
-            "embedded backend does not do; use another engine and trainer"
-        )
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         raise CheckpointError(

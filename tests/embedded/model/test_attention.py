@@ -19,7 +19,7 @@ from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.settings import Settings
-from miles_embedded.model.attention import AttentionOptions, attend_padded, causal, with_sinks
+from miles_embedded.model.attention import AttentionOptions, attend_padded, with_sinks
 from miles_embedded.model.load import load_model, prepare
 from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
@@ -193,14 +193,17 @@ def test_an_indexers_scores_are_bounded(monkeypatch, tmp_path):
 def test_sinks_as_a_key_are_sinks_as_a_score():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 7, d, generator=generator) for h, d in ((6, 8), (2, 8), (2, 5)))
-    sinks, mask = torch.randn(6, generator=generator), causal(7, 7, 3, q.device)[None, None]
+    sinks, mask = (
+        torch.randn(6, generator=generator),
+        AttentionOptions(3).sees(torch.arange(7)[:, None], torch.arange(7))[None, None],
+    )
     more_q, more_k, more_v, more_mask = with_sinks(q, k, v, mask, sinks, 0.3)
     assert more_q.shape == (2, 6, 7, 11) and more_k.shape == (2, 2, 8, 11) and more_v.shape == (2, 2, 8, 5)
     assert more_mask.shape == (1, 1, 7, 8)
     scores = torch.einsum("nhqd,nhkd->nhqk", more_q, more_k.repeat_interleave(3, 1)) * 0.3
     torch.testing.assert_close(scores[..., 0], sinks[None, :, None].expand(2, -1, 7))
     torch.testing.assert_close(scores[..., 1:], torch.einsum("nhqd,nhkd->nhqk", q, k.repeat_interleave(3, 1)) * 0.3)
-    out = attend_padded(q, k, v, mask, 0.3, True, torch.full((6,), 40.0))
+    out = attend_padded(q, k, v, mask, 0.3, True, AttentionOptions(sinks=torch.full((6,), 40.0)))
     assert out.abs().max() < 1e-6  # sinks far above all scores leave nothing
 
 
@@ -215,14 +218,6 @@ def test_layers_that_do_more_than_attend_are_refused():
         transformers.Qwen3NextConfig(**COMMON, **MOE, head_dim=16), attn_implementation="miles"
     )
     with pytest.raises(CheckpointError, match="layers of type linear_attention"):
-        prepare(model)
-
-
-def test_capped_scores_are_refused():
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.Gemma2Config(**COMMON, head_dim=16), attn_implementation="miles"
-    )
-    with pytest.raises(CheckpointError, match=r"attn_logit_softcapping = 50\.0"):
         prepare(model)
 
 
