@@ -60,7 +60,6 @@ _MODEL_NAMES = (
     "context",
     "mtp_layers",
     "quantized",
-    "recurrent",
 )
 #: fact -> the keys of config.json that mean it, by model family.
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -246,7 +245,6 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
     found["moe_layers"] = (len(moe_layers(inner)), origin) if moe else (0, origin)
     found["mtp_layers"] = (int(found["mtp_layers"][0] or 0), found["mtp_layers"][1])
     found["context"] = _context(inner, *found["context"])
-    found["recurrent"] = _recurrent(inner)
     quantisation = config.get("quantization_config") or inner.get("quantization_config") or {}
     method = quantisation.get("quant_method", "yes") if quantisation else "none"
     found["quantized"] = (method, f"config.json: {'' if quantisation else 'no '}quantization_config")
@@ -258,39 +256,14 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
     return facts
 
 
-#: What says that layers keep a state which every token changes: kinds of layers, and keys where kinds are not listed.
-_STATEFUL = re.compile("linear|mamba|conv|recurrent|ssm|hybrid")
-_STATE_KEYS = (
-    "linear_attn_config",
-    "linear_num_value_heads",
-    "full_attention_interval",
-    "mamba_d_state",
-    "mamba_num_heads",
-    "ssm_state_size",
-    "state_size",
-    "conv_L_cache",
-    "lru_width",
-)
-
-
-def _recurrent(config: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether layers keep a recurrent state (linear attention, Mamba, convolutions), which a cache of keys and values is not."""
-    for key in ("layer_types", "layers_block_type"):
-        listed = config.get(key)
-        if isinstance(listed, list):
-            kind = next((k for k in listed if _STATEFUL.search(str(k))), None)
-            return kind is not None, f"config.json: {key} has {kind or 'attention only'}"
-    key = next((k for k in _STATE_KEYS if config.get(k)), None)
-    return key is not None, f"config.json: {key or 'nothing of a recurrent state'}"
-
-
 #: Rotary embeddings whose frequencies depend on how long a sequence has become.
 _GROWING = ("dynamic", "longrope", "su")
 
 
 def _context(config: Mapping[str, Any], longest: Any, origin: str) -> tuple[Any, str]:
     """The longest sequence whose tokens all have one set of rotary frequencies: behind the original limit of ``longrope`` and
-    ``dynamic`` they change with the length, so what was generated before it and what is scored behind it would differ."""
+    ``dynamic`` they change with the length, and engines and trainers differ in how. A longer ``--rollout-max-context-len`` goes
+    beyond it."""
     given = [config.get("rope_parameters"), config.get("rope_scaling")]
     for rope in [
         item for one in given if isinstance(one, dict) for item in (one, *one.values()) if isinstance(item, dict)

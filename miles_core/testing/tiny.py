@@ -120,14 +120,21 @@ def tiny_checkpoint(family: str, directory: str | Path, seed: int = 0, **changes
 
     Weights are larger than a fresh initialisation's, so that different tokens get clearly different probabilities.
     """
-    import torch
     import transformers
 
     name, values = (FAMILIES | ROUTER_FAMILIES)[family]
-    config = getattr(transformers, name)(**{**values, **changes})
+    return random_checkpoint(getattr(transformers, name)(**{**values, **changes}), directory, seed)
+
+
+def random_checkpoint(config: Any, directory: str | Path, seed: int = 0) -> Path:
+    """Save a random model with this Transformers configuration, as ``tiny_checkpoint``."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto: Any = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:

@@ -53,6 +53,11 @@ class PromptCall:
         """[rows] position of each row in its sequence."""
         return to_device(np.concatenate([np.arange(n) for n in self.lengths]), self.ctx.rows.device)
 
+    @property
+    def spans(self) -> np.ndarray:
+        """See ``Call.spans``."""
+        return np.repeat(np.asarray(self.lengths, np.int64), self.lengths)
+
     def pad(self, flat: Tensor) -> Tensor:
         """[rows, ...] -> [sequences, longest, ...]."""
         picked = flat if self.even else flat.index_select(0, self._pad)
@@ -129,6 +134,11 @@ class DecodeCall:
     def positions(self) -> Tensor:
         """[rows] position of each row in its sequence."""
         return to_device(self.rows.positions, self.rows.device)
+
+    @property
+    def spans(self) -> np.ndarray:
+        """See ``Call.spans``."""
+        return self.rows.positions + 1
 
     def attend(
         self,

@@ -28,7 +28,7 @@ from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.decoder import one_each
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks
 from miles_embedded.engine.runner import Fed, Runner
-from miles_embedded.engine.scheduler import Row, Scheduler
+from miles_embedded.engine.scheduler import Row, Scheduler, not_recorded
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
@@ -46,11 +46,12 @@ class EmbeddedEngine(Engine):
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
         self.decoder = settings.decoder
-        config = text_configuration(model)
         self.max_context = context_limit(model, settings.max_context)
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype)
-        self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
+        self.scheduler = Scheduler(
+            settings.detokenize, settings.eos, self.max_context, text_configuration(model).vocab_size
+        )
         self.rows: list[Row] = []
         self._joining: list[Row] = []
         self._prefixes = Prefixes(self.runner)
@@ -118,18 +119,15 @@ class EmbeddedEngine(Engine):
         if mode == "abort":
             await self.abort()
         elif mode == "retract":
-            self._retract()
+            self._retract(self.rows)
         elif mode != "in_place":
             raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
-        wanted = None if keys is None else frozenset(keys)
-
-        def meant(row: Row) -> bool:
-            return wanted is None or row.request.key in wanted
-
-        self._finish([row for row in self.rows if meant(row)], "abort")
-        for row in [row for row in self.scheduler.waiting if meant(row)]:
+        meant = [row for row in (*self.rows, *self.scheduler.waiting) if keys is None or row.request.key in keys]
+        waiting = [row for row in meant if row.slot < 0]
+        self._finish([row for row in meant if row.slot >= 0], "abort")
+        for row in waiting:
             self.scheduler.waiting.remove(row)
             self.scheduler.respond(row, "abort", row.kept)
 
@@ -243,6 +241,7 @@ class EmbeddedEngine(Engine):
         self._leave([row for row in self.rows if row.future.done()])
         try:
             self._admit()
+            self._recompute_grown()
             if self.rows:
                 emitted = self.decoder.step(self, self.rows)
                 self._finish(self.scheduler.accept(self.rows, emitted, self.version))
@@ -254,6 +253,13 @@ class EmbeddedEngine(Engine):
         tokens = [row.tokens for row in (*self.rows, *self._joining)]
         found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0))
         return f"engine, weight version {self.version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
+
+    def _recompute_grown(self) -> None:
+        """Rows whose next token is fed with other rotary frequencies than those in the cache: all of their tokens are computed again."""
+        grown = [row for row in self.rows if self.runner.switch and len(row.tokens) == self.runner.switch + 1]
+        if grown:
+            self._retract(grown, anew=True)
+            self._admit()
 
     def _admit(self) -> None:
         waiting = self.scheduler.waiting
@@ -272,7 +278,7 @@ class EmbeddedEngine(Engine):
         found = self._prefixes.compute(wanted, lambda prompts: self.decoder.prompts(self, prompts))
         for row in joining:
             if lacking := row.fields - found[row.start].fields:
-                row.future.set_exception(_not_recorded(lacking))
+                row.future.set_exception(not_recorded(lacking))
         joining = [row for row in joining if not row.future.done()]
         if not joining:
             return
@@ -283,7 +289,7 @@ class EmbeddedEngine(Engine):
         self.rows += joining
         self._changed()
         self.decoder.join(self, joining, [p.hidden for p in prefixes])
-        self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if not r.log_probs])
+        self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if r.anew or not r.log_probs])
 
     def _first_tokens(self, fresh: list[tuple[Row, Prefix]]) -> None:
         """Sample what follows the prefixes, whose logits are computed once for all rows that share one."""
@@ -293,6 +299,8 @@ class EmbeddedEngine(Engine):
         logits = self.runner.head(torch.stack([prefix.hidden for prefix in order]))
         index = torch.tensor([order[prefix] for _, prefix in fresh], device=logits.device)
         rows = [row for row, _ in fresh]
+        for row in rows:
+            row.anew = False
         sampled = self.sample(logits.index_select(0, index), rows)
         self._finish(self.scheduler.accept(rows, one_each(sampled), self.version))
 
@@ -331,10 +339,10 @@ class EmbeddedEngine(Engine):
         self._prefixes.moved(*prefixes)
         self._changed()
 
-    def _retract(self) -> None:
-        rows = list(self.rows)
+    def _retract(self, rows: Sequence[Row], anew: bool = False) -> None:
+        rows = list(rows)
         for row, kept in zip(rows, self._extras(rows), strict=True):
-            row.kept = kept
+            row.kept, row.anew = kept, anew
         self._leave(rows)
         self.scheduler.waiting.extendleft(reversed(rows))
 
@@ -390,10 +398,3 @@ class EmbeddedEngine(Engine):
         if positions is None:
             positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=keys.device)
         return draw.uniform(self.settings.seed, keys, positions, stream)
-
-
-def _not_recorded(names: set[str]) -> MilesError:
-    return MilesError(
-        f"a request asks for {', '.join(sorted(names))}, but nothing in the engine's model recorded it; "
-        "the plugin that declares the field must hook the rollout model (on_model with role rollout or shared)"
-    )

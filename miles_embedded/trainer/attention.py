@@ -116,6 +116,12 @@ class PackedCall:
         """[rows] position of each row in its sequence."""
         return self.packing.positions
 
+    @property
+    def spans(self) -> Ints:
+        """See ``Call.spans``; 0 is any length that has the frequencies of a short one."""
+        spans = self.packing.spans
+        return np.zeros(len(self.packing.rows), np.int64) if spans is None else spans
+
     def attend(
         self,
         module: nn.Module,
