@@ -190,11 +190,8 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
 def backbone(model: nn.Module) -> nn.Module:
     """The decoder stack below ``lm_head``; of a model with towers, that of its language model."""
     found: Any = model
-    names = (
-        found.base_model_prefix,
-        "model",
-        "language_model",
-    )  # Llama 4's text model is named after the one with vision
+    # Llama 4's text model is named after the one with vision
+    names: tuple[str, ...] = (found.base_model_prefix, "model", "language_model")
     while not hasattr(found, "layers"):
         inner = next((x for n in names if isinstance(x := getattr(found, n, None), nn.Module) and x is not found), None)
         if inner is None:
