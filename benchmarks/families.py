@@ -28,6 +28,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.fused_experts import Family
+from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.manifest import REFUSED
@@ -38,7 +39,6 @@ from miles_embedded.model.load_units import load_units
 from miles_embedded.model.routers import routed_blocks
 from miles_embedded.model.views import export, views
 from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint, score_gap
-from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_fp8.format import Fp8
 from miles_int4.format import Int4

@@ -7,7 +7,7 @@ method may be called only between ``start`` and ``stop``. ``miles_core.testing.E
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from miles_core.precision.quantizer import Quantizer
 
 PauseMode = Literal["abort", "retract", "in_place"]
+#: What an engine holds in the memory of its device, and can give back apart from each other.
+EnginePart = Literal["weights", "cache"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Response:
 
 class Engine(ABC):
     """A rollout engine. ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``,
-    ``token_versions``, ``draft``, ``keyed_sampling``, ``rebuild``, ``shared_storage``, and ``transport:NAME`` for each transport
+    ``token_versions``, ``draft``, ``keyed_sampling``, ``rebuild``, ``shared_storage``, ``sleep``, and ``transport:NAME`` for each transport
     whose messages ``receive`` takes."""
 
     capabilities: frozenset[str] = frozenset()
@@ -97,6 +99,10 @@ class Engine(ABC):
     kv_cache_dtype: str = ""
     #: whether tensor cores read the codes of its quantised layers, and it can emulate them (``emulated_products``)
     native_products: bool = False
+    #: gives this engine the learner's weights again, under the version that they have; set by a runtime that has learner and
+    #: engine in one process. An engine whose model lives in a process of its own, and dies there, starts it anew, awaits this
+    #: and asks again for what was in flight; without it, it raises ``WorkerLost`` without a name.
+    resend: Callable[[], Awaitable[None]] | None = None
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
         """How weights stored in ``format`` ("" for BF16) can change while the engine runs."""
@@ -172,12 +178,15 @@ class Engine(ABC):
         """Return requests in flight with finish ``abort`` and their partial results: those with these keys (others go on, and
         a key that is not in flight is none's), or all. An engine that is paused stays paused."""
 
-    async def sleep(self) -> None:
-        """Give memory back between rollouts; the next call needs ``wake``. Nothing to do by default."""
+    async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        """Give the device memory of these parts back, so that a trainer on the same device can use it; what sleeps already stays
+        so. In-flight requests must be paused in a mode that keeps no cache, or absent. No request is computed until both parts
+        are awake. Weights that lie in the trainer's memory (``share_weights``) are not the engine's to give. Capability
+        ``sleep``; nothing to do by default."""
 
-    async def wake(self, parts: Sequence[Literal["weights", "cache"]] = ("weights", "cache")) -> None:
-        """Undo ``sleep``, in one call or ``weights`` first, so that an update needs no cache beside it. Weights hold
-        nothing defined until the next update."""
+    async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        """Undo ``sleep``, in one call or ``weights`` first, so that an update needs no cache beside it. Weights that slept hold
+        nothing defined until the next update; those that did not are still served."""
 
     async def rebuild(self, precision: str) -> None:
         """Serve weights in another precision (a number format's name, or ``bf16``) from the next ``update_weights`` on, which

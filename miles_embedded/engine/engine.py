@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from miles_core.contracts.engine import Engine, PauseMode, Request, Response
+from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
 from miles_core.precision.codec import Codec
@@ -26,9 +26,9 @@ from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.decoder import one_each
-from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks
+from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks, not_recorded
 from miles_embedded.engine.runner import Fed, Runner
-from miles_embedded.engine.scheduler import Row, Scheduler, not_recorded
+from miles_embedded.engine.scheduler import Row, Scheduler
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
@@ -49,9 +49,8 @@ class EmbeddedEngine(Engine):
         self.max_context = context_limit(model, settings.max_context)
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype)
-        self.scheduler = Scheduler(
-            settings.detokenize, settings.eos, self.max_context, text_configuration(model).vocab_size
-        )
+        vocabulary = text_configuration(model).vocab_size
+        self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, vocabulary)
         self.rows: list[Row] = []
         self._joining: list[Row] = []
         self._prefixes = Prefixes(self.runner)
@@ -77,7 +76,7 @@ class EmbeddedEngine(Engine):
 
     async def stop(self) -> None:
         await self.pause("abort")
-        await self.sleep()
+        await self.sleep(["cache"])
         self._stopped = True
 
     async def generate(self, request: Request) -> Response:
@@ -119,7 +118,7 @@ class EmbeddedEngine(Engine):
         if mode == "abort":
             await self.abort()
         elif mode == "retract":
-            self._retract(self.rows)
+            self._retract(list(self.rows))
         elif mode != "in_place":
             raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
 
@@ -135,12 +134,18 @@ class EmbeddedEngine(Engine):
         self._paused = False
         self._wake()
 
-    async def sleep(self) -> None:
-        """Free the cache; the weights stay, so that nothing has to come back before the next update."""
+    async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         if self.rows:
             raise RuntimeError(f"sleep with {len(self.rows)} requests in the cache: abort or retract them first")
-        self.runner.clear()
-        self._prefixes.clear()
+        if "cache" in parts:  # it comes back by itself
+            self.runner.clear()
+            self._prefixes.clear()
+        if "weights" in parts:
+            self._weights.sleep()
+
+    async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        if "weights" in parts:
+            self._weights.wake()
 
     async def rebuild(self, precision: str) -> None:
         self._quiet("rebuild")
@@ -235,13 +240,12 @@ class EmbeddedEngine(Engine):
     def _step(self) -> None:
         if not self._weights.complete:
             raise MilesError(
-                "the engine has no complete weights (an update failed part-way, or its layout changed); it cannot "
+                "the engine has no complete weights (an update failed part-way, its layout changed, or they slept); it cannot "
                 "generate until an update succeeds"
             )
         self._leave([row for row in self.rows if row.future.done()])
         try:
             self._admit()
-            self._recompute_grown()
             if self.rows:
                 emitted = self.decoder.step(self, self.rows)
                 self._finish(self.scheduler.accept(self.rows, emitted, self.version))
@@ -254,13 +258,6 @@ class EmbeddedEngine(Engine):
         found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0))
         return f"engine, weight version {self.version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
 
-    def _recompute_grown(self) -> None:
-        """Rows whose next token is fed with other rotary frequencies than those in the cache: all of their tokens are computed again."""
-        grown = [row for row in self.rows if self.runner.switch and len(row.tokens) == self.runner.switch + 1]
-        if grown:
-            self._retract(grown, anew=True)
-            self._admit()
-
     def _admit(self) -> None:
         waiting = self.scheduler.waiting
         while waiting and len(self.rows) + len(self._joining) < self.settings.max_running_requests:
@@ -270,6 +267,11 @@ class EmbeddedEngine(Engine):
         if self._joining:
             self._join(self._joining)
             self._joining = []
+        # their next token is fed with other rotary frequencies than those in the cache: all of their tokens are computed again
+        grown = [row for row in self.rows if self.runner.switch and len(row.tokens) == self.runner.switch + 1]
+        if grown:
+            self._retract(grown, anew=True)
+            self._admit()
 
     def _join(self, joining: list[Row]) -> None:
         wanted: dict[Key, set[str]] = {}
@@ -340,7 +342,6 @@ class EmbeddedEngine(Engine):
         self._changed()
 
     def _retract(self, rows: Sequence[Row], anew: bool = False) -> None:
-        rows = list(rows)
         for row, kept in zip(rows, self._extras(rows), strict=True):
             row.kept, row.anew = kept, anew
         self._leave(rows)
@@ -366,8 +367,6 @@ class EmbeddedEngine(Engine):
         """Refuse to change what requests in flight are computed with."""
         if not self._paused and (self.rows or self.scheduler.waiting):
             raise RuntimeError(f"{what} with {len(self.rows)} requests in flight: pause or abort them first")
-
-    # -- small things -----------------------------------------------------------------------------------------------
 
     def _slots(self, rows: Sequence[Row]) -> np.ndarray:
         return np.fromiter((row.slot for row in rows), np.int64, len(rows))

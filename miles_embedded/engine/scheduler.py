@@ -192,11 +192,3 @@ class Scheduler:
             extras,
             metrics,
         )
-
-
-def not_recorded(names: set[str]) -> MilesError:
-    """What a request gets whose fields nobody recorded."""
-    return MilesError(
-        f"a request asks for {', '.join(sorted(names))}, but nothing in the engine's model recorded it; "
-        "the plugin that declares the field must hook the rollout model (on_model with role rollout or shared)"
-    )

@@ -21,13 +21,13 @@ from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_core.testing import tiny
+from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import export
-from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 _COMMON = {k: v for k, v in tiny.FAMILIES["qwen3"][1].items() if k != "head_dim"}

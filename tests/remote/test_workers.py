@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from miles_core.errors import WorkerLost
+from miles_core.errors import MilesError, PlanError, WorkerLost
 from miles_core.remote.workers import Busy, Restarts, agreed
 
 
@@ -26,6 +26,21 @@ def test_a_timeout_inside_of_a_call_is_its_own(recorded):
 
     with pytest.raises(TimeoutError, match="a judge"):
         asyncio.run(recorded(["engine-0"], {"generate": late}, patience=5).call(0, "generate"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (PlanError("made by another version"), (PlanError, "worker engine-0: made by another version")),
+        (MemoryError("Tried to allocate 2 GiB"), (MilesError, r"worker engine-0 has not enough memory \(Tried to")),
+    ],
+)
+def test_what_a_user_can_mend_names_the_worker(recorded, raised, told):
+    def fail(number):
+        raise raised
+
+    with pytest.raises(told[0], match=told[1]):
+        asyncio.run(recorded(["engine-0"], {"build": fail}).call(0, "build"))
 
 
 def test_overlapping_calls_count_once():
@@ -59,3 +74,11 @@ def test_workers_must_agree():
     assert agreed("x", {"a": 1, "b": 1}) == 1
     with pytest.raises(RuntimeError, match="x differs: a has 1, b has 2"):
         agreed("x", {"a": 1, "b": 2})
+
+
+def test_a_worker_that_gives_up_is_named_by_who_asked_it(recorded):
+    def give_up(number):
+        raise WorkerLost("", "its engine ended", ("last words",))
+
+    with pytest.raises(WorkerLost, match=r"(?s)worker engine-1 was lost: its engine ended.*\n  last words"):
+        asyncio.run(recorded(["engine-0", "engine-1"], {"generate": give_up}).call(1, "generate"))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core import Context, PluginError
+from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES
 from miles_embedded import Routed, active_context, routed, routed_blocks
 from miles_r3 import ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
@@ -21,7 +22,7 @@ from miles_r3.routers import RULES, Weights, sigmoid_of_gathered, softmax_scaled
 
 #: Keys in ``Context.attached``: routes to replay, where there were any, a router's logits until its experts run, and what
 #: the trainer would have chosen.
-REPLAY, RECORDED, LOGITS, OWN = "r3.replay", "r3.recorded", "r3.logits", "r3.own"
+REPLAY, RECORDED, LOGITS, OWN = GIVEN_ROUTES, "r3.recorded", "r3.logits", OWN_ROUTES
 
 
 def moe_blocks(model: nn.Module) -> list[nn.Module]:
