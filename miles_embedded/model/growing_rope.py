@@ -71,11 +71,10 @@ def _forward(rotary: Any, x: Tensor, position_ids: Tensor, layer_type: str | Non
 @torch.no_grad()
 def _of_positions(rotary: Any, x: Tensor, position_ids: Tensor, named: dict[str, str]) -> Rotation:
     """The family's own rotation, but with one set of frequencies a row: those of the length that ends there."""
-    name = "_".join([*named.values(), "inv_freq"])
-    kept = getattr(rotary, name)
-    frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](
-        rotary.config, x.device, seq_len=position_ids[0, :, None] + 1, **named
-    )
+    name, original = ("_".join([*named.values(), kind]) for kind in ("inv_freq", "original_inv_freq"))
+    kept, lengths = getattr(rotary, name), position_ids[0, :, None] + 1
+    grown, _ = ROPE_INIT_FUNCTIONS["dynamic"](rotary.config, x.device, seq_len=lengths, **named)
+    frequencies = torch.where(lengths > rotary.original_max_seq_len, grown, getattr(rotary, original).to(x.device))
     setattr(rotary, name, frequencies)
     try:
         return inspect.unwrap(type(rotary).forward)(rotary, x, position_ids, **named)
