@@ -341,7 +341,7 @@ class EmbeddedEngine(Engine):
         self._prefixes.moved(*prefixes)
         self._changed()
 
-    def _retract(self, rows: Sequence[Row], anew: bool = False) -> None:
+    def _retract(self, rows: list[Row], anew: bool = False) -> None:
         for row, kept in zip(rows, self._extras(rows), strict=True):
             row.kept, row.anew = kept, anew
         self._leave(rows)
