@@ -3,14 +3,14 @@
 It registers itself by this manifest like any other backend. ``model`` is what both sides share, ``engine`` generates,
 ``trainer`` trains, ``quantized`` is the forward of quantised layers on both sides.
 
-What plugins may import from here, looked up when it is first used: ``load_model``, ``decoder_layers``, ``is_embedded`` and, inside
-of a layer, ``active_context`` for those that hook modules; ``make_engine`` and ``make_trainer`` for those that wrap a whole
-side; ``Decoder``, ``Emitted``, ``Prompts``, ``one_each`` and ``pick`` for those that decode; ``new_layer``, ``add_layer``,
-``read_layer`` and ``run_layer`` for those that put layers behind a model's own, ``checkpoint_config``, ``unloaded_model`` and
-``prepare`` for those that build a model beside it, ``OptimizerGroup`` and ``optimizer_group`` for
-those that train parameters in their own way; ``Operations`` (its functions' types beside it) with
-``operations_of`` and ``use_operations``, and the calls that attention works on, for those that compute a model's steps in
-another way. ``miles_embedded.testing`` is public too.
+What plugins may import from here, looked up when it is first used: ``load_model``, ``decoder_layers``, ``is_embedded``,
+``routed_blocks`` (of ``Routed``, one by one ``routed``) and, inside of a layer, ``active_context`` for those that hook modules;
+``make_engine`` and ``make_trainer`` for those that wrap a whole side; ``Decoder``, ``Emitted``, ``Prompts``, ``one_each`` and
+``pick`` for those that decode; ``new_layer``, ``add_layer``, ``read_layer`` and ``run_layer`` for those that put layers behind
+a model's own, ``checkpoint_config``, ``unloaded_model`` and ``prepare`` for those that build a model beside it,
+``OptimizerGroup`` and ``optimizer_group`` for those that train parameters in their own way; ``Operations`` (its functions'
+types beside it) with ``operations_of`` and ``use_operations``, and the calls that attention works on, for those that compute a
+model's steps in another way. ``miles_embedded.testing`` is public too.
 """
 
 from typing import TYPE_CHECKING
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         operations_of,
         use_operations,
     )
+    from miles_embedded.model.routers import Routed, routed, routed_blocks
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
     from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
@@ -70,6 +71,7 @@ __all__ = [
     "PackedCall",
     "Packing",
     "Prompts",
+    "Routed",
     "active_context",
     "add_layer",
     "available",
@@ -91,6 +93,8 @@ __all__ = [
     "plugin",
     "prepare",
     "read_layer",
+    "routed",
+    "routed_blocks",
     "run_layer",
     "text_configuration",
     "unloaded_model",
@@ -115,6 +119,7 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
+        "miles_embedded.model.routers": "Routed routed routed_blocks",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
         "miles_embedded.trainer.optimizer_group": "OptimizerGroup optimizer_group",

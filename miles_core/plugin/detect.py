@@ -65,7 +65,15 @@ _MODEL_NAMES = (
 _KEYS: dict[str, tuple[str, ...]] = {
     "type": ("model_type",),
     "num_experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k"),
+    "top_k": (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "experts_per_token",
+        "moe_top_k",
+        "moe_topk",
+        "moe_k",
+        "top_k_experts",
+    ),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd"),
@@ -254,7 +262,8 @@ _GROWING = ("dynamic", "longrope", "su")
 
 def _context(config: Mapping[str, Any], longest: Any, origin: str) -> tuple[Any, str]:
     """The longest sequence whose tokens all have one set of rotary frequencies: behind the original limit of ``longrope`` and
-    ``dynamic`` they change with the length, so what was generated before it and what is scored behind it would differ."""
+    ``dynamic`` they change with the length, and engines and trainers differ in how. A longer ``--rollout-max-context-len`` goes
+    beyond it."""
     given = [config.get("rope_parameters"), config.get("rope_scaling")]
     for rope in [
         item for one in given if isinstance(one, dict) for item in (one, *one.values()) if isinstance(item, dict)

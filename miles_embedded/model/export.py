@@ -21,6 +21,8 @@ from miles_embedded.model.views import export, sources, together, views
 
 #: Bytes of one weight file.
 SHARD_BYTES = 5 * 10**9
+#: Files of a checkpoint that say how images, video and sound become its inputs.
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def export_checkpoint(
@@ -61,6 +63,10 @@ def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int, 
         generation.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+    source = Path(getattr(configuration(model), "_name_or_path", ""))
+    for name in PROCESSORS:  # of the towers, which are as they were
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
     shards = _plan(model, shard_bytes)
     names = [
         "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"

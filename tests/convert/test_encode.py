@@ -284,3 +284,9 @@ def test_what_a_decoder_layer_calls_by_a_towers_name_is_quantised(checkpoint, we
     names = ["model.layers.0.mlp.vision_moe.down_proj.weight", "model.layers.0.connector.weight"]
     conversion = plan(checkpoint({"model.safetensors": {n: weight(4, 4) for n in names}}))
     assert {item.name for item in conversion.changed} == set(names)
+
+
+def test_what_a_format_has_to_say_of_a_size_is_a_note(checkpoint, tensors, monkeypatch):
+    source = checkpoint({"model.safetensors": tensors})
+    monkeypatch.setattr(PairFormat, "caution", lambda self, shape: "mind it" if shape == (12, 8) else None)
+    assert f"{GATE} [12, 8] as pair8: mind it (2 weights like this)" in plan(source).notes
