@@ -57,7 +57,7 @@ LAYERS: list[dict[str, str]] = [
 #: The rooms of ``miles_embedded``, the same way, and behind ``core:`` what each may import of the table above.
 ROOMS: list[dict[str, str]] = [
     {"manifest": "core: miles_core"},
-    {"model": "core: errors data plugin observe precision contracts convert"},
+    {"model": "core: errors data plugin observe checkpoint precision contracts convert"},
     {"quantized": "model core: errors data precision contracts sync"},
     {
         "engine": "manifest model quantized core: errors data precision contracts sync",

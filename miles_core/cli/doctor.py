@@ -207,9 +207,7 @@ def show(
     if rows:
         console.print(_table("Plugins", ("plugin", "version", "state", "what it does, or why not here"), rows))
     else:
-        console.print(
-            "No plugins are installed; the core trains without any (pip install miles-plugin-NAME adds one).\n"
-        )
+        console.print("No plugins are installed; the core trains without any.\n")
     if model is not None:
         console.print(_table(f"Model {model.directory}", ("", ""), _model_rows(model, found)))
     for problem in problems:

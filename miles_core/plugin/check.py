@@ -18,7 +18,7 @@ from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, ba
 from miles_core.plugin.conflicts import BASE, claims, collisions, order, precision
 from miles_core.plugin.core import CORE
 from miles_core.plugin.detect import model_config
-from miles_core.plugin.facts import Facts, State, distribution
+from miles_core.plugin.facts import COMES_WITH, Facts, State
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.plan import Active, Deferred, HookTarget, Plan, Setting, plain
 from miles_core.plugin.problem import Problem, Review, described
@@ -296,9 +296,7 @@ def _backends(checked: Checked) -> None:
         named = fact.state is State.KNOWN and fact.value  # where no backend is installed nothing is named
         if named and provider(kind, fact.value, checked.manifests) is None:
             known = {n for m in [*checked.manifests.values(), CORE] for n in m.provides.get(kind, {})}
-            hint = (
-                did_you_mean(str(fact.value), known) or f"install it with: pip install {distribution(str(fact.value))}"
-            )
+            hint = did_you_mean(str(fact.value), known) or COMES_WITH
             because = f"installed plugins provide {', '.join(sorted(known))}; {hint}"
             checked.problems.append(
                 Problem("this run", f"a {kind} {fact.value!r}", because, (described(fact),), choices=(kind,))

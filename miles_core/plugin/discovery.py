@@ -21,7 +21,6 @@ from typing import Any
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.declared import mistakes
-from miles_core.plugin.facts import distribution
 from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import MARK
 from miles_core.plugin.manifest import Plugin
@@ -94,15 +93,14 @@ class Catalogue(Mapping[str, Plugin]):
             the plugin's name.
 
         Raises:
-            PluginError: not installed (with the nearest name and the command that installs it), installed twice, or its
+            PluginError: not installed (with the nearest name), installed twice, or its
                 manifest cannot be imported (with the traceback).
         """
         if wanted.endswith(".py") or "/" in wanted or "\\" in wanted:
             return self.add_file(Path(wanted))
         if wanted not in self:
-            hint = did_you_mean(wanted, self.names)
-            install = f"pip install {distribution(wanted)}"
-            raise PluginError(f"no plugin {wanted!r} is installed; {f'{hint} Otherwise' if hint else 'try'}: {install}")
+            hint = did_you_mean(wanted, self.names) or "install the package that brings it"
+            raise PluginError(f"no plugin {wanted!r} is installed; {hint}")
         return self[wanted].name
 
     def add_file(self, path: Path) -> str:

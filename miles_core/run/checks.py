@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from miles_core.checkpoint.directory import locate_checkpoint
 from miles_core.checkpoint.hf_files import CheckpointFiles
+from miles_core.checkpoint.placed import gathering, taken
 from miles_core.config.config import Config
 from miles_core.contracts.run import Run
 from miles_core.errors import CheckpointError, ConfigError
@@ -104,12 +106,16 @@ def _check_weights(config: Config, plan: Plan) -> None:
 
 
 def _check_export(config: Config) -> None:
-    target = config.run.export_hf
-    if target is None:
+    """``--export-hf`` can be written: it is written after the last step, when a refusal costs most."""
+    if config.run.export_hf is None:
         return
-    target = Path(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"--export-hf {target}: it already exists and is not empty; choose another directory")
-    parent = next(p for p in target.absolute().parents if p.exists())
+    given, target = config.run.export_hf, Path(os.path.realpath(config.run.export_hf))
+    if taken(target, gathering(target, "exporting")):
+        raise ConfigError(f"--export-hf {given}: it already exists and is not empty; choose another directory")
+    if config.model.hf_checkpoint and target.is_relative_to(Path(config.model.hf_checkpoint).resolve()):
+        raise ConfigError(f"--export-hf {given}: it lies inside of --hf-checkpoint; choose another directory")
+    parent = next(p for p in (target, *target.parents) if p.exists())
     if not parent.is_dir():
-        raise ConfigError(f"--export-hf {target}: {parent} is a file; choose another directory")
+        raise ConfigError(f"--export-hf {given}: {parent} is a file; choose another directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--export-hf {given}: {parent} cannot be written; choose another directory")

@@ -139,10 +139,10 @@ def test_required_plugins_are_activated_and_say_why():
     ]
 
 
-def test_a_required_plugin_that_is_not_installed_is_told_with_the_command():
+def test_a_required_plugin_that_is_not_installed_is_told():
     with pytest.raises(PlanError, match=r"a needs plugin\.b") as refused:
         resolve(["a"], {"a": plugin("a", requires=(Rule("plugin.b", "why"),))}, Facts())
-    assert "pip install miles-plugin-b" in str(refused.value)
+    assert "no plugin b is installed" in str(refused.value) and "pip" not in str(refused.value)
 
 
 def test_naming_a_plugin_that_is_not_there_suggests_the_nearest():
