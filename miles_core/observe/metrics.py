@@ -32,10 +32,6 @@ class Sink(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def _opened(self) -> FileIO:
-        """Unbuffered, so that nothing is left to be written, and to fail, when it is closed."""
-        return FileIO(self.path, "a")
-
     def close(self) -> None: ...
 
 
