@@ -168,7 +168,7 @@ def test_checkpoints_that_cannot_be_continued(refused, tmp_path):
 
 
 def test_plugins_that_are_broken(refused, file):
-    assert "no plugin 'nothing' is installed; try: pip install" in refused(plugins=["nothing"])
+    assert "no plugin 'nothing' is installed; `miles plugins` lists" in refused(plugins=["nothing"])
     assert "did you mean nvfp4?" in refused(plugins=["nvfp"])
     assert "no such file" in refused(plugins=["./nothing.py"])
     text = refused(plugins=[str(file("empty_plugin.py", "x = 1\n"))])
