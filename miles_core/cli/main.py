@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": "do engine and trainer agree about the same tokens, and if not, why",
     "report": "an HTML report of a run",
     "doctor": "environment, versions, hardware, and what each plugin can do here",
+    "completion": "a script that completes commands and flags in bash, zsh or fish",
 }
 DEBUG = "MILES_DEBUG"
 

@@ -16,9 +16,10 @@ def run(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print_help(schema_for(argv), "miles train", SWITCHES)
         return 0
-    config = load([word for word in argv if word != DRY_RUN])
-    from miles_core.run.prepare import applied, prepare
+    given = load([word for word in argv if word != DRY_RUN])
+    from miles_core.run.prepare import applied, localised, prepare
 
+    config = localised(given, weights=False)
     plan, catalogue = prepare(config)
     config = applied(config, plan)
     if DRY_RUN in argv:
@@ -28,6 +29,7 @@ def run(argv: Sequence[str]) -> int:
         run = check_start(config, plan, catalogue)
         print(describe(plan, run.hooks.implemented))
         return 0
+    localised(given)  # the weights too, now that the plan is accepted
     from miles_core.launch import launch
 
     signal = launch(config, plan, catalogue).signal

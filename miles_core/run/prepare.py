@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from miles_core.data import hub
 from miles_core.plugin import worker
 from miles_core.plugin.activate import BACKENDS, ENVIRONMENT, SIDES, provider
 from miles_core.plugin.detect import gpu_facts, model_facts, override
@@ -61,6 +62,25 @@ def _environment_facts(config: Config) -> Iterator[Fact]:
         name = path.removeprefix(ENVIRONMENT)
         if name in os.environ:
             yield Fact(path, os.environ[name], f"environment variable {name}", chosen=True)
+
+
+def localised(config: Config, weights: bool = True) -> Config:
+    """``config`` with the models that are names of the Hugging Face hub as directories on this machine, downloaded where they
+    are not in the cache.
+
+    Args:
+        weights: with them; without, what a plan asks for.
+
+    Raises:
+        CheckpointError: see ``miles_core.data.hub.model``.
+    """
+    for path in ("model.hf_checkpoint", "model.ref_load"):
+        name, origin = config.get(path), config.origin(path)
+        if name is not None and hub.is_model(name):
+            found = hub.model(name, config.schema.options[path].flag, weights)
+            label = config.model.model_name or name.rpartition("/")[2]
+            config = config.replace({path: str(found), "model.model_name": label}, origin=f"{origin}, downloaded")
+    return config
 
 
 def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | None = None) -> tuple[Plan, Catalogue]:
