@@ -28,7 +28,10 @@ LAYERS: list[dict[str, str]] = [
         "reward": "errors data",
         "precision": "errors nearest data plugin config checkpoint",
     },
-    {"contracts": "errors stash data plugin config observe checkpoint algorithm precision"},
+    {
+        "contracts": "errors stash data plugin config observe checkpoint algorithm precision",
+        "convert": "errors data checkpoint precision",
+    },
     {
         "rollout": "errors data config observe reward contracts",
         "train": "errors data plugin config checkpoint algorithm contracts",
@@ -37,7 +40,7 @@ LAYERS: list[dict[str, str]] = [
     {"schedule": "plugin contracts rollout"},
     {"mismatch": "errors stash version data plugin observe precision contracts rollout sync"},
     {
-        "run": "errors version data plugin config observe checkpoint reward precision contracts rollout train sync mismatch"
+        "run": "errors version data plugin config observe checkpoint reward precision contracts convert rollout train sync mismatch"
     },
     {
         "loop": "errors contracts rollout sync mismatch run",
@@ -45,13 +48,13 @@ LAYERS: list[dict[str, str]] = [
     },
     {
         "launch": "errors plugin config observe checkpoint contracts run loop",
-        "convert": "errors data checkpoint precision",
         "demo": "errors plugin observe",
     },
     {
         "cli": "errors nearest version plugin config observe checkpoint precision contracts mismatch run launch convert demo",
         "testing": "errors lookup version data plugin config observe precision contracts sync mismatch run remote launch demo",
     },
+    {"__main__": "cli"},
 ]
 
 #: The rooms of ``miles_embedded``, the same way, and behind ``core:`` what each may import of the table above.

@@ -101,13 +101,17 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 def _check(argv: Sequence[str]) -> int:
     """Resolve the given options, and look for mistakes in every installed manifest."""
     options, rest = parser(USAGE, "Resolve without running; find mistakes in manifests.").parse_known_args(list(argv))
+    from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.explain import lint
     from miles_core.plugin.render import notices
     from miles_core.plugin.resolve import resolve
     from miles_core.run.prepare import requested
 
     config, catalogue, facts = _situation(rest, options)
-    found = [f"{name}: {line}" for name, m in catalogue.items() for line in lint(m, catalogue, facts)]
+    found = [f"{name}: {line}" for name, m in catalogue.items() for line in lint(m, catalogue, facts, HOOKS)]
+    found += [
+        f"{name}: importing its manifest imports torch; name what needs it by 'module:name'" for name in catalogue.heavy
+    ]
     found += [f"{name}: {why}" for name, why in catalogue.broken.items()]
     plan = resolve(requested(config, facts, catalogue), catalogue, facts)
     print("\n".join([f"ok: {plan.header}", *notices(plan)]))

@@ -39,6 +39,7 @@ class Catalogue(Mapping[str, Plugin]):
     Attributes:
         sources: plugin -> ``miles-plugin-mine 0.1.0`` or ``file:PATH sha256:...``; filled by scanning.
         broken: plugin -> why its manifest cannot be used.
+        heavy: plugins whose manifest imports torch, which makes every command slow.
     """
 
     def __init__(self, points: Iterable[EntryPoint] = ()) -> None:
@@ -46,6 +47,7 @@ class Catalogue(Mapping[str, Plugin]):
         self._loaded: dict[str, Plugin] = {}
         self.sources: dict[str, str] = {}
         self.broken: dict[str, str] = {}
+        self.heavy: list[str] = []
         for point in points:
             self._points.setdefault(point.name, {})[_source(point)] = point
         for name, found in self._points.items():
@@ -140,8 +142,11 @@ class Catalogue(Mapping[str, Plugin]):
                 "uninstall one of them"
             )
         source, point = next(iter(found.items()))
+        light = "torch" not in sys.modules
         try:
             plugin = point.load()
+            if light and "torch" in sys.modules:
+                self.heavy.append(name)
         except Exception as error:
             text = import_failure(error)
             raise PluginError(f"plugin {name!r} ({source}) cannot be imported from {point.value}:\n{text}") from error

@@ -14,9 +14,15 @@ from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.checkpoint.placed import gathering, taken
 from miles_core.config.config import Config
 from miles_core.contracts.run import Run
+from miles_core.convert.encode import to_format
+from miles_core.convert.json_files import quantization_block
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.plugin.activate import SIDES
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
+from miles_core.precision.installed import format_class
+from miles_core.precision.options import codec_for
+from miles_core.precision.schedule import PLAIN
 from miles_core.run.directory import refuse_to_overwrite, run_directory
 from miles_core.run.inputs import Inputs
 from miles_core.run.make import make_run
@@ -67,7 +73,7 @@ def checked(
             if value is None:
                 raise ConfigError(f"miles train needs {flag}; miles demo makes a small model and prompts of its own")
     with problems():
-        _check_weights(config, plan)
+        check_model(config, plan, manifests)
     with problems():
         _check_export(config)
     for name, (flag, package) in _PACKAGES.items():
@@ -86,6 +92,24 @@ def checked(
     problems.told()
     assert run is not None  # or there was a problem
     return run, inputs
+
+
+def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin]) -> None:
+    """What the headers of the weights say: all are there, and the formats of the plan can store them.
+
+    Raises:
+        CheckpointError, ConfigError: they are not, or they cannot.
+    """
+    _check_weights(config, plan)
+    directory = Path(config.model.hf_checkpoint or "")
+    if not config.model.hf_checkpoint or not any(directory.glob("*.safetensors")):
+        return
+    files = CheckpointFiles(directory, "--hf-checkpoint")
+    if quantization_block(directory, files.config) is not None:
+        return  # stored in a format: whoever reads it says what is wrong
+    for name in dict.fromkeys(plan.fact(side) for side in SIDES):
+        if name is not None and name != PLAIN:
+            to_format(files, codec_for(format_class(name, manifests), config, str(directory)))
 
 
 def _check_weights(config: Config, plan: Plan) -> None:

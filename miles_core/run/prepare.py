@@ -11,13 +11,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from miles_core.config import value
+from miles_core.config.rules import broken
 from miles_core.data import hub
+from miles_core.errors import ConfigError
 from miles_core.plugin import worker
 from miles_core.plugin.activate import BACKENDS, ENVIRONMENT, SIDES, provider
 from miles_core.plugin.detect import gpu_facts, model_facts, override
 from miles_core.plugin.discovery import Catalogue, discover
-from miles_core.plugin.facts import Fact, Facts, defined_facts
-from miles_core.plugin.plan import Plan
+from miles_core.plugin.facts import Fact, Facts, State, defined_facts
+from miles_core.plugin.plan import Plan, plain
 from miles_core.plugin.resolve import resolve
 from miles_core.version import __version__
 
@@ -101,7 +104,28 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     """
     catalogue = catalogue or catalogue_for(config)
     facts = facts_for(config, given)
-    return resolve(requested(config, facts, catalogue), catalogue, facts), catalogue
+    known = len(startable(config, facts))  # of a configuration that was loaded: none
+
+    def wrong(found: Facts) -> list[str]:
+        return startable(config, found)[known:]
+
+    plan = resolve(requested(config, facts, catalogue), catalogue, facts, wrong)
+    if found := wrong(Facts(plan.facts)):
+        raise ConfigError("; ".join(found))
+    return plan, catalogue
+
+
+def startable(config: Config, facts: Facts) -> list[str]:
+    """What core's own rules, and the types and bounds of options, say against values that plugins set or fixes propose."""
+    problems = []
+    for fact in facts.values():
+        option = config.schema.find(fact.name)
+        if option is not None and fact.state is State.KNOWN and fact.value != plain(config.get(option.path)):
+            try:
+                value.check(option, fact.value, f"{fact.name} {fact.origin}")
+            except ConfigError as error:
+                problems.append(str(error))
+    return problems or list(broken(f for f in facts.values() if config.schema.find(f.name) is not None))
 
 
 def applied(config: Config, plan: Plan) -> Config:
