@@ -117,7 +117,7 @@ def prepare(directory: Path, fault: str, phase: str) -> list[str]:
     (directory / "held_out.jsonl").write_text(json.dumps({"input": "z", "metadata": {"held_out": True}}) + "\n")
     (directory / "faults.py").write_text(PLUGIN)
     (directory / "fault.json").write_text(json.dumps([fault, phase]))
-    steps = {name: FAULT_STEP for name in PHASES} | {"build": 0, "export": STEPS}
+    steps = dict.fromkeys(PHASES, FAULT_STEP) | {"build": 0, "export": STEPS}
     (directory / "steps.json").write_text(json.dumps(steps))
     words = toy_arguments(
         [str(directory / "faults.py")],

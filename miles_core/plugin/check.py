@@ -25,7 +25,6 @@ from miles_core.plugin.problem import Problem, Review, described
 from miles_core.plugin.rule import Compare, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
 from miles_core.version import __version__
 
-
 #: Kinds of parts that no option chooses among.
 UNNAMED = ("model", "decoder")
 

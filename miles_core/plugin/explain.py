@@ -118,7 +118,7 @@ def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts, hooks: I
             if name not in manifests and (hint := did_you_mean(name, manifests))
         ]
     try:
-        found += misspelt({name: (plugin.name,) for name in hooks_of(plugin)}, hooks)
+        found += misspelt(dict.fromkeys(hooks_of(plugin), (plugin.name,)), hooks)
     except (PluginError, SyntaxError) as error:
         found.append(str(error).splitlines()[0])
     return found
