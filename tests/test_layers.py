@@ -52,6 +52,7 @@ LAYERS: list[dict[str, str]] = [
         "cli": "errors nearest version plugin config observe checkpoint precision contracts mismatch run launch convert demo",
         "testing": "errors lookup version data plugin config observe precision contracts sync mismatch run remote launch demo",
     },
+    {"__main__": "cli"},
 ]
 
 #: The rooms of ``miles_embedded``, the same way, and behind ``core:`` what each may import of the table above.
