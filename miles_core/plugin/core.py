@@ -47,6 +47,10 @@ NEEDS = (
         "token_versions",
         "one response then has tokens of several weight versions; --pause-generation-mode abort works with any engine",
     ),
+    *(
+        Need("--colocate", "colocate", kind, "sleep", "both take turns in the memory of the same GPUs")
+        for kind in ("engine", "trainer")
+    ),
 )
 
 CORE = Plugin(

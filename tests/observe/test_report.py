@@ -122,46 +122,6 @@ def test_values_that_are_not_finite_and_hints(tmp_path):
     assert "1 of 5 values not finite" in text
 
 
-def test_samples_of_a_resumed_run_count_once(tmp_path, caplog):
-    run_dir = make_run(tmp_path / "run", 2)
-    steps = [1, 2, 3, 4, 3, 4, 5]
-    lines = [json.dumps({"step": s, "prompt": "p", "response": f"r{i}"}) for i, s in enumerate(steps)]
-    lines.insert(4, lines[3][:9])
-    (run_dir / "samples.jsonl").write_text("\n".join(lines) + "\n")
-    page = report(run_dir).read_text()
-    assert re.findall(r">r(\d+)<", page) == ["0", "1", "4", "5", "6"]
-    assert "line 5 of" in caplog.text
-
-
-def test_samples_are_shown_escaped_and_a_torn_line_is_skipped(tmp_path):
-    run_dir = make_run(tmp_path / "run", 2)
-    rows = [
-        {
-            "step": s,
-            "prompt": [{"role": "user", "content": "<b>1+1</b>"}],
-            "response": f"r{s}",
-            "label": 2,
-            "reward": {"exact": 1.0},
-            "status": "completed",
-        }
-        for s in range(40)
-    ]
-    (run_dir / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 4')
-    page = report(run_dir).read_text()
-    assert "user: &lt;b&gt;1+1&lt;/b&gt;" in page
-    shown = re.findall(r">r(\d+)<", page)
-    assert len(shown) == 12
-    assert (shown[0], shown[-1]) == ("0", "39")
-    assert "exact 1" in page
-
-
-def test_separators_inside_a_sample_are_no_ends_of_lines(tmp_path):
-    run_dir = make_run(tmp_path / "run", 1)
-    row = {"step": 1, "prompt": "p", "response": "one\u2028two\u0085three"}
-    (run_dir / "samples.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert "one\u2028two\u0085three" in report(run_dir).read_text(encoding="utf-8")
-
-
 def test_names_and_values_that_nobody_expects(tmp_path):
     names = [r"mine/a$\frac{$b", "mine/" + "n" * 300, "mine/../../up", "mine/x.y", "mine_x.y", "mine/x:y"]
     run_dir = make_run(tmp_path / "run", 2, **dict.fromkeys(names, 1e308))
