@@ -17,20 +17,19 @@ def run(argv: Sequence[str]) -> int:
         print_help(schema_for(argv), "miles train", SWITCHES)
         return 0
     given = load([word for word in argv if word != DRY_RUN])
-    from miles_core.run.prepare import applied, localised, prepare
+    from miles_core.run.checks import check_start, planned
 
-    config = localised(given, weights=False)
-    plan, catalogue = prepare(config)
-    config = applied(config, plan)
+    config, plan, catalogue = planned(given)
     if DRY_RUN in argv:
         from miles_core.plugin.render import describe
-        from miles_core.run.checks import check_start
 
         run = check_start(config, plan, catalogue)
         print(describe(plan, run.hooks.implemented))
         return 0
-    localised(given)  # the weights too, now that the plan is accepted
     from miles_core.launch import launch
+    from miles_core.run.prepare import localised
+
+    localised(given)  # the weights too, now that the plan is accepted
 
     signal = launch(config, plan, catalogue).signal
     return 128 + signal if signal else 0

@@ -16,8 +16,9 @@ from miles_core.config.config import Config
 from miles_core.contracts.run import Run
 from miles_core.convert.encode import to_format
 from miles_core.convert.json_files import quantization_block
-from miles_core.errors import CheckpointError, ConfigError
+from miles_core.errors import CheckpointError, ConfigError, PlanError
 from miles_core.plugin.activate import SIDES
+from miles_core.plugin.discovery import Catalogue
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
 from miles_core.precision.installed import format_class
@@ -26,11 +27,32 @@ from miles_core.precision.schedule import PLAIN
 from miles_core.run.directory import refuse_to_overwrite, run_directory
 from miles_core.run.inputs import Inputs
 from miles_core.run.make import make_run
+from miles_core.run.prepare import applied, localised, prepare
 from miles_core.run.problems import Problems
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 #: switch -> the packages it imports.
 _PACKAGES = {"use_wandb": ("--use-wandb", "wandb"), "use_tensorboard": ("--use-tensorboard", "tensorboard")}
+
+
+def planned(given: Config) -> tuple[Config, Plan, Catalogue]:
+    """The one way from what a user gave to a run: its models by name found, its plan accepted, what the plan sets applied.
+
+    Raises:
+        PlanError: the plan is refused; what is wrong with the inputs is told with it.
+        MilesError: see ``localised`` and ``prepare``.
+    """
+    config = localised(given, weights=False)
+    try:
+        plan, catalogue = prepare(config)
+    except PlanError as error:
+        problems = Problems()
+        _inputs(config, problems)
+        if not problems.found:
+            raise
+        also = "\n".join(f"  - {sentence}" for sentence in problems.found)
+        raise PlanError(f"{error}\n\nand, whatever the plan is:\n{also}", error.problems) from error
+    return applied(config, plan), plan, catalogue
 
 
 def check_start(config: Config, plan: Plan, manifests: Mapping[str, Plugin]) -> Run:
@@ -65,6 +87,22 @@ def checked(
             switch needs are not what the run needs: all of it at once.
     """
     problems = problems or Problems()
+    with problems():
+        check_model(config, plan, manifests)
+    run = None
+    if config.model.hf_checkpoint is not None:
+        with problems():
+            run = make_run(config, plan, manifests, directory)
+    inputs = _inputs(config, problems)
+    if run is not None:
+        inputs.check(run, problems)
+    problems.told()
+    assert run is not None  # or there was a problem
+    return run, inputs
+
+
+def _inputs(config: Config, problems: Problems) -> Inputs:
+    """What a run reads, and where it writes, as far as no plan is needed to look at it."""
     for flag, value in (
         ("--hf-checkpoint DIR", config.model.hf_checkpoint),
         ("--prompt-data FILE", config.data.prompt_data),
@@ -73,8 +111,6 @@ def checked(
             if value is None:
                 raise ConfigError(f"miles train needs {flag}; miles demo makes a small model and prompts of its own")
     with problems():
-        check_model(config, plan, manifests)
-    with problems():
         _check_export(config)
     for name, (flag, package) in _PACKAGES.items():
         with problems():
@@ -82,16 +118,7 @@ def checked(
                 raise ConfigError(
                     f"{flag} needs the package {package!r}, which is not installed: pip install {package}"
                 )
-    run = None
-    if config.model.hf_checkpoint is not None:
-        with problems():
-            run = make_run(config, plan, manifests, directory)
-    inputs = Inputs(config, problems)
-    if run is not None:
-        inputs.check(run, problems)
-    problems.told()
-    assert run is not None  # or there was a problem
-    return run, inputs
+    return Inputs(config, problems)
 
 
 def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin]) -> None:
