@@ -63,7 +63,10 @@ class Run:
     save_rollouts_size: int = option(
         2**30, help="bytes of samples kept; beyond, those of the oldest steps are deleted", metavar="BYTES", ge=1
     )
-    export_hf: Path | None = option(None, help="write the trained model here in Hugging Face layout at the end")
+    export_hf: Path | None = option(
+        None,
+        help="write the trained model here in Hugging Face layout at the end, in the dtype that is trained (--dtype)",
+    )
     verify_logprobs: bool = option(
         False, help="after every weight sync engine and trainer score the same tokens; stop when they disagree"
     )

@@ -141,7 +141,6 @@ def prepare(model: nn.Module) -> nn.Module:
     """Make a freshly built model usable by engine and trainer (once an instance)."""
     _refuse_unknown_attention(model)
     model.eval()
-    configuration(model).use_cache = False
     watch_layers(backbone(model), decoder_layers(model))
     use_fast_linear(model)
     return model

@@ -146,5 +146,8 @@ def test_an_export_never_overwrites_and_fills_what_is_there(tmp_path):
     export_checkpoint(model, None, tmp_path / "link")
     found = {p.name for p in (tmp_path / "mounted").iterdir()}
     assert {"config.json", "model.safetensors"} < found and not {n for n in found if n.startswith(".")}
+    assert json.loads((tmp_path / "mounted" / "config.json").read_text()).get(
+        "use_cache", True
+    )  # for whoever generates
     with pytest.raises(CheckpointError, match="not empty"):
         export_checkpoint(model, None, tmp_path / "llama")
