@@ -35,6 +35,8 @@ FEATURES = {p.name for p in (ROOT / "plugins").iterdir() if (p / "pyproject.toml
 FEATURES |= {"embedded", "sglang", "megatron", "ray", "transformer_engine", "transformerengine"}
 NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", re.IGNORECASE)
 
+PROJECTS = sorted(p for where in ("", "plugins/*/", "examples/*/") for p in ROOT.glob(f"{where}pyproject.toml"))
+
 #: The modules that plugins and examples may import; the others may change without notice.
 PUBLIC = ("miles_core", "miles_core.api", "miles_core.format", "miles_core.backend", "miles_core.testing")
 PUBLIC_OF_A_BACKEND = ("miles_embedded", "miles_embedded.testing")
@@ -158,7 +160,7 @@ def test_every_option_of_core_is_used():
     ids=lambda p: p.parent.name,
 )
 def test_every_distribution_can_be_published(project):
-    """Licence and classifiers are in each of them, and a readme whose links lead somewhere outside of the repository too."""
+    """Licence and classifiers are in each of them, and a readme whose links lead somewhere outside of here too."""
     said = tomllib.loads(project.read_text())["project"]
     assert said["license"] == "Apache-2.0" and said["license-files"] == ["LICENSE"] and len(said["classifiers"]) > 4
     assert (project.parent / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
