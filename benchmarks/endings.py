@@ -29,13 +29,14 @@ FAULTS = ("kill", "SIGTERM", "SIGINT", "full disk", "second writer")
 PHASES = ("build", "rollout", "train", "sync", "step", "save", "evaluation", "export")
 STEPS, GROUPS, SAMPLES = 4, 2, 2
 FAULT_STEP = 2  # completed steps when it comes
-DISK = 8 << 20
+DISK = 64 << 20
 EXIT = {"kill": -9, "SIGTERM": 143, "SIGINT": 130, "full disk": 2, "second writer": 0}
 #: What a run that is told to end does all the same: it is at its end.
 AT_THE_END = ("export",)
 
 PLUGIN = r"""
 import json, os, signal, subprocess, sys
+from contextlib import suppress
 from pathlib import Path
 from miles_core import hookimpl
 import miles_embedded.model.export as exporting
@@ -54,13 +55,14 @@ def reached(step, phase):
         os.kill(os.getpid(), getattr(signal, FAULT))
     elif FAULT == "full disk":
         with (HERE / "disk" / "filler").open("wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError:
-                pass
+            for size in (65536, 1):
+                with suppress(OSError):
+                    while file.write(bytes(size)):
+                        pass
     else:
         command = json.loads((HERE / "second.json").read_text())
+        if (HERE / "disk" / "run" / "checkpoints").is_dir():
+            command[command.index("--save")] = "--load"
         done = subprocess.run(command, capture_output=True, text=True)
         (HERE / "second").write_text(json.dumps([done.returncode, done.stderr]))
 
@@ -130,7 +132,7 @@ def prepare(directory: Path, fault: str, phase: str) -> list[str]:
         n_samples_per_prompt=SAMPLES,
         export_hf=directory / "disk" / "exported",
         # what asks a run to end has to save by itself
-        **({} if fault in ("SIGTERM", "SIGINT") else {"save_interval": 1}),
+        **({} if fault in ("SIGTERM", "SIGINT") and phase != "save" else {"save_interval": 1}),
     )
     (directory / "second.json").write_text(json.dumps([sys.executable, "-m", "miles_core", "train", *words]))
     return ["train", *words]
@@ -199,7 +201,7 @@ def _left(run: Path, fault: str, phase: str) -> list[str]:
     from miles_core.checkpoint.directory import Checkpoints
 
     completed = {"build": 0, "export": STEPS}.get(phase, FAULT_STEP)
-    if phase in ("step", "save", "evaluation") and fault in ("kill", "full disk"):
+    if phase in ("sync", "step", "save", "evaluation") and fault in ("kill", "full disk"):
         completed -= 1  # it was being written down
     if fault == "second writer":
         completed = STEPS
