@@ -31,7 +31,7 @@ class Need:
     because: str
 
 
-_TRUNCATED = "not rollout.full_vocab_logprobs and rollout.temperature > 0 and (rollout.top_p < 1 or rollout.top_k > 0)"
+_TRUNCATED = "not rollout.full_vocab_logprobs and (rollout.top_p < 1 or rollout.top_k > 0)"
 _SUPPORT = "log-probs over the tokens that --rollout-top-p or --rollout-top-k keep; --full-vocab-logprobs does without"
 
 NEEDS = (

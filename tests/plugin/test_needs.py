@@ -22,7 +22,9 @@ def mine(name="mine", **parts):
 
 def problems(flags, **parts):
     """Headlines of a run whose backends are ``mine``'s."""
-    config = load(["--engine", "x", "--trainer", "y", *flags], manifests=[embedded, mine(provides=PARTS, **parts)])
+    config = load(
+        ["--engine", "x", "--trainer", "y", *flags], manifests=[embedded, mine(**{"provides": PARTS} | parts)]
+    )
     found = check({"mine": "--plugins"}, config.schema.manifests, Facts(config.facts()))
     return [p.headline for p in found.problems], found.advice
 
@@ -33,7 +35,6 @@ def problems(flags, **parts):
         (["--rollout-top-p", "0.8"], ["engine capability sampling_support", "trainer capability sampling_support"]),
         (["--rollout-top-k", "5"], ["engine capability sampling_support", "trainer capability sampling_support"]),
         (["--rollout-top-p", "0.8", "--full-vocab-logprobs"], []),
-        (["--rollout-top-p", "0.8", "--rollout-temperature", "0"], []),
         (["--entropy-coef", "0.01"], ["trainer capability entropy"]),
         ([], []),
     ],

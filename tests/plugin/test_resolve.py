@@ -397,6 +397,6 @@ def test_a_response_that_goes_on_in_the_engine_needs_versions_of_its_tokens(mode
     with pytest.raises(PlanError) as refused:
         resolve(["server"], {"server": server()}, facts)
     text = str(refused.value)
-    assert f"--pause-generation-mode {mode} needs the engine capability token_versions" in text
+    assert "--pause-generation-mode needs the engine capability token_versions" in text
     assert "--pause-generation-mode abort works with any engine" in text
     assert resolve(["server"], {"server": server(capabilities={"engine": ("token_versions",)})}, facts)
