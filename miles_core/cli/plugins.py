@@ -55,7 +55,7 @@ def _list(argv: Sequence[str]) -> int:
 
 def _row(name: str, catalogue: Catalogue, facts: Facts, enabled: Sequence[str]) -> dict[str, str]:
     from miles_core.plugin.check import check
-    from miles_core.plugin.rule import Truth, evaluate
+    from miles_core.plugin.explain import emulated_here
     from miles_core.plugin.scan import hooks_of
 
     row = {"name": name, "distribution": catalogue.sources[name]}
@@ -76,7 +76,7 @@ def _row(name: str, catalogue: Catalogue, facts: Facts, enabled: Sequence[str]) 
         }
     problems = check([name], catalogue, facts).problems
     state = "active" if name in enabled else "usable"
-    if any(r.hardware and evaluate(r.needs, facts.lookup) is Truth.FALSE for p in plugin.pairs for r in p.rules):
+    if emulated_here(plugin, facts):
         state += " with --emulate-precision here"
     return {
         **row,

@@ -84,6 +84,12 @@ def _rule(verb: str, rule: Rule, facts: Facts) -> list[str]:
     return [*lines, f"    {outcome}: {values}"]
 
 
+def emulated_here(plugin: Plugin, facts: Facts) -> bool:
+    """Whether some of its formats needs tensor cores that are not here, so that it runs with ``--emulate-precision``."""
+    rules = [rule for pair in plugin.pairs for rule in pair.rules if rule.hardware]
+    return any(evaluate(rule.needs, facts.lookup) is Truth.FALSE for rule in rules)
+
+
 def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts, hooks: Iterable[str] = ()) -> list[str]:
     """What is wrong with a manifest whatever the run, one sentence each.
 
