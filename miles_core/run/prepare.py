@@ -104,10 +104,10 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     """
     catalogue = catalogue or catalogue_for(config)
     facts = facts_for(config, given)
-    known = len(startable(config, facts))  # of a configuration that was loaded: none
+    known = startable(config, facts)  # of a configuration that was loaded: none
 
     def wrong(found: Facts) -> list[str]:
-        return startable(config, found)[known:]
+        return [sentence for sentence in startable(config, found) if sentence not in known]
 
     plan = resolve(requested(config, facts, catalogue), catalogue, facts, wrong)
     if found := wrong(Facts(plan.facts)):
