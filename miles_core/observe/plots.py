@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from statistics import fmean
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.observe.metrics import names, series
@@ -103,11 +105,30 @@ def panels(records: Records, declared: Iterable[Panel] = ()) -> list[Panel]:
     shown = {m for panel in chosen for m in panel.lines} | {"time/step", "reward/std"} | flat
     rest = [m for m in present if m not in shown]
     chosen += [_single(m, "More metrics") for m in rest if _prefix(m) in CORE]
-    return chosen + [_single(m, _prefix(m)) for m in sorted(rest, key=_prefix) if _prefix(m) not in CORE]
+    return _distinct(chosen + [_single(m, _prefix(m)) for m in sorted(rest, key=_prefix) if _prefix(m) not in CORE])
+
+
+def _distinct(chosen: list[Panel]) -> list[Panel]:
+    """The panels with names that differ, and that a file may have."""
+    used: set[str] = set()
+    found = []
+    for panel in chosen:
+        stem = re.sub(r"[^\w.+-]", "_", panel.name)[:100]
+        name = next(n for n in (stem, *(f"{stem}_{i}" for i in range(2, len(chosen) + 2))) if n not in used)
+        used.add(name)
+        found.append(_with(panel, name=name, title=shorten(panel.title, 80, placeholder=" ...")))
+    return found
 
 
 def draw(panel: Panel, records: Records) -> bytes:
     """The panel as a PNG image."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):  # a name with dollar signs is a name
+        return _drawn(panel, records)
+
+
+def _drawn(panel: Panel, records: Records) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -127,7 +148,7 @@ def draw(panel: Panel, records: Records) -> bytes:
 
 def _lines(axes: Axes, panel: Panel, records: Records) -> None:
     for color, (metric, label) in zip(_colors(len(panel.lines)), panel.lines.items(), strict=True):
-        steps, values = series(records, metric)
+        steps, values = _drawable(*series(records, metric))
         few = len(steps) <= 30 or metric in panel.marked
         marker: dict[str, Any] = {"marker": "o", "markersize": 4.5 if len(steps) < 12 else 3} if few else {}
         if len(steps) >= SMOOTH_FROM and metric not in panel.marked and _noisy(values):
@@ -140,6 +161,11 @@ def _lines(axes: Axes, panel: Panel, records: Records) -> None:
                 axes.axvline(step, color="#b00020", linewidth=1, linestyle=":")
         if panel.band and metric == next(iter(panel.lines)):
             _band(axes, records, metric, panel.band, color)
+
+
+def _drawable(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """Values beyond what axes can be computed for count as not finite."""
+    return steps, [v if abs(v) < 1e100 else math.nan for v in values]
 
 
 def _band(axes: Axes, records: Records, metric: str, spread: str, color: str) -> None:

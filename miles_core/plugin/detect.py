@@ -82,6 +82,10 @@ _KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
+#: Facts of which less than one makes no model.
+_COUNTS = ("layers", "vocab_size", "hidden_size", "context")
+
+
 def gpu_facts() -> list[Fact]:
     """``gpu``, ``gpu.sm``, ``gpu.count``, ``gpu.memory_gb`` of this host.
 
@@ -177,7 +181,10 @@ def model_facts(checkpoint: str | None) -> list[Fact]:
     config = model_config(checkpoint)
     if config is None:
         return _unknown_model(f"{checkpoint} is neither a directory nor in the local hub cache")
-    return config_facts(config)
+    try:
+        return config_facts(config)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"--hf-checkpoint {checkpoint}: its config.json cannot be used ({error})") from error
 
 
 def model_config(checkpoint: str | None) -> dict[str, Any] | None:
@@ -204,7 +211,7 @@ def model_config(checkpoint: str | None) -> dict[str, Any] | None:
         raise CheckpointError(
             f"--hf-checkpoint {checkpoint}: it holds no config.json, so it is not a Hugging Face checkpoint"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"--hf-checkpoint {checkpoint}: its config.json cannot be read ({error})") from error
     if not isinstance(config, dict):
         raise CheckpointError(
@@ -236,6 +243,8 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
     found: dict[str, tuple[Any, str]] = {}
     for name, keys in _KEYS.items():
         key = next((k for k in keys if inner.get(k) is not None), None)
+        if key and name in _COUNTS and (type(inner[key]) is not int or inner[key] < 1):
+            raise ValueError(f"{key} is {inner[key]!r}, and must be a whole number from 1 on")
         found[name] = (inner[key], f"config.json: {key}={inner[key]}") if key else (None, f"config.json: no {keys[0]}")
     experts, origin = found["num_experts"]
     experts = int(experts or 0)

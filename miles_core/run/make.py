@@ -64,5 +64,7 @@ def sinks(config: Config, directory: Path) -> list[Sink]:
     if config.run.use_wandb:
         from miles_core.observe.sinks import WeightsAndBiases
 
-        found.append(WeightsAndBiases(directory, directory.name, vars(config.args)))
+        options = config.run
+        name = options.wandb_name or directory.absolute().name
+        found.append(WeightsAndBiases(directory, name, vars(config.args), options.wandb_project, options.wandb_group))
     return found

@@ -167,6 +167,12 @@ class EngineContract:
             ask(runner, engine, [[2, 3]], FREE, extras={"no_such_field"})
         assert len(ask(runner, engine, [[2, 3]], FREE)[0].tokens) == 10  # and the engine still works
 
+    def test_a_truncated_sampler_keeps_the_best_tokens(self, engine: Engine, runner: asyncio.Runner) -> None:
+        """Whether or not the engine can say which it kept."""
+        greedy = [r.tokens for r in ask(runner, engine, PROMPTS, GREEDY)]
+        for one_token in (replace(FREE, top_k=1), replace(FREE, top_p=1e-6)):
+            assert [r.tokens for r in ask(runner, engine, PROMPTS, one_token)] == greedy
+
     # -- what is recorded
     # -----------------------------------------------------------------------------------------------
 

@@ -165,7 +165,6 @@ def prepare(model: nn.Module) -> nn.Module:
         for part in (backbone(model), head(model)):
             part.requires_grad_(True)
     model.eval()
-    configuration(model).use_cache = False
     watch_layers(backbone(model), decoder_layers(model))
     use_fast_linear(model)
     for module in model.modules():

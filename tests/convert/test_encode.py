@@ -100,7 +100,7 @@ def test_a_part_that_is_missing_or_does_not_fit_is_named(checkpoint, weight):
 def test_a_checkpoint_that_no_installed_format_recognises_is_refused(checkpoint, tensors):
     unknown = checkpoint({"model.safetensors": tensors}, quantization_config={"quant_method": "pair9"})
     with pytest.raises(
-        CheckpointError, match=r"no installed number format recognises \(installed: pair8\); pip install"
+        CheckpointError, match=r"no installed number format recognises \(installed: pair8\); install the plugin"
     ):
         decode.open_quantized(unknown)
     assert decode.open_quantized(checkpoint({"model.safetensors": tensors}, name="plain")) is None

@@ -123,6 +123,21 @@ def test_values_that_are_not_finite_and_hints(tmp_path):
     assert "1 of 5 values not finite" in text
 
 
+def test_names_and_values_that_nobody_expects(tmp_path):
+    names = [r"mine/a$\frac{$b", "mine/" + "n" * 300, "mine/../../up", "mine/x.y", "mine_x.y", "mine/x:y"]
+    run_dir = make_run(tmp_path / "run", 2, **dict.fromkeys(names, 1e308))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "time": None, **dict.fromkeys(names, -1e308)}) + "\n")
+    page = report(run_dir).read_text()
+    assert all(name in page for name in names)
+    images = {p.name for p in (run_dir / "report").iterdir()}
+    assert len(images) == len(names) + 1 and {"mine_x.y.png", "mine_x.y_2.png", "mine_x_y.png"} < images
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "train/loss": "high"}\n')
+    with pytest.raises(MilesError, match=r"line 4 of .* is not a metrics record"):
+        report(run_dir)
+
+
 def test_environment_is_shown(tmp_path):
     run_dir = make_run(tmp_path / "run", 1)
     environment.write_environment(run_dir)

@@ -90,7 +90,7 @@ plugin = Plugin(
             "low-acceptance",
             "*speculative/accept_rate",
             below(0.3),
-            "{metric}: only {value} of the drafted tokens are kept",
+            "{metric}: only {percent} of the drafted tokens are kept",
             "draft fewer tokens (--spec-lookahead 1, or auto), train the draft (--enable-mtp-training, --online-sft-interval 1) and "
             "with a higher --draft-lr, or start it anew now and then (--reinit-draft-interval)",
             when="plugin.speculative",
