@@ -56,6 +56,7 @@ class Settings:
         capabilities: that hold with the options SGLang was started with.
         bucket_bytes: at most, of weights that travel together.
         memory_saver: SGLang can give its memory back.
+        separate_draft: SGLang drafts with a model of its own, which updates must leave alone.
         restarts: how often SGLang may be started again when it died.
     """
 
@@ -68,6 +69,7 @@ class Settings:
     capabilities: frozenset[str] = frozenset()
     bucket_bytes: int = 512 << 20
     memory_saver: bool = False
+    separate_draft: bool = False
     restarts: Restarts = field(default_factory=lambda: Restarts(0))
 
 
@@ -110,6 +112,13 @@ class SglangEngine(Engine):
 
     async def start(self) -> None:
         self._info = await self.link.start()
+        draft = self._info.get("speculative_draft_model_path")
+        if not self.link.same_host and draft not in (None, self._info.get("model_path")):
+            await self.link.stop()
+            raise SglangError(
+                f"the server drafts with {draft}, and would load every update of the policy's weights into that too, because both "
+                "come from one directory; start it without the draft"
+            )
         self._paused = None
         self._open.set()
 
@@ -343,6 +352,7 @@ class SglangEngine(Engine):
     async def _send(self, flat: buckets.Flat, version: int | None = None) -> None:
         """One bucket; the last one of an update says which ``version`` is complete."""
         body, payload = flat.message(int(self._info.get("tp_size") or 1))
+        body["disable_draft_model"] = self.settings.separate_draft
         body["flush_cache"] = version is not None and self._paused != "in_place"
         body["weight_version"] = None if version is None else str(version)
         self._check(await self.link.call("update_weights_from_tensor", body, payload))

@@ -34,8 +34,9 @@ _PROGRESS = (
     (re.compile(r"Capture cuda graph begin"), "capturing CUDA graphs"),
     (re.compile(r"JIT|DeepGEMM.*(warm|compil)", re.IGNORECASE), "compiling kernels"),
 )
-#: A line of the log that names the cause, beside the last ones.
-_CAUSE = re.compile(r"(Error|Exception|out of memory)\b.*", re.IGNORECASE)
+#: A line of the log that names the cause, beside the last ones; what processes say because another one ended is none.
+_CAUSE = re.compile(r"\w*(Error|Exception|out of memory)\b.*", re.IGNORECASE)
+_NO_CAUSE = re.compile(r"Initialization failed|scheduler is dead|EOFError|BrokenPipe|SIGQUIT|Killing")
 #: Seconds it may take to end when it is asked to.
 _END_S = 20.0
 #: What the log says -> what helps.
@@ -47,6 +48,10 @@ _HINTS = (
     (
         re.compile(r"address already in use|EADDRINUSE|port \d+ is (already )?(in use|not available)", re.IGNORECASE),
         "; a port is taken: give others with --sglang-port and --sglang-nccl-port, or end what holds it",
+    ),
+    (
+        re.compile(r"Model architectures .* not supported", re.IGNORECASE),
+        "; this SGLang does not know the model: use --engine embedded, or an SGLang that does",
     ),
     (
         re.compile(r"No CUDA GPUs are available|Found no NVIDIA driver|no accelerator", re.IGNORECASE),
@@ -254,7 +259,8 @@ class ProcessLink(Link):
     def _log_says(self) -> str:
         """Which log it is, the cause that is found there, and what helps against it."""
         lines = self._last_lines(200)
-        cause = next((found.group(0) for line in reversed(lines) if (found := _CAUSE.search(line))), "")
+        causes = (found for line in reversed(lines) if not _NO_CAUSE.search(line) and (found := _CAUSE.search(line)))
+        cause = next((found.group(0) for found in causes), "")
         hint = next((hint for pattern, hint in _HINTS if any(pattern.search(line) for line in lines)), "")
         return f"its log {self.log_file} ends{f' ({cause[:200]})' if cause else ''}{hint}"
 

@@ -86,16 +86,17 @@ class Worker:
     async def update_from_tensor(self, body: dict[str, Any], payload: bytes) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        from miles_sglang import buckets
+        from miles_sglang import buckets, loader
 
         ranks = int(self.engine.server_args.tp_size)
         held, payloads = buckets.for_sglang(body, payload, ranks)
         success, message = await self.manager.update_weights_from_tensor(
             UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=payloads,
-                load_format="flattened_bucket",
+                load_format=loader.NAME,
                 flush_cache=body["flush_cache"],
                 weight_version=body["weight_version"],
+                disable_draft_model=body["disable_draft_model"],
             ),
             None,
         )

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -33,7 +34,7 @@ from miles_embedded.engine.build import detokenizer, end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.testing.routes import ROUTES, record_routes
-from miles_sglang import build
+from miles_sglang import build, loader
 from miles_sglang.answers import Answer
 from miles_sglang.build import Choices, assemble
 from miles_sglang.engine import SglangEngine
@@ -63,14 +64,10 @@ def stand_in_for_sglang(monkeypatch: Any) -> None:
     class Serializer:
         serialize = staticmethod(lambda content: content)
 
-    def metadata(*values: Any) -> _Body:
-        return _Body(**dict(zip(("name", "shape", "dtype", "start_idx", "end_idx", "numel"), values, strict=True)))
-
-    for parent in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.weight_sync"):
+    for parent in ("sglang", "sglang.srt", "sglang.srt.managers"):
         module(parent, __version__="0.5.17")
     module("sglang.srt.managers.io_struct")
     module("sglang.srt.utils", MultiprocessingSerializer=Serializer)
-    module("sglang.srt.weight_sync.tensor_bucket", FlattenedTensorMetadata=metadata)
 
 
 class Manager:
@@ -88,7 +85,7 @@ class Manager:
             Settings(self.detokenize, self.end, seed=7, max_running_requests=running, max_context=self.context),
         )
         self.tensors = load_file(checkpoint / "model.safetensors")
-        self.version = str(arguments["weight_version"])
+        self.version, self.loaders = str(arguments["weight_version"]), arguments["custom_weight_loader"]
         self.layers = model.config.num_hidden_layers
         self.rids: dict[str, int] = {}
         self.paused = False
@@ -161,11 +158,16 @@ class Manager:
         return base64.b64encode(record.tobytes()).decode()
 
     async def update_weights_from_tensor(self, body: Any, _: Any) -> tuple[bool, str]:
-        content = body.serialized_named_tensors[0]
-        for meta in content["metadata"]:
-            piece = content["flattened_tensor"][meta.start_idx : meta.end_idx]
-            self.tensors[meta.name] = piece.view(meta.dtype).reshape(meta.shape).clone()
+        assert body.load_format in self.loaders
+        loader.load(self, body.serialized_named_tensors[0])  # type: ignore[arg-type]
         return self._updated(body)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return iter(self.tensors.values())
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.tensors[name].copy_(tensor)
 
     async def update_weights_from_disk(self, body: Any, _: Any) -> tuple[bool, str, int]:
         for file in sorted(Path(body.model_path).glob("*.safetensors")):
