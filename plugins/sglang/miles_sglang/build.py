@@ -10,7 +10,7 @@ from typing import Any
 
 from miles_core import CheckpointError, ConfigError
 from miles_core.backend import Codec, Layout, Restarts, config_facts, layout, make_codec, model_facts, moe_layers
-from miles_sglang import HEADS, loader, plugin
+from miles_sglang import HEADS, inside, loader, plugin
 from miles_sglang.config import given_arguments
 from miles_sglang.engine import Settings, SglangEngine
 from miles_sglang.link import Link
@@ -133,7 +133,8 @@ def assemble(
     else:
         model = _model(checkpoint, described, codec, directory)
         arguments = _arguments(choices, model, context)
-        link = ProcessLink(arguments, directory / "sglang.log", choices.startup_timeout, _environment(choices.device))
+        environment = _environment(choices.device, _experts(config, choices))
+        link = ProcessLink(arguments, directory / "sglang.log", choices.startup_timeout, environment)
     translator = Translator(
         detokenize,
         context,
@@ -242,10 +243,18 @@ def _dtype(asked: str, device: str) -> str:
     return "float32" if device == "cpu" else "bfloat16"
 
 
-def _environment(device: str) -> dict[str, str | None]:
-    """Variables that SGLang reads. Its log-probabilities must be those at the sampling temperature."""
+def _experts(config: Mapping[str, Any], choices: Choices) -> int:
+    """Of the model, where SGLang records which ones it routes to; else 0."""
+    if _routing(config, choices) is None:
+        return 0
+    return next(int(fact.value) for fact in config_facts(config) if fact.name == "model.num_experts")
+
+
+def _environment(device: str, experts: int) -> dict[str, str | None]:
+    """Variables that SGLang, and what runs inside it, read. Its log-probabilities must be those at the sampling temperature."""
     found: dict[str, str | None] = {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the slack above the model's own limit
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,
+        inside.VARIABLE: "uint8" if 0 < experts <= inside.MOST else None,
     }
     return {**found, "SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else found

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ _END_S = 20.0
 #: What the log says -> what helps.
 _HINTS = (
     (
-        re.compile(r"out of memory|Not enough memory|mem.fraction.static", re.IGNORECASE),
+        re.compile(r"out of memory|OutOfMemory|Not enough memory", re.IGNORECASE),
         "; it ran out of memory: lower --sglang-mem-fraction-static or --max-running-requests",
     ),
     (
@@ -50,7 +50,7 @@ _HINTS = (
         "; a port is taken: give others with --sglang-port and --sglang-nccl-port, or end what holds it",
     ),
     (
-        re.compile(r"Model architectures .* not supported", re.IGNORECASE),
+        re.compile(r"Model architectures .* not supported|Cannot find model module", re.IGNORECASE),
         "; this SGLang does not know the model: use --engine embedded, or an SGLang that does",
     ),
     (
@@ -140,8 +140,12 @@ class ProcessLink(Link):
                     f"SGLang did not come up within {self.startup_timeout:g} s (--sglang-startup-timeout); {self._log_says()}",
                     self._last_lines(),
                 )
-        info, _ = ready.result()
-        return info
+        try:
+            return ready.result()[0]
+        except SglangLost:
+            raise
+        except SglangError as error:
+            raise SglangError(f"{error}{_hint([str(error)])}") from error
 
     def _new_output(self, position: int) -> tuple[str, int]:
         with self.log_file.open("rb") as file:
@@ -261,8 +265,12 @@ class ProcessLink(Link):
         lines = self._last_lines(200)
         causes = (found for line in reversed(lines) if not _NO_CAUSE.search(line) and (found := _CAUSE.search(line)))
         cause = next((found.group(0) for found in causes), "")
-        hint = next((hint for pattern, hint in _HINTS if any(pattern.search(line) for line in lines)), "")
-        return f"its log {self.log_file} ends{f' ({cause[:200]})' if cause else ''}{hint}"
+        return f"its log {self.log_file} ends{f' ({cause[:200]})' if cause else ''}{_hint(lines)}"
+
+
+def _hint(lines: Sequence[str]) -> str:
+    """What helps against what SGLang said."""
+    return next((hint for pattern, hint in _HINTS if any(pattern.search(line) for line in lines)), "")
 
 
 def _kill_group(pid: int) -> None:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from miles_sglang import frames
+from miles_sglang import frames, inside
 from miles_sglang.answers import Answer
 from miles_sglang.together import Together
 
@@ -81,7 +81,7 @@ class Worker:
         result: dict[str, Any] = {}
         async for out in self.manager.generate_request(GenerateReqInput(**body), None):
             result = out
-        return Answer.of(result)
+        return Answer.of(result, os.environ.get(inside.VARIABLE, "int32"))
 
     async def update_from_tensor(self, body: dict[str, Any], payload: bytes) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -191,6 +191,7 @@ def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
 
     try:
         engine = sglang.Engine(**first[0])
+        inside.check(engine)
     except Exception as error:
         connection.sendall(frames.head({"id": 0, "error": f"SGLang did not start: {type(error).__name__}: {error}"}))
         raise
