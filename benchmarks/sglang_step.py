@@ -47,7 +47,7 @@ def flags_of(given: Any, plugins: str, checkpoint: Path, directory: Path) -> lis
         --max-running-requests {samples} --use-dynamic-batch-size --max-tokens-per-gpu {given.max_tokens} --seed 0
         --rollout-max-context-len {64 + given.tokens + 8}"""
     if torch.cuda.is_available():
-        graphs = ",".join(str(n) for n in (8, 64, 128, 192, samples) if n <= samples)
+        graphs = ",".join(str(n) for n in (samples // 4, samples))
         flags += f""" --sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
             --sglang-disable-prefill-cuda-graph --sglang-cuda-graph-bs-decode {graphs} --sglang-mem-fraction-static 0.3"""
     else:

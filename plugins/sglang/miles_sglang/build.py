@@ -17,6 +17,7 @@ from miles_sglang.link import Link
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
+from miles_sglang.shapes import check_blocks
 from miles_sglang.weight_names import WeightNames
 
 #: Set unless a user says otherwise: no grammar is used; on a CPU, what SGLang can compute there.
@@ -126,6 +127,7 @@ def assemble(
         directory: of its log and of what it is started from.
     """
     described, config = layout(checkpoint, codec), _text_config(Path(checkpoint))
+    check_blocks(config, codec)
     context = choices.max_context or int(config["max_position_embeddings"])
     link: Link
     if choices.url:

@@ -9,6 +9,7 @@ next bucket with the same table is copied in one go to the same places.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 #: The name by which SGLang finds ``load``.
 NAME = "miles_sglang.loader.load"
@@ -67,7 +67,7 @@ class Watch(TorchDispatchMode):
 
 
 #: model -> a bucket's table -> the copies that load it; None where loading does more than that.
-_known: Any = WeakIdKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, dict[str, Copies | None]] = weakref.WeakKeyDictionary()
 
 
 def load(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:

@@ -12,6 +12,7 @@ from miles_core import ConfigError, PlanError
 from miles_sglang import installed, read_server_args
 from miles_sglang.config import SglangConfig, described_version, given_arguments
 from miles_sglang.installed import missing
+from miles_sglang.shapes import check_blocks
 
 SOURCE = '''
 CHOICES = ["one", "two"]
@@ -138,3 +139,14 @@ def test_an_mtp_layer_is_trained_here_and_drafts_there(plan):
     plan(["speculative"], sglang_speculative_algorithm="NEXTN", **options)
     with pytest.raises(PlanError, match="draft"):
         plan(["speculative"], **options)
+
+
+def test_a_model_that_is_no_whole_blocks_is_refused_in_fp8():
+    from miles_core.backend import Codec
+    from miles_fp8.format import Fp8
+
+    smol = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    with pytest.raises(ConfigError, match=r"q_proj.weight is 576 x 576.*-hf gate_proj,k_proj,o_proj,q_proj\)"):
+        check_blocks(smol, Codec(Fp8()))
+    check_blocks(smol, Codec())
+    check_blocks({"hidden_size": 1024, "num_attention_heads": 8, "moe_intermediate_size": 512}, Codec(Fp8()))
