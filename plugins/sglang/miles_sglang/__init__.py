@@ -22,6 +22,7 @@ plugin = Plugin(
         "engine": (
             "score",
             "hot_update",
+            Capability("sleep", when="sglang.enable_memory_saver"),
             Capability("sampling_support", when=f"not {_SPECULATIVE}"),
             Capability("routed_experts", when="sglang.enable_return_routed_experts"),
             Capability("draft", when=f"{_WITH_HEAD} and not sglang.speculative_draft_model_path"),
@@ -29,9 +30,12 @@ plugin = Plugin(
         )
     },
     sets={
+        "sglang.enable_memory_saver": Set(
+            True, when="colocate and engine == sglang", because="the trainer needs the memory while it learns"
+        ),
         "sglang.enable_return_routed_experts": Set(
             True, when="plugin.r3 and engine == sglang", because="the experts to replay are the ones that SGLang chose"
-        )
+        ),
     },
     requires=(
         *missing(),

@@ -50,7 +50,7 @@ class Choices:
         url: of a server that runs already; how SGLang is started is then the server's business.
         bucket_bytes: at most, of weights that travel together.
         max_restarts: how often SGLang is started again when it died.
-        beside_trainer: the trainer computes on the same GPU.
+        beside_trainer: the trainer computes on the same GPU, and keeps its memory.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -107,7 +107,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
         startup_timeout=options.startup_timeout,
         bucket_bytes=config.run.sync_bucket_size,
         max_restarts=config.run.max_restarts,
-        beside_trainer=config.run.runtime == "inline",
+        beside_trainer=config.run.runtime == "inline" and not config.run.colocate,
     )
 
     def detokenize(tokens: list[int]) -> str:
@@ -188,6 +188,7 @@ def _capabilities(translator: Translator, choices: Choices) -> frozenset[str]:
         "routed_experts": translator.routing is not None,
         "keyed_sampling": translator.seed is not None,
         "draft": choices.drafts,
+        "sleep": bool(choices.arguments.get("enable_memory_saver")),
     }
     return frozenset(c.name for c in plugin.declared("engine") if holds.get(c.name, True))
 

@@ -104,6 +104,7 @@ class SglangEngine(Engine):
         self._numbers = itertools.count()
         self._version, self._usable, self._dead = -1, True, False
         self._paused: PauseMode | None = None
+        self._asleep: set[EnginePart] = set()
         self._open = asyncio.Event()
         self._renewal = Renewal(self._spend, self._renew)
 
@@ -254,14 +255,21 @@ class SglangEngine(Engine):
         """Free the cache; and, where SGLang was started with its memory saver, give the parts' memory back."""
         if any(call.sent for call in self._calls.values()):
             raise RuntimeError("sleep with requests in flight: abort them first")
-        await self._ask("flush_cache", {})
+        if "cache" not in self._asleep:
+            await self._ask("flush_cache", {})
         if self.settings.memory_saver:
-            await self._ask("release_memory_occupation", {"tags": [_TAGS[part] for part in parts]})
+            await self._renewal.asked(lambda: self._move("release_memory_occupation", set(parts) - self._asleep))
+            self._asleep |= set(parts)
             self._usable = self._usable and "weights" not in parts
 
     async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
-        if self.settings.memory_saver:
-            await self._ask("resume_memory_occupation", {"tags": [_TAGS[part] for part in parts]})
+        await self._renewal.asked(lambda: self._move("resume_memory_occupation", set(parts) & self._asleep))
+        self._asleep -= set(parts)
+
+    async def _move(self, endpoint: str, parts: Collection[EnginePart]) -> None:
+        """Give back, or take again, the memory of these; of a new SGLang all parts are awake."""
+        if parts:
+            await self.link.call(endpoint, {"tags": sorted(_TAGS[part] for part in parts)})
 
     async def _ask(self, endpoint: str, body: Mapping[str, Any]) -> Any:
         """``Link.call`` of this SGLang, or of the one that replaces it."""
@@ -290,7 +298,7 @@ class SglangEngine(Engine):
 
     async def _start_anew(self) -> None:
         """SGLang without weights, and not paused; where it is started with the weights, ``update_weights`` starts it."""
-        self._usable, self._paused, self._dead = False, None, False
+        self._usable, self._paused, self._dead, self._asleep = False, None, False, set()
         if self._how() != "restart":
             self._info = await self.link.restart({})
 

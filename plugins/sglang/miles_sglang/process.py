@@ -42,7 +42,11 @@ _END_S = 20.0
 #: What the log says -> what helps.
 _HINTS = (
     (
-        re.compile(r"out of memory|OutOfMemory|Not enough memory", re.IGNORECASE),
+        re.compile(r"increase --mem-fraction-static", re.IGNORECASE),
+        "; weights and cache do not fit into its share of the GPU: raise --sglang-mem-fraction-static",
+    ),
+    (
+        re.compile(r"out of memory|OutOfMemory", re.IGNORECASE),
         "; it ran out of memory: lower --sglang-mem-fraction-static or --max-running-requests",
     ),
     (

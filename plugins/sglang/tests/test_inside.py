@@ -1,15 +1,28 @@
-"""What runs inside SGLang's schedulers, on stand-ins for them."""
+"""What runs inside SGLang's schedulers, and what reaches them, on stand-ins for them."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import types
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from miles_sglang import inside
+from miles_sglang.together import Together
+
+
+@dataclass
+class Tokenized:
+    rid: str
+
+
+@dataclass
+class Batch:
+    batch: list[Tokenized]
 
 
 class Scheduler:
@@ -30,10 +43,15 @@ def hooks(monkeypatch: Any) -> dict[str, Any]:
     for name, content in (
         ("sglang.srt.managers.scheduler", {"Scheduler": Scheduler}),
         ("sglang.srt.plugins.hook_registry", {"HookRegistry": registry, "HookType": kinds}),
+        (
+            "sglang.srt.managers.io_struct",
+            {"TokenizedGenerateReqInput": Tokenized, "BatchTokenizedGenerateReqInput": Batch},
+        ),
     ):
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+            if (part := ".".join(parts[:end])) not in sys.modules:
+                monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
         vars(sys.modules[name]).update(content)
     return found
 
@@ -63,3 +81,20 @@ def test_routed_experts_leave_a_scheduler_as_bytes_and_the_half_is_known_by_its_
     monkeypatch.setattr(inside, "digest", lambda: "another")
     with pytest.raises(AssertionError, match=f"its digest is another, not {ours}"):
         Scheduler().collective_rpc("miles_digest", expected=ours)
+
+
+def test_requests_of_one_moment_reach_the_scheduler_together(hooks: dict[str, Any]) -> None:
+    sent: list[Any] = []
+    manager = types.SimpleNamespace(_dispatch_to_scheduler=sent.append)
+
+    async def asked() -> None:
+        Together(manager)
+        for rid in "ab":
+            manager._dispatch_to_scheduler(Tokenized(rid))
+        assert not sent
+        manager._dispatch_to_scheduler("abort")
+        manager._dispatch_to_scheduler(Tokenized("c"))
+        await asyncio.sleep(0)
+
+    asyncio.run(asked())
+    assert sent == [Batch([Tokenized("a"), Tokenized("b")]), "abort", Tokenized("c")]
