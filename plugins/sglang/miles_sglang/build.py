@@ -247,8 +247,8 @@ def _dtype(asked: str, device: str) -> str:
 
 
 def _experts(config: Mapping[str, Any], choices: Choices) -> int:
-    """Of the model, where SGLang records which ones it routes to; else 0."""
-    if _routing(config, choices) is None:
+    """Of the model, where SGLang records which ones it routes to, in a scheduler that can be asked what it loaded; else 0."""
+    if _routing(config, choices) is None or choices.arguments.get("enable_dp_attention"):
         return 0
     return next(int(fact.value) for fact in config_facts(config) if fact.name == "model.num_experts")
 
