@@ -97,6 +97,8 @@ class Engine(ABC):
     kv_cache_dtype: str = ""
     #: whether tensor cores read the codes of its quantised layers, and it can emulate them (``emulated_products``)
     native_products: bool = False
+    #: how many processes take what this one is told to ``receive``
+    receivers: int = 1
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
         """How weights stored in ``format`` ("" for BF16) can change while the engine runs."""

@@ -2,12 +2,11 @@
 
 The same bytes whatever the memory is, so a bucket has one checksum on both sides. A message is plain data: ``units``, one
 ``[name, format, [[stored name, dtype, shape, offset], ...]]`` for each tensor, ``nbytes`` and ``checksum`` of the bucket's bytes,
-and ``memory``, how the receiver gets at them (``sync.memory``).
+and ``memory``, how the receiver gets at them (``sync.inbox``).
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -22,6 +21,8 @@ from miles_core.precision.format import Stored
 #: Bytes a checksum adds up at a time; buckets are multiples of it, and tensors start at multiples of a quarter of it.
 BLOCK = 1024
 _ALIGN = BLOCK // 4
+#: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
+_SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def rounded(nbytes: int, unit: int = BLOCK) -> int:
@@ -35,13 +36,15 @@ def room_of(unit: Encoded) -> int:
 
 
 def checksum(flat: Tensor) -> int:
-    """Of bytes [n] uint8, n a multiple of ``BLOCK``, on any device: CRC-32 of the sums of their blocks, each as 64-bit words.
+    """Of bytes [n] uint8, n a multiple of ``BLOCK``, on any device: the sums of their blocks as 64-bit words, each times an odd
+    number of its own, added up; modulo 2^64.
 
-    Reads memory once at the speed of a sum. Finds any change of one word, and whatever is missing, late or in another
-    block's place; not words that changed places within a block.
+    Reads memory once at the speed of a sum, and one number leaves the device. Finds any change of one word, and whatever is
+    missing, late or in another block's place; not words that changed places within a block.
     """
     sums = flat.view(torch.int64).view(len(flat) // BLOCK, BLOCK // 8).sum(1)
-    return zlib.crc32(sums.cpu().numpy().tobytes())
+    odd = (2 * torch.arange(len(sums), device=flat.device) + 1) * _SPREAD
+    return int((sums * odd).sum()) % (1 << 64)
 
 
 class Bucket:
@@ -119,7 +122,7 @@ def unpacked(message: Mapping[str, Any], flat: Tensor) -> list[Encoded]:
     if found != message["checksum"]:
         first = message["units"][0][0] if message["units"] else "nothing"
         raise SyncError(
-            f"the bucket of weights that starts with {first} arrived with checksum {found:08x}, and {message['checksum']:08x} was sent"
+            f"the bucket of weights that starts with {first} arrived with checksum {found:016x}, and {message['checksum']:016x} was sent"
         )
     return [
         Encoded(name, {part: _view(flat, dtype, shape, offset) for part, dtype, shape, offset in parts}, format)

@@ -98,18 +98,18 @@ class BucketTransport(Transport):
             if self._sender is None:
                 first = list(itertools.islice(units, 1))
                 device = next(iter(first[0].parts.values())).device if first else torch.device("cpu")
-                self._sender = await self._chosen(device, receive)
+                self._sender = await self._chosen(device, receive, version)
                 units = itertools.chain(first, units)
             started = time.perf_counter()
-            sent = await self._sender.send(units, receive)
+            sent = await self._sender.send(units, receive, version)
         except Exception:
             self.close()  # the next push finds out anew which paths there are
             for _ in units:  # other ranks may wait in its collectives
                 pass
             raise
         seconds = time.perf_counter() - started
-        ratio = {"of_limit": sent.nbytes / seconds / self._limit} if self._limit else {}
-        return SyncReport(version, sent.nbytes, sent.tensors, seconds, ratio)
+        metrics = {"of_limit": sent.travelled / seconds / self._limit, "travelled": sent.travelled / max(sent.nbytes, 1)}
+        return SyncReport(version, sent.travelled, sent.tensors, seconds, metrics)
 
     def close(self) -> None:
         """Free the memory that buckets lie in."""
@@ -117,23 +117,22 @@ class BucketTransport(Transport):
             self._sender.close()
             self._sender = None
 
-    async def _chosen(self, device: torch.device, receive: Receive) -> Sender:
+    async def _chosen(self, device: torch.device, receive: Receive, version: int) -> Sender:
         """A sender over the fastest path on which the engine reads a greeting, which is sent."""
         reasons = []
-        for path in paths(device):
+        for way in paths(device, self.engine.receivers):
+            sender: Sender | None = None
             try:
-                sender = Sender(path.make, self.bucket_size, (self.world.rank, self.world.size))
+                path = way()
+                sender = Sender(path, self.bucket_size, (self.world.rank, self.world.size))
+                await sender.greet(receive, version)
+                self._limit = path.limit() if path.limit else await sender.speed(receive, version)
             except (NoSegmentError, SyncError) as error:
-                reasons.append(str(error))
-                continue
-            try:
-                await sender.greet(receive)
-            except SyncError as error:
-                sender.close()
+                if sender is not None:
+                    sender.close()
                 reasons.append(str(error))
                 continue
             why = f", because {'; '.join(reasons)}" if reasons else ""
             log.log(logging.WARNING if reasons else logging.INFO, "weights travel through %s%s", path.name, why)
-            self._limit = path.limit() if path.limit else 0.0
             return sender
         raise SyncError(f"weights cannot travel to the engine: {'; '.join(reasons)}")
