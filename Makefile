@@ -1,7 +1,7 @@
 # Everything sets itself up: only Python 3.11-3.13 and make are needed.
 #   make demo    train a small MoE on this machine and write a report
 #   make test    lint, types and all tests
-#   make oldest  the tests of the model code on the oldest Transformers supported
+#   make oldest  what touches Transformers' modules, on the oldest Transformers supported
 #   make wheels  build every wheel, install core + one plugin into an empty environment and run them there
 # TORCH chooses the build, e.g. `make demo TORCH=torch` or an index of your own in PIP_EXTRA_INDEX_URL.
 TORCH ?= torch==2.13.0
@@ -45,8 +45,9 @@ test: lint types
 # The parts that touch Transformers' modules, on the oldest version supported (SGLang's pin), which shadows the installed one.
 oldest: install $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; assert transformers.__version__ == '5.12.1', transformers.__version__"
-	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/embedded tests/convert tests/test_loop.py \
-		plugins/r3 plugins/cpu_kernels
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/embedded --ignore tests/embedded/trainer/test_data_parallel.py \
+		tests/test_loop.py::test_it_learns tests/cli/test_convert.py plugins/r3/tests/test_families.py plugins/r3/tests/test_routers.py \
+		plugins/r3/tests/test_embedded.py plugins/cpu_kernels/tests/test_models.py plugins/cpu_kernels/tests/test_experts.py
 
 $(OLDEST)/.installed: Makefile
 	rm -rf $(OLDEST)
@@ -55,8 +56,9 @@ $(OLDEST)/.installed: Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(OLDEST) httpx
 	@touch $@
 
-wheels: install
-	$(BIN)/python tests/packaging/check_wheels.py --python $(PYTHON) --torch "$(TORCH)"
+wheels:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; give one with make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) tests/packaging/check_wheels.py --python $(PYTHON) --torch "$(TORCH)"
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist

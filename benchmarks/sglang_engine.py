@@ -1,6 +1,9 @@
 """SGLang behind the engine contract: log-probabilities against Transformers, tokens a second against SGLang called directly,
 seconds of a weight sync against the copy's limit, and what recording routed experts costs.
 
+SGLang is asked directly in the process in which the engine has it (``sglang_direct.py``), so that both have the same arguments,
+caches and compiled kernels.
+
 A random BF16 model (``--model dense`` .47 B, ``moe`` .94 B; ``tiny`` rehearses the script on a CPU), or a checkpoint's
 directory. Results are written after every part, so a run that is cut off leaves what it measured.
 """
@@ -12,7 +15,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -97,21 +99,55 @@ async def generate(
     return responses, time.perf_counter() - started
 
 
-async def throughput(engine: Any, given: argparse.Namespace, results: Results) -> None:
-    """Tokens a second through the adapter, and with routed experts recorded, in turns."""
-    sampling = Sampling(given.tokens, ignore_eos=True)
-    kinds: dict[str, set[str]] = {"adapter": set()}
-    if "routed_experts" in engine.capabilities:
-        kinds["adapter_with_routes"] = {"rollout_routed_experts"}
+#: How SGLang is asked directly -> what differs from one call for all requests, with log-probabilities.
+DIRECT: dict[str, dict[str, bool]] = {
+    "direct": {},
+    "direct_each": {"each": True},
+    "direct_without_log_probs": {"log_probs": False},
+    "direct_with_routes": {"routes": True},
+    "direct_full_cache": {},
+}
+ADAPTER: dict[str, set[str]] = {
+    "adapter": set(),
+    "adapter_with_routes": {"rollout_routed_experts"},
+    "adapter_full_cache": set(),
+}
+
+
+async def rate(engine: Any, given: argparse.Namespace, results: Results) -> None:
+    """Tokens a second of the same requests in the same SGLang: asked directly, and through the adapter, in turns; one thing
+    differs at a time. The prefix cache is empty before each, as after a sync, but for ``full_cache``: these come last, when it
+    has been filled, and SGLang evicts while it decodes."""
+    routes = "routed_experts" in engine.capabilities
+    kinds = [k for k in (*DIRECT, *ADAPTER) if routes or "routes" not in k]
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    full = [kind for kind in kinds if "full" in kind]
     for turn in range(given.turns + 1):
-        for kind, extras in kinds.items():
-            _, took = await generate(engine, prompts(given), sampling, extras)
-            if turn:
-                seconds[kind].append(took)
+        for kind in kinds:
+            if kind not in full:
+                await engine.link.call("flush_cache", {})
+                seconds[kind].append(await once(engine, kind, given))
+                if turn == 0:
+                    results.put(f"first_{kind}", seconds=round(seconds[kind].pop(), 3))
+    await engine.link.call("flush_cache", {})
+    for kind in (full * (given.turns + 3))[: len(full) * (given.turns + 3)]:
+        seconds[kind].append(await once(engine, kind, given))
     count = given.requests * given.tokens
     for kind, took in seconds.items():
+        took = took[-given.turns :]
         results.put(kind, tokens_per_second=round(count / statistics.median(took)), seconds=[round(s, 3) for s in took])
+    rates = {kind: results.found[kind]["tokens_per_second"] for kind in kinds}
+    results.put("to_direct", **{kind: round(value / rates["direct"], 4) for kind, value in rates.items()})
+
+
+async def once(engine: Any, kind: str, given: argparse.Namespace) -> float:
+    """Seconds of one rollout."""
+    if kind in ADAPTER:
+        _, took = await generate(engine, prompts(given), Sampling(given.tokens, ignore_eos=True), ADAPTER[kind])
+        return took
+    sampling = {"max_new_tokens": given.tokens, "temperature": 1.0, "ignore_eos": True}
+    body = {"prompts": prompts(given), "sampling": sampling, "each": False, "log_probs": True, "routes": False}
+    return float(await engine.link.call("direct", body | DIRECT[kind]))
 
 
 @torch.no_grad()
@@ -124,10 +160,10 @@ async def gap(engine: Any, checkpoint: Path, given: argparse.Namespace, results:
     responses, _ = await generate(engine, asked, Sampling(min(64, given.tokens), ignore_eos=True), set())
     sampled = torch.tensor([x for r in responses for x in r.log_probs])
     scored = await engine.score([p + r.tokens for p, r in zip(asked, responses, strict=True)])
+    alone = [(await engine.score([p + r.tokens]))[0] for p, r in zip(asked, responses, strict=True)]
     found = {"sglang": sampled}
-    found["sglang_score"] = torch.tensor(
-        [x for p, row in zip(asked, scored, strict=True) for x in row[len(p) - 1 :].tolist()]
-    )
+    for name, rows in (("sglang_score", scored), ("sglang_score_alone", alone)):
+        found[name] = torch.tensor([x for p, row in zip(asked, rows, strict=True) for x in row[len(p) - 1 :].tolist()])
     ids = torch.tensor([p + r.tokens for p, r in zip(asked, responses, strict=True)], device=device)
 
     def of(model: Any, rows: int) -> torch.Tensor:
@@ -152,6 +188,8 @@ async def gap(engine: Any, checkpoint: Path, given: argparse.Namespace, results:
     pairs = [
         ("sglang", "bf16_alone"),
         ("sglang", "sglang_score"),
+        ("sglang_score", "sglang_score_alone"),
+        ("sglang_score_alone", "bf16_alone"),
         ("bf16_in_batches", "bf16_alone"),
         ("sglang", "fp32"),
         ("bf16_alone", "fp32"),
@@ -167,6 +205,10 @@ def codec_of(given: argparse.Namespace) -> Codec:
     """Of the weights that SGLang is given."""
     if given.precision == "bf16":
         return Codec()
+    if given.precision == "int4":
+        from miles_int4.format import Int4
+
+        return Codec(Int4())
     from miles_fp8.format import Fp8
 
     return Codec(Fp8())
@@ -217,79 +259,97 @@ async def sync(engine: Any, checkpoint: Path, given: argparse.Namespace, results
     results.put("sync", **numbers)
 
 
-def direct(arguments: dict[str, Any], given: argparse.Namespace) -> None:
-    """SGLang called directly, in this process: the same requests in one call, and as many calls side by side."""
-    import sglang
+def server_arguments(given: argparse.Namespace) -> dict[str, Any]:
+    """What SGLang is started with."""
+    if not torch.cuda.is_available():
+        return {"max_total_tokens": 8192, "enable_return_routed_experts": given.model in ("moe", "tiny")}
+    arguments: dict[str, Any] = {
+        "max_total_tokens": 200_000,
+        "enable_return_routed_experts": given.model == "moe",
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "mem_fraction_static": 0.3,
+        "moe_runner_backend": "triton",
+        "cuda_graph_bs_decode": [16, 64, 128, 192, 256],
+        "disable_prefill_cuda_graph": True,
+    }
+    if given.eager:
+        arguments["disable_cuda_graph"] = True
+    if given.deterministic:
+        arguments["enable_deterministic_inference"] = True
+    return arguments
 
-    engine = sglang.Engine(**arguments)
-    sampling = {"max_new_tokens": given.tokens, "temperature": 1.0, "ignore_eos": True}
-    seconds = []
-    for turn in range(given.turns + 1):
-        started = time.perf_counter()
-        engine.generate(input_ids=prompts(given), sampling_params=sampling, return_logprob=True)
-        if turn:
-            seconds.append(time.perf_counter() - started)
-    print("DIRECT " + json.dumps(seconds), flush=True)
-    engine.shutdown()
 
-
-async def measured(checkpoint: Path, given: argparse.Namespace, results: Results, work: Path) -> dict[str, Any]:
-    """Everything that goes through the adapter; returns the arguments SGLang was started with."""
+def engine_for(checkpoint: Path, given: argparse.Namespace, work: Path) -> Any:
+    """The engine, whose process is that of ``sglang_direct``."""
     from miles_sglang.build import Choices, assemble
 
-    cuda = torch.cuda.is_available()
-    arguments: dict[str, Any] = {
-        "max_total_tokens": 200_000 if cuda else 8192,
-        "enable_return_routed_experts": given.model != "dense",
-    }
-    if given.model not in SIZES:
-        arguments["enable_return_routed_experts"] = False
-    if cuda:
-        arguments |= {"attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.3}
-        arguments |= {"moe_runner_backend": "triton", "cuda_graph_max_bs_decode": 256}
-        arguments["disable_prefill_cuda_graph"] = True
-        if given.eager:
-            arguments["disable_cuda_graph"] = True
-    choices = Choices(arguments=arguments, device="cuda" if cuda else "cpu", max_context=2048, startup_timeout=400)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    choices = Choices(
+        arguments=server_arguments(given),
+        device=device,
+        max_context=2048,
+        startup_timeout=400,
+        bucket_bytes=given.bucket << 20,
+    )
     engine = assemble(checkpoint, codec_of(given), lambda tokens: "", work, choices)
+    engine.link.worker = "sglang_direct"  # type: ignore[attr-defined]
+    engine.link._environment["PYTHONPATH"] = os.pathsep.join(  # type: ignore[attr-defined]
+        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
+    return engine
+
+
+async def measured(checkpoint: Path, given: argparse.Namespace, results: Results, work: Path) -> None:
+    """Everything, in one start of SGLang."""
+    engine = engine_for(checkpoint, given, work)
     started = time.perf_counter()
     await engine.start()
     results.put("start", seconds=round(time.perf_counter() - started, 1), info=dict(engine._info))
+    parts = {"gap": gap, "sync": sync}
     try:
         if given.precision != "bf16":
-            from miles_core.mismatch.parity import check
-            from miles_fp8.format import Fp8
-
-            await engine.update_weights(
-                codec_of(given).encode(Unit({k: v}) for k, v in tensors_of(checkpoint).items()), 0
-            )
-            side = check("sglang", Fp8(), engine.quantizer(Fp8()))
-            results.put("parity", **side.to_dict())
-        await gap(engine, checkpoint, given, results)
-        await throughput(engine, given, results)
-        await sync(engine, checkpoint, given, results)
+            await given_weights(engine, checkpoint, given, results)
+        for part in given.parts.split(","):
+            if part == "rate":
+                await rate(engine, given, results)
+            else:
+                await parts[part](engine, checkpoint, given, results)
     finally:
         started = time.perf_counter()
         await engine.stop()
         results.put("stop", seconds=round(time.perf_counter() - started, 1))
-    return engine.link.arguments  # type: ignore[attr-defined,no-any-return]
+
+
+async def given_weights(engine: Any, checkpoint: Path, given: argparse.Namespace, results: Results) -> None:
+    """The checkpoint's weights in the number format, and how both sides' quantisers agree."""
+    from miles_core.mismatch.parity import check
+
+    codec = codec_of(given)
+    started = time.perf_counter()
+    await engine.update_weights(codec.encode(Unit({k: v}) for k, v in tensors_of(checkpoint).items()), 0)
+    results.put(
+        "first_weights", seconds=round(time.perf_counter() - started, 2), how=engine.hot_update(given.precision)
+    )
+    quantizer = engine.quantizer(codec.format)
+    if quantizer is not None:
+        results.put("parity", **check("sglang", codec.format, quantizer).to_dict())
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--model", default="dense", help="dense, moe, tiny or a checkpoint's directory")
+    parser.add_argument("--parts", default="gap,rate,sync", help="what to measure, of these")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of SGLang's weights")
+    parser.add_argument("--precision", choices=("bf16", "fp8", "int4"), default="bf16", help="of SGLang's weights")
+    parser.add_argument("--deterministic", action="store_true", help="SGLang's deterministic inference")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--bucket", type=int, default=512, help="MiB of weights that travel together")
     parser.add_argument("--out", type=Path, default=Path("sglang_engine.json"))
-    parser.add_argument("--direct", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.vocabulary = VOCABULARY
-    if given.direct:
-        direct(json.loads(given.direct), given)
-        return
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -297,31 +357,19 @@ def main() -> None:
     work = Path(tempfile.mkdtemp())
     checkpoint = make_model(given.model, work / "model") if given.model in SIZES else Path(given.model)
     try:
-        arguments = asyncio.run(measured(checkpoint, given, results, work / "engine"))
+        asyncio.run(measured(checkpoint, given, results, work / "engine"))
     except BaseException:
         log = work / "engine" / "sglang.log"
         print(log.read_text()[-6000:] if log.exists() else "no log", file=sys.stderr)
         raise
-    command = [sys.executable, __file__, "--direct", json.dumps(arguments), "--requests", str(given.requests)]
-    command += ["--tokens", str(given.tokens), "--turns", str(given.turns)]
-    environment = os.environ | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    if not torch.cuda.is_available():
-        environment["SGLANG_USE_CPU_ENGINE"] = "1"
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
-    line = next((x for x in done.stdout.splitlines() if x.startswith("DIRECT ")), None)
-    if line is None:
-        sys.exit(f"SGLang called directly failed:\n{done.stdout[-2000:]}")
-    seconds = json.loads(line.removeprefix("DIRECT "))
-    rate = given.requests * given.tokens / statistics.median(seconds)
-    results.put("direct", tokens_per_second=round(rate), seconds=[round(s, 3) for s in seconds])
-    results.put("ratio", adapter_to_direct=round(results.found["adapter"]["tokens_per_second"] / rate, 4))
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+    name = given.model if given.model in SIZES else "real"
     finish(
         "sglang_engine",
-        {"model": given.model, "precision": given.precision, "gpu": gpu, "commit": commit(), **results.found},
+        {"model": name, "precision": given.precision, "gpu": gpu, "commit": commit(), **results.found},
         given.save,
         lambda: installed("torch", "transformers", "sglang"),
-        f"{given.model if given.model in SIZES else 'real'}-{given.precision}",
+        "-".join([name, given.precision, *(["deterministic"] if given.deterministic else [])]),
     )
 
 

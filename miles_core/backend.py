@@ -30,6 +30,7 @@ from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Encoded, Unit
 from miles_core.data.world import ALONE, World, shares
+from miles_core.errors import WorkerLost
 from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
 from miles_core.plugin.detect import config_facts, model_facts, moe_layers
@@ -48,7 +49,7 @@ from miles_core.remote.output import last_lines, write_there
 from miles_core.remote.rank_worker import RankWorker
 from miles_core.remote.runtime import RemoteRuntime
 from miles_core.remote.worker import Order, Worker, worker_run
-from miles_core.remote.workers import Workers
+from miles_core.remote.workers import Restarts, Workers
 from miles_core.rollout.collect import Collector, Interrupted
 from miles_core.rollout.versions import age, staleness
 from miles_core.run.inline import InlineLearner, InlineRuntime
@@ -124,6 +125,7 @@ __all__ = [
     "RemoteRuntime",
     "Request",
     "Response",
+    "Restarts",
     "Run",
     "Runtime",
     "Sample",
@@ -139,6 +141,7 @@ __all__ = [
     "Transport",
     "Unit",
     "Worker",
+    "WorkerLost",
     "Workers",
     "World",
     "accept",

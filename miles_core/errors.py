@@ -58,7 +58,7 @@ class WorkerLost(MilesError):
     """A process of the run that died, or that stopped answering.
 
     Args:
-        worker: its name.
+        worker: its name; empty where the process itself says that it can do no more, and then whoever asked it adds the name.
         cause: what is known about it.
         lines: the last ones that it wrote.
         trains: it held a part of the trained weights, which only a checkpoint brings back.
@@ -70,4 +70,6 @@ class WorkerLost(MilesError):
 
     def __str__(self) -> str:
         written = "".join(f"\n  {line}" for line in self.lines)
-        return f"worker {self.worker} was lost: {self.cause}" + (f"; its last lines:{written}" if written else "")
+        return f"{f'worker {self.worker}' if self.worker else 'a worker'} was lost: {self.cause}" + (
+            f"; its last lines:{written}" if written else ""
+        )

@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
 
 
 def _options_of(table: str, group: type, owner: str, plugins: list[Plugin]) -> list[Option]:
-    hints = typing.get_type_hints(group)
+    hints = _hints(group)
     found = []
     for entry in dataclasses.fields(group):
         info = entry.metadata.get(METADATA_KEY)
@@ -218,6 +218,12 @@ def _options_of(table: str, group: type, owner: str, plugins: list[Plugin]) -> l
         choices, providers = _choices(info, hints[entry.name], plugins)
         found.append(Option(f"{table}.{entry.name}", owner, flag, hints[entry.name], default, info, choices, providers))
     return found
+
+
+@cache
+def _hints(group: type) -> dict[str, Any]:
+    """The types of an options class; resolving them is most of what collecting a schema costs."""
+    return typing.get_type_hints(group)
 
 
 def _with_defaults(options: list[Option], plugins: list[Plugin]) -> list[Option]:

@@ -7,7 +7,7 @@ method may be called only between ``start`` and ``stop``. ``miles_core.testing.E
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,6 +99,10 @@ class Engine(ABC):
     native_products: bool = False
     #: how many processes take what this one is told to ``receive``
     receivers: int = 1
+    #: gives this engine the learner's weights again, under the version that they have; set by a runtime that has learner and
+    #: engine in one process. An engine whose model lives in a process of its own, and dies there, starts it anew, awaits this
+    #: and asks again for what was in flight; without it, it raises ``WorkerLost`` without a name.
+    resend: Callable[[], Awaitable[None]] | None = None
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
         """How weights stored in ``format`` ("" for BF16) can change while the engine runs."""

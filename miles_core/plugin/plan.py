@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,11 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as one JSON object, its digest included."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        # made once: a run writes it into every checkpoint
         content = {"digest": self.digest, **dataclasses.asdict(self)}
         for fact in content["facts"]:
             fact["state"] = fact["state"].name

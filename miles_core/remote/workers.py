@@ -112,6 +112,10 @@ class Workers(ABC):
             if not limit.expired():
                 raise
             raise self.lost(number, f"it did not answer {(named or method)!r} within {self.patience:g} s") from None
+        except WorkerLost as lost:
+            if lost.worker:
+                raise
+            raise WorkerLost(name, lost.cause, lost.lines, self.trains) from None
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """What each worker answers, all asked at once."""

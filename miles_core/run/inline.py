@@ -43,7 +43,9 @@ class InlineRuntime(Runtime):
         check_same_model(run, policy, trainer, engine)
         parity = check_sides(run, policy, trainer, engine)
         rank.connect(engine)
-        return PolicyParts(policy, InlineLearner(rank), engine, rank.precisions, parity)
+        learner = InlineLearner(rank)
+        engine.resend = learner.resend
+        return PolicyParts(policy, learner, engine, rank.precisions, parity)
 
     async def close(self) -> None:
         for engine in self.engines:
@@ -57,6 +59,7 @@ class InlineLearner(LearnerHandle):
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
+        self._holds: int | None = None  # the step whose weights were trained and not pushed yet
 
     @property
     def learner(self) -> Learner:
@@ -65,7 +68,9 @@ class InlineLearner(LearnerHandle):
 
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
         (share,) = divided(samples, self.rank.run.config.train, replicas=1)
-        return Learned(combined([self.rank.learn(share, step)]), share.count)
+        learned = combined([self.rank.learn(share, step)])
+        self._holds = step + 1
+        return Learned(learned, share.count)
 
     async def intact(self) -> bool:
         return self.rank.learner.intact
@@ -87,7 +92,13 @@ class InlineLearner(LearnerHandle):
         self.rank.rebuild(precisions)
 
     async def push(self, version: int, plain: bool = False) -> SyncReport:
-        return await self.rank.push(version, plain)
+        report = await self.rank.push(version, plain)
+        self._holds = None
+        return report
+
+    async def resend(self) -> None:
+        """Give the engine the weights as they are now, without a step of the loop."""
+        await self.rank.push(self.rank.run.step if self._holds is None else self._holds)
 
     async def stage(self, version: int | None) -> None:
         await self.rank.stage(version)
@@ -97,6 +108,7 @@ class InlineLearner(LearnerHandle):
 
     async def load(self, directory: Path) -> None:
         self.rank.load(directory)
+        self._holds = None
 
     async def export(self, directory: Path) -> None:
         self.rank.export(directory)

@@ -59,3 +59,11 @@ def test_workers_must_agree():
     assert agreed("x", {"a": 1, "b": 1}) == 1
     with pytest.raises(RuntimeError, match="x differs: a has 1, b has 2"):
         agreed("x", {"a": 1, "b": 2})
+
+
+def test_a_worker_that_gives_up_is_named_by_who_asked_it(recorded):
+    def give_up(number):
+        raise WorkerLost("", "its engine ended", ("last words",))
+
+    with pytest.raises(WorkerLost, match=r"(?s)worker engine-1 was lost: its engine ended.*\n  last words"):
+        asyncio.run(recorded(["engine-0", "engine-1"], {"generate": give_up}).call(1, "generate"))

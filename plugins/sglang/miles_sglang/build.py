@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core import CheckpointError, ConfigError
-from miles_core.backend import Codec, Layout, config_facts, layout, make_codec, model_facts, moe_layers
+from miles_core.backend import Codec, Layout, Restarts, config_facts, layout, make_codec, model_facts, moe_layers
 from miles_sglang import plugin
 from miles_sglang.config import given_arguments
 from miles_sglang.engine import Settings, SglangEngine
@@ -48,6 +48,7 @@ class Choices:
         routed_dtype: of the column of routed experts.
         url: of a server that runs already; how SGLang is started is then the server's business.
         bucket_bytes: at most, of weights that travel together.
+        max_restarts: how often SGLang is started again when it died.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class Choices:
     weights_dir: Path | None = None
     startup_timeout: float = 900.0
     bucket_bytes: int = 512 << 20
+    max_restarts: int = 0
 
     @property
     def speculative(self) -> bool:
@@ -91,6 +93,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
         weights_dir=Path(options.weights_dir) if options.weights_dir else None,
         startup_timeout=options.startup_timeout,
         bucket_bytes=config.run.sync_bucket_size,
+        max_restarts=config.run.max_restarts,
     )
 
     def detokenize(tokens: list[int]) -> str:
@@ -136,6 +139,7 @@ def assemble(
         capabilities=_capabilities(translator),
         bucket_bytes=choices.bucket_bytes,
         memory_saver=bool(choices.arguments.get("enable_memory_saver")),
+        restarts=Restarts(choices.max_restarts),
     )
     engine = SglangEngine(link, settings)
     engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype

@@ -13,12 +13,26 @@ from typing import Any, Literal
 
 import numpy as np
 
-from miles_core import MilesError
-from miles_core.backend import Codec, Encoded, Engine, FormatItself, Layout, PauseMode, Quantizer, Request, Response
+from miles_core import MilesError, SyncError
+from miles_core.backend import (
+    Codec,
+    Encoded,
+    Engine,
+    FormatItself,
+    Layout,
+    PauseMode,
+    Quantizer,
+    Request,
+    Response,
+    Restarts,
+    WorkerLost,
+)
 from miles_core.format import Format
 from miles_sglang import buckets, weight_files
 from miles_sglang.activations import OwnActivations
-from miles_sglang.link import Link, SglangError
+from miles_sglang.answers import Answer
+from miles_sglang.link import Link, SglangError, SglangLost
+from miles_sglang.renewal import Renewal
 from miles_sglang.responses import Translator
 from miles_sglang.weight_names import WeightNames
 
@@ -42,6 +56,7 @@ class Settings:
         capabilities: that hold with the options SGLang was started with.
         bucket_bytes: at most, of weights that travel together.
         memory_saver: SGLang can give its memory back.
+        restarts: how often SGLang may be started again when it died.
     """
 
     translator: Translator
@@ -53,6 +68,7 @@ class Settings:
     capabilities: frozenset[str] = frozenset()
     bucket_bytes: int = 512 << 20
     memory_saver: bool = False
+    restarts: Restarts = field(default_factory=lambda: Restarts(0))
 
 
 @dataclass(eq=False)
@@ -81,9 +97,10 @@ class SglangEngine(Engine):
         self._info: Mapping[str, Any] = {}
         self._calls: dict[str, _Call] = {}
         self._numbers = itertools.count()
-        self._version, self._usable = -1, True
+        self._version, self._usable, self._dead = -1, True, False
         self._paused: PauseMode | None = None
         self._open = asyncio.Event()
+        self._renewal = Renewal(self._spend, self._renew)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -120,20 +137,31 @@ class SglangEngine(Engine):
         body = self.settings.translator.body(request, rid)
         call = self._calls[rid] = _Call(request.key, rid)
         try:
-            await self._until_open(call)
-            if call.aborted:
-                return Response([], [], "abort")
-            self._check_usable()
-            call.sent = True
-            answer = await self.link.call("generate", body)
-        except SglangError:
-            if call.aborted:  # refused because it was aborted before a scheduler saw it
-                return Response([], [], "abort")
-            raise
+            answer = None
+            while answer is None:
+                await self._until_open(call)
+                if call.aborted:
+                    return Response([], [], "abort")
+                self._check_usable()
+                answer = await self._asked(call, body)
         finally:
             del self._calls[rid]
             call.done.set()
         return self.settings.translator.response(request, answer, body["sampling_params"]["max_new_tokens"])
+
+    async def _asked(self, call: _Call, body: Mapping[str, Any]) -> Answer | None:
+        """SGLang's answer; None where the request was aborted before a scheduler saw it, or lost with SGLang's process."""
+        times, call.sent = self._renewal.times, True
+        try:
+            return await self.link.generate(body)
+        except SglangLost as lost:
+            call.sent = False
+            await self._renewal.after(lost, times)
+            return None
+        except SglangError:
+            if call.aborted:
+                return None
+            raise
 
     async def _until_open(self, call: _Call) -> None:
         """Wait while the engine is paused, or until the call is aborted."""
@@ -155,6 +183,7 @@ class SglangEngine(Engine):
     async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
         if temperature != 1.0:
             raise MilesError(f"SGLang scores at temperature 1 only, not {temperature:g}")
+        await self._renewal.whole()
         self._check_usable()
         limit = self.settings.translator.max_context
         for i, sequence in enumerate(sequences):
@@ -172,9 +201,8 @@ class SglangEngine(Engine):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self.link.call("generate", body)
-        entries = answer["meta_info"]["input_token_logprobs"]
-        return np.array([entry[0] for entry in entries[1:]], np.float32)  # nothing comes before the first token
+        answer = await self._renewal.asked(lambda: self.link.generate(body))
+        return np.array(answer.columns["prompt_log_probs"])
 
     # -- interruptions --------------------------------------------------------------------------------------------
 
@@ -184,15 +212,16 @@ class SglangEngine(Engine):
             call.aborted = True
             call.stirred.set()
             if call.sent:
-                await self.link.call("abort_request", {"rid": call.rid})
+                await self._ask("abort_request", {"rid": call.rid})
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         if mode not in ("abort", "retract", "in_place"):
             raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
+        await self._renewal.whole()
         self._open.clear()
         if mode == "abort":
             await self._abort_all()
-        await self.link.call("pause_generation", {"mode": mode})
+        await self._ask("pause_generation", {"mode": mode})
         self._paused = mode
 
     async def _abort_all(self) -> None:
@@ -205,7 +234,7 @@ class SglangEngine(Engine):
                 task.cancel()
 
     async def resume(self) -> None:
-        await self.link.call("continue_generation", {})
+        await self._ask("continue_generation", {})
         self._paused = None
         self._open.set()
 
@@ -213,30 +242,71 @@ class SglangEngine(Engine):
         """Free the cache; and, where SGLang was started with its memory saver, give weights and cache back."""
         if any(call.sent for call in self._calls.values()):
             raise RuntimeError("sleep with requests in flight: abort them first")
-        await self.link.call("flush_cache", {})
+        await self._ask("flush_cache", {})
         if self.settings.memory_saver:
-            await self.link.call("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+            await self._ask("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
             self._usable = False
 
     async def wake(self, parts: Sequence[Literal["weights", "cache"]] = ("weights", "cache")) -> None:
         if self.settings.memory_saver:
             tags = [{"weights": "weights", "cache": "kv_cache"}[part] for part in parts]
-            await self.link.call("resume_memory_occupation", {"tags": tags})
+            await self._ask("resume_memory_occupation", {"tags": tags})
+
+    async def _ask(self, endpoint: str, body: Mapping[str, Any]) -> Any:
+        """``Link.call`` of this SGLang, or of the one that replaces it."""
+        return await self._renewal.asked(lambda: self.link.call(endpoint, body))
+
+    def _spend(self, lost: SglangLost) -> None:
+        """Count one more start of SGLang; WorkerLost where there may be none, or where the whole engine is made anew."""
+        if self.resend is None:
+            raise WorkerLost("", lost.cause, lost.lines) from lost
+        self.settings.restarts.spend(WorkerLost("sglang", lost.cause, lost.lines))
+
+    async def _renew(self) -> None:
+        """SGLang anew with the learner's weights, paused where it was."""
+        assert self.resend is not None  # a run that restarts SGLang itself has its learner here
+        was_open, paused = self._open.is_set(), self._paused
+        self._open.clear()
+        try:
+            await self._start_anew()
+            await self.resend()
+            if paused is not None:
+                await self.link.call("pause_generation", {"mode": paused})
+        finally:
+            self._paused = paused
+            if was_open:
+                self._open.set()
+
+    async def _start_anew(self) -> None:
+        """SGLang without weights, and not paused; where it is started with the weights, ``update_weights`` starts it."""
+        self._usable, self._paused, self._dead = False, None, False
+        if self._how() != "restart":
+            self._info = await self.link.restart({})
 
     # -- weights --------------------------------------------------------------------------------------------------
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
         if self._paused is None and any(call.sent for call in self._calls.values()):
             raise RuntimeError("update_weights with requests in flight: pause or abort them first")
+        update = {"in_place": self._update_in_place, "via_disk": self._update_from_files, "restart": self._restart}
+        await self._renewal.whole()
         async with self._closed():
             self._usable = False
-            format = self.settings.codec.format
-            how = self.hot_update(format.name if format else "")
-            update = {"in_place": self._update_in_place, "via_disk": self._update_from_files, "restart": self._restart}[
-                how
-            ]
-            await update(self.settings.names.complete(units), version)
+            try:
+                if self._dead:
+                    await self._start_anew()
+                await update[self._how()](self.settings.names.complete(units), version)
+            except SglangLost as lost:
+                self._dead = True
+                if self._renewal.here:
+                    raise
+                self._spend(lost)
+                raise SyncError(f"SGLang died over version {version} of the weights: {lost.cause}") from lost
             self._version, self._usable = version, True
+
+    def _how(self) -> Literal["in_place", "via_disk", "restart"]:
+        format = self.settings.codec.format
+        return self.hot_update(format.name if format else "")
 
     @asynccontextmanager
     async def _closed(self) -> Any:
@@ -252,10 +322,21 @@ class SglangEngine(Engine):
     async def _update_in_place(self, units: Iterator[Encoded], version: int) -> None:
         named = ((name, tensor) for unit in units for name, tensor in unit.parts.items())
         ready: buckets.Flat | None = None
-        for bucket in buckets.divide(named, self.settings.bucket_bytes):
-            if ready is not None:
-                await self._send(ready)
-            ready = bucket.flatten()
+        sending: asyncio.Future[None] | None = None
+        try:
+            for bucket in buckets.divide(named, self.settings.bucket_bytes):
+                flat = bucket.flatten()
+                if ready is not None:
+                    if sending is not None:
+                        await sending
+                    sending = asyncio.ensure_future(self._send(ready))
+                    await asyncio.sleep(0)  # SGLang loads it while the next one is filled
+                ready = flat
+        finally:
+            if sending is not None:
+                await asyncio.wait([sending])
+        if sending is not None:
+            sending.result()
         if ready is not None:  # the whole stream has passed the check of its names
             await self._send(ready, version)
 

@@ -11,10 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_core import MilesError
+from miles_sglang.answers import Answer
 
 
 class SglangError(MilesError):
     """SGLang refused a call, or is not there any more."""
+
+
+class SglangLost(SglangError):
+    """SGLang's process ended unasked: ``cause`` says how, ``lines`` are the last ones that it wrote."""
+
+    def __init__(self, cause: str, lines: tuple[str, ...] = ()) -> None:
+        super().__init__(cause + (":\n  " + "\n  ".join(lines) if lines else ""))
+        self.cause, self.lines = cause, lines
 
 
 class Link(ABC):
@@ -38,14 +47,20 @@ class Link(ABC):
         """Let it go. Safe to call twice, and after a failed ``start``."""
 
     @abstractmethod
+    async def generate(self, body: Mapping[str, Any]) -> Answer:
+        """The answer of the endpoint ``generate``; errors as of ``call``."""
+
+    @abstractmethod
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
-        """The answer of one endpoint, e.g. ``generate``.
+        """The answer of one other endpoint, e.g. ``flush_cache``.
 
         Raises:
-            SglangError: SGLang refused it, or ended before it answered."""
+            SglangError: SGLang refused it.
+            SglangLost: it ended before it answered."""
 
     async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
-        """End SGLang and bring it up with other arguments; returns what ``start`` does."""
+        """End SGLang, or what is left of it, and bring it up as at first but for ``changes`` of its arguments; returns what
+        ``start`` does."""
         raise SglangError("this SGLang was not started here, so it cannot be started anew")
 
     def quantize(self, shape: tuple[int, int], numbers: bytes) -> bytes:

@@ -16,13 +16,13 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from miles_sglang import frames
-from miles_sglang.link import Link, SglangError
+from miles_sglang.answers import Answer
+from miles_sglang.link import Link, SglangError, SglangLost
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,21 @@ _PROGRESS = (
 _CAUSE = re.compile(r"(Error|Exception|out of memory)\b.*", re.IGNORECASE)
 #: Seconds it may take to end when it is asked to.
 _END_S = 20.0
-_OUT_OF_MEMORY = re.compile(r"out of memory|Not enough memory|mem.fraction.static", re.IGNORECASE)
+#: What the log says -> what helps.
+_HINTS = (
+    (
+        re.compile(r"out of memory|Not enough memory|mem.fraction.static", re.IGNORECASE),
+        "; it ran out of memory: lower --sglang-mem-fraction-static or --max-running-requests",
+    ),
+    (
+        re.compile(r"address already in use|EADDRINUSE|port \d+ is (already )?(in use|not available)", re.IGNORECASE),
+        "; a port is taken: give others with --sglang-port and --sglang-nccl-port, or end what holds it",
+    ),
+    (
+        re.compile(r"No CUDA GPUs are available|Found no NVIDIA driver|no accelerator", re.IGNORECASE),
+        "; it found no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi, or use --engine embedded",
+    ),
+)
 
 
 class ProcessLink(Link):
@@ -49,6 +63,7 @@ class ProcessLink(Link):
         log_file: where SGLang's output goes; it is appended to.
         startup_timeout: seconds it may take to come up.
         environment: variables of the process beside this one's; None takes a variable away.
+        worker: the module that is run there.
     """
 
     same_host = True
@@ -59,7 +74,9 @@ class ProcessLink(Link):
         log_file: Path,
         startup_timeout: float = 900.0,
         environment: Mapping[str, str | None] | None = None,
+        worker: str = "miles_sglang.worker",
     ) -> None:
+        self.worker = worker
         self.arguments, self.log_file, self.startup_timeout = dict(arguments), log_file, startup_timeout
         changes = environment or {}
         self._environment = {k: v for k, v in os.environ.items() if k not in changes}
@@ -67,27 +84,31 @@ class ProcessLink(Link):
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._sending = asyncio.Lock()
+        self._written: list[bytes] = []
         self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, asyncio.Future[tuple[Any, bytes]]] = {}
         self._asking: socket.socket | None = None
-        self._up, self._ended = False, ""
+        self._up = False
+        self._ended: SglangError | None = SglangError("SGLang is not running: the engine was not started")
 
     async def start(self) -> Mapping[str, Any]:
+        return await self._start({})
+
+    async def _start(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         (ours, theirs), (self._asking, asked) = socket.socketpair(), socket.socketpair()
-        self._ended = ""
+        self._ended, self._written = None, []
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with theirs, asked, self.log_file.open("ab") as output:
             position = output.tell()
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "miles_sglang.worker", str(theirs.fileno()), str(asked.fileno()),
+                sys.executable, "-m", self.worker, str(theirs.fileno()), str(asked.fileno()),
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                 pass_fds=[theirs.fileno(), asked.fileno()], start_new_session=True, env=self._environment,
             )  # fmt: skip
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=frames.LIMIT)
         ready = self._pending[0] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.get_running_loop().create_task(self._read(reader))
-        self._writer.write(frames.head(self.arguments))
+        self._writer.write(frames.head(self.arguments | dict(changes)))
         started = time.monotonic()
         log.info("SGLang is starting (process %d); its output is in %s", self._process.pid, self.log_file)
         try:
@@ -110,10 +131,12 @@ class ProcessLink(Link):
                     said = meaning
                     log.info("SGLang: %s (%.0f s)", meaning, time.monotonic() - started)
             if not ready.done() and time.monotonic() - started > self.startup_timeout:
-                raise SglangError(
-                    f"SGLang did not come up within {self.startup_timeout:g} s (--sglang-startup-timeout); {self._last_lines()}"
+                raise SglangLost(
+                    f"SGLang did not come up within {self.startup_timeout:g} s (--sglang-startup-timeout); {self._log_says()}",
+                    self._last_lines(),
                 )
-        return ready.result()
+        info, _ = ready.result()
+        return info
 
     def _new_output(self, position: int) -> tuple[str, int]:
         with self.log_file.open("rb") as file:
@@ -125,7 +148,7 @@ class ProcessLink(Link):
         process, self._process = self._process, None
         if process is None:
             return
-        self._ended = self._ended or "the engine was stopped"
+        self._ended = self._ended or SglangError("SGLang is not running: the engine was stopped")
         if self._asking is not None:
             self._asking.close()
         if self._writer is not None:
@@ -143,41 +166,64 @@ class ProcessLink(Link):
     async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         await self.stop()
         self._up = False
-        self.arguments |= changes
-        return await self.start()
+        return await self._start(changes)
 
     def quantize(self, shape: tuple[int, int], numbers: bytes) -> bytes:
         if self._asking is None or self._ended:
-            raise SglangError(self._ended or "SGLang is not running: the engine was not started")
+            raise self._gone()
         self._asking.sendall(frames.head({"shape": shape}, len(numbers)) + numbers)
         answer = frames.receive(self._asking)
         if answer is None or "error" in answer[0]:
             raise SglangError(f"SGLang's kernel did not run: {answer[0]['error'] if answer else 'its process ended'}")
         return answer[1]
 
+    async def generate(self, body: Mapping[str, Any]) -> Answer:
+        message, payload = await self._exchange("generate", body)
+        return Answer.read(message, payload)
+
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
-        if self._ended or self._writer is None:
-            raise SglangError(self._ended or "SGLang is not running: the engine was not started")
-        number = next(self._numbers)
-        future = self._pending[number] = asyncio.get_running_loop().create_future()
-        async with self._sending:
-            self._writer.write(frames.head({"id": number, "endpoint": endpoint, "body": dict(body)}, len(payload)))
-            if payload:
-                self._writer.write(payload)
+        answer = self._exchange(endpoint, body, payload)
+        self._write()
+        if payload and self._writer is not None:
+            self._writer.write(payload)
             with contextlib.suppress(ConnectionError):  # the reader notices as well, and says why
                 await self._writer.drain()
-        return await future
+        return (await answer)[0]
+
+    def _exchange(
+        self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b""
+    ) -> asyncio.Future[tuple[Any, bytes]]:
+        """The answer to come of a call that is written with others of this turn of the loop."""
+        if self._ended or self._writer is None:
+            raise self._gone()
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        self._pending[number] = answer = loop.create_future()
+        if not self._written:
+            loop.call_soon(self._write)
+        self._written.append(frames.head({"id": number, "endpoint": endpoint, "body": dict(body)}, len(payload)))
+        return answer
+
+    def _write(self) -> None:
+        written, self._written = self._written, []
+        if written and self._writer is not None:
+            self._writer.writelines(written)
+
+    def _gone(self) -> SglangError:
+        """A new error for each caller, because one that is raised twice holds what was there when."""
+        ended = self._ended
+        assert ended is not None
+        return SglangLost(ended.cause, ended.lines) if isinstance(ended, SglangLost) else SglangError(str(ended))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (frame := await frames.read(reader)) is not None:
-            message, _ = frame
+            message, payload = frame
             future = self._pending.pop(message["id"], None)
             if future is None or future.done():
                 continue
             if "error" in message:
                 future.set_exception(SglangError(message["error"]))
             else:
-                future.set_result(message["result"])
+                future.set_result((message["result"], payload))
         await self._fail_pending()
 
     async def _fail_pending(self) -> None:
@@ -190,26 +236,27 @@ class ProcessLink(Link):
                 _kill_group(process.pid)
             code = process.returncode if process is not None else None
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
-            self._ended = f"SGLang's process ended ({how}); {self._last_lines()}"
+            self._ended = SglangLost(f"SGLang's process ended ({how}); {self._log_says()}", self._last_lines())
         pending, self._pending = self._pending, {}
         for future in pending.values():
             if not future.done():
-                future.set_exception(SglangError(self._ended))
+                future.set_exception(self._gone())
                 future.exception()  # a call that nobody awaits any more is no second error
 
-    def _last_lines(self, count: int = 12) -> str:
-        """What the log says at its end, the first cause found there before, and what helps against it."""
+    def _last_lines(self, count: int = 12) -> tuple[str, ...]:
+        """What the log says at its end."""
         try:
-            lines = [line.rstrip() for line in self.log_file.read_text(errors="replace").splitlines() if line.strip()]
+            lines = self.log_file.read_text(errors="replace").splitlines()
         except OSError:
-            return f"its log {self.log_file} cannot be read"
-        last = deque(lines, maxlen=count)
-        cause = next((found.group(0) for line in reversed(lines[-200:]) if (found := _CAUSE.search(line))), "")
-        hint = ""
-        if any(_OUT_OF_MEMORY.search(line) for line in lines[-200:]):
-            hint = "; it ran out of memory: lower --sglang-mem-fraction-static or --max-running-requests"
-        shown = "\n  ".join(last)
-        return f"its log {self.log_file} ends{f' ({cause[:200]})' if cause else ''}{hint}:\n  {shown}"
+            return ()
+        return tuple(line.rstrip() for line in lines if line.strip())[-count:]
+
+    def _log_says(self) -> str:
+        """Which log it is, the cause that is found there, and what helps against it."""
+        lines = self._last_lines(200)
+        cause = next((found.group(0) for line in reversed(lines) if (found := _CAUSE.search(line))), "")
+        hint = next((hint for pattern, hint in _HINTS if any(pattern.search(line) for line in lines)), "")
+        return f"its log {self.log_file} ends{f' ({cause[:200]})' if cause else ''}{hint}"
 
 
 def _kill_group(pid: int) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,9 @@ from numpy.typing import NDArray
 
 from miles_core import MilesError
 from miles_core.backend import SAMPLING_SUPPORT, Request, Response, Sampling
+from miles_sglang.answers import Answer
+
+_NOTHING = np.zeros(0, np.float32)
 
 #: Supports are cut to this many tokens where the sampling itself has no limit: SGLang wants one.
 SUPPORT_CAP = 4096
@@ -33,9 +35,9 @@ class Routing:
     moe_layers: tuple[int, ...]
     top_k: int
 
-    def column(self, text: str) -> NDArray[Any]:
-        """[tokens - 1, MoE layers, top_k] from base64 int32 [tokens - 1, layers, top_k]; rows of dense layers mean nothing."""
-        record = np.frombuffer(base64.b64decode(text), dtype="<i4").reshape(-1, self.layers, self.top_k)
+    def column(self, routes: NDArray[Any]) -> NDArray[Any]:
+        """[tokens - 1, MoE layers, top_k] from [tokens - 1, layers, top_k], flat; rows of dense layers mean nothing."""
+        record = routes.reshape(-1, self.layers, self.top_k)
         return record[:, list(self.moe_layers)].astype(self.dtype)
 
 
@@ -112,8 +114,8 @@ class Translator:
             return sampling.top_k
         return min(self.vocab_size, SUPPORT_CAP)
 
-    def response(self, request: Request, answer: dict[str, Any], sent_limit: int) -> Response:
-        """The answer of ``generate``.
+    def response(self, request: Request, answer: Answer, sent_limit: int) -> Response:
+        """What SGLang answered.
 
         Args:
             sent_limit: ``max_new_tokens`` of the body.
@@ -121,7 +123,8 @@ class Translator:
         Raises:
             MilesError: SGLang generated less than it was asked to, because its cache is too small.
         """
-        meta, tokens = answer["meta_info"], [int(t) for t in answer["output_ids"]]
+        meta, columns = answer.meta, answer.columns
+        tokens: list[int] = columns["tokens"].tolist()
         reason = meta["finish_reason"] or {"type": "abort"}
         finish = reason["type"]
         if finish == "length" and len(tokens) < sent_limit:
@@ -132,37 +135,33 @@ class Translator:
         count = len(tokens)
         if request.sampling.ignore_eos and (at := _first(tokens, request.sampling.stop_token_ids)) is not None:
             count, finish = at + 1, "stop"  # SGLang looks for no token while it ignores the end
-        extras = self._extras(request, meta, count)
+        extras = self._extras(request, answer, count)
         name = self.routing.field if self.routing else ""
         if name in extras:  # a request aborted between two steps may have a token more than records
             count = min(count, len(extras[name]) + 1 - len(request.tokens))
         tokens = tokens[:count]
         support = SAMPLING_SUPPORT.name in request.extras
-        log_probs = (
-            [float(p) for p in meta.get("output_token_sampling_logprobs") or ()]
-            if support
-            else [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
-        )
+        found = columns.get("support_log_probs" if support else "log_probs", _NOTHING)
         version = [(0, int(meta["weight_version"]))] if tokens else []
         matched = reason.get("matched") if finish == "stop" else None
         text = self._text(tokens, matched if isinstance(matched, str) else None)
-        return Response(tokens, log_probs[:count], finish, text, version, extras, self._metrics(request, meta, extras))
+        metrics = self._metrics(request, meta, extras)
+        return Response(tokens, found[:count].tolist(), finish, text, version, extras, metrics)
 
     def _text(self, tokens: list[int], stop: str | None) -> str:
         text = self.detokenize(tokens)
         return text if stop is None or stop not in text else text[: text.index(stop)]
 
-    def _extras(self, request: Request, meta: dict[str, Any], count: int) -> dict[str, Any]:
+    def _extras(self, request: Request, answer: Answer, count: int) -> dict[str, Any]:
         extras: dict[str, Any] = {}
         if SAMPLING_SUPPORT.name in request.extras:
-            rows = meta.get("output_token_sampling_mask") or []
-            extras[SAMPLING_SUPPORT.name] = [np.asarray(row, np.int32) for row in rows[:count]]
-        if self.routing is not None and self.routing.field in request.extras and meta.get("routed_experts"):
-            rows = self.routing.column(meta["routed_experts"])
+            extras[SAMPLING_SUPPORT.name] = list(answer.supports()[:count])
+        if self.routing is not None and self.routing.field in request.extras and "routes" in answer.columns:
+            rows = self.routing.column(answer.columns["routes"])
             extras[self.routing.field] = rows[: len(request.tokens) + count - 1]
         return extras
 
-    def _metrics(self, request: Request, meta: dict[str, Any], extras: dict[str, Any]) -> dict[str, float]:
+    def _metrics(self, request: Request, meta: Mapping[str, Any], extras: dict[str, Any]) -> dict[str, float]:
         metrics = {"cached_tokens": float(meta.get("cached_tokens") or 0)}
         rows = extras.get(SAMPLING_SUPPORT.name)
         if rows is not None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from miles_sglang.answers import Answer
 from miles_sglang.link import Link, SglangError
 
 _POLL_S = 1.0
@@ -47,6 +48,9 @@ class ServerLink(Link):
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._threads = None
+
+    async def generate(self, body: Mapping[str, Any]) -> Answer:
+        return Answer.of(await self._ask("generate", body))
 
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
         if payload:

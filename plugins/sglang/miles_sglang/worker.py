@@ -14,26 +14,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from miles_sglang import frames
-
-#: What of a response's ``meta_info`` travels.
-_META = (
-    "finish_reason",
-    "prompt_tokens",
-    "completion_tokens",
-    "cached_tokens",
-    "weight_version",
-    "num_retractions",
-    "output_token_logprobs",
-    "input_token_logprobs",
-    "output_token_sampling_mask",
-    "output_token_sampling_logprobs",
-    "routed_experts",
-)
-
+from miles_sglang.answers import Answer
+from miles_sglang.together import Together
 
 #: Activations that share a scale, in SGLang's FP8 layers.
 _GROUP = 128
@@ -73,26 +59,29 @@ class Worker:
 
     async def answer(self, message: dict[str, Any], payload: bytes) -> None:
         """Run one call and send its result, or its error."""
+        columns: list[memoryview] = []
         try:
-            result = {"result": await self.endpoints[message["endpoint"]](message["body"], payload)}
+            result: Any = await self.endpoints[message["endpoint"]](message["body"], payload)
+            if isinstance(result, Answer):
+                result, columns = result.message()
+            said = {"result": result}
         except Exception as error:  # every error belongs to the caller, on the other side
             text = str(getattr(error, "detail", error)) or type(error).__name__
-            result = {"error": f"SGLang refused {message['endpoint']}: {text}"}
-        self.send({"id": message["id"], **result})
+            said = {"error": f"SGLang refused {message['endpoint']}: {text}"}
+        self.send({"id": message["id"], **said}, columns)
         await self.writer.drain()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any], payload: Sequence[memoryview] = ()) -> None:
         """One frame to the run."""
-        self.writer.write(frames.head(message))
+        self.writer.writelines([frames.head(message, sum(piece.nbytes for piece in payload)), *payload])
 
-    async def generate(self, body: dict[str, Any], _: bytes) -> dict[str, Any]:
+    async def generate(self, body: dict[str, Any], _: bytes) -> Answer:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         result: dict[str, Any] = {}
         async for out in self.manager.generate_request(GenerateReqInput(**body), None):
             result = out
-        meta = {name: result["meta_info"][name] for name in _META if name in result["meta_info"]}
-        return {"output_ids": result["output_ids"], "meta_info": meta}
+        return Answer.of(result)
 
     async def update_from_tensor(self, body: dict[str, Any], payload: bytes) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -154,10 +143,12 @@ class Worker:
         return {"success": success, "message": message, "checksum": whole}
 
 
-async def serve(engine: Any, connection: socket.socket) -> None:
+async def serve(engine: Any, connection: socket.socket, kind: type[Worker] = Worker) -> None:
     """Answer until the run closes its end; calls run side by side."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=frames.LIMIT)
-    worker = Worker(engine, writer)
+    if not engine.server_args.enable_dp_attention:  # a batch would go to one data-parallel rank
+        Together(engine.tokenizer_manager)
+    worker = kind(engine, writer)
     engine.tokenizer_manager.auto_create_handle_loop()
     worker.send({"id": 0, "result": worker.info()})
     calls: set[asyncio.Task[None]] = set()
@@ -188,7 +179,7 @@ def _quantized(shape: list[int], numbers: bytes) -> bytes:
     return bytes(values.flatten(-2).cpu().numpy().tobytes())
 
 
-def main(descriptor: int, probes: int) -> None:
+def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
     """Build the engine that the run's first frame describes, and serve it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the run
     connection = socket.socket(fileno=descriptor)
@@ -204,7 +195,7 @@ def main(descriptor: int, probes: int) -> None:
         raise
     threading.Thread(target=answer_probes, args=(socket.socket(fileno=probes),), daemon=True).start()
     try:
-        engine.loop.run_until_complete(serve(engine, connection))
+        engine.loop.run_until_complete(serve(engine, connection, kind))
     finally:
         engine.shutdown()
         os._exit(0)  # SGLang's threads would keep the process

@@ -12,6 +12,7 @@ import base64
 import json
 import sys
 import types
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import miles_sglang
-from miles_core.backend import Encoded, Engine, Request, Sampling, Unit
+from miles_core.backend import Encoded, Engine, Request, Sampling, Unit, WorkerLost
 from miles_core.format import Codec
 from miles_core.testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
 from miles_core.testing.engine_contract import stored_units
@@ -33,9 +34,11 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.testing.routes import ROUTES, record_routes
 from miles_sglang import build
+from miles_sglang.answers import Answer
 from miles_sglang.build import Choices, assemble
 from miles_sglang.engine import SglangEngine
-from miles_sglang.link import Link, SglangError
+from miles_sglang.link import Link, SglangError, SglangLost
+from miles_sglang.together import Together
 from miles_sglang.worker import Worker
 
 
@@ -44,6 +47,9 @@ class _Body(types.SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         return None
+
+    def __copy__(self) -> _Body:
+        return _Body(**vars(self))
 
 
 def stand_in_for_sglang(monkeypatch: Any) -> None:
@@ -198,8 +204,15 @@ class DoubleLink(Link):
     def __init__(self, checkpoint: Path, arguments: Mapping[str, Any]) -> None:
         self.checkpoint, self.arguments = checkpoint, arguments
         self.drop = ""  # part of a tensor's name: buckets with it are lost on their way, without a word
+        self.starts = 0
+        self.fatal: dict[
+            tuple[int, str], int
+        ] = {}  # (number of the start, endpoint): the call of it that SGLang dies over
 
     async def start(self) -> Mapping[str, Any]:
+        self.starts += 1
+        self.calls: Counter[str] = Counter()
+        self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.manager = Manager(self.checkpoint, self.arguments)
         engine = types.SimpleNamespace(tokenizer_manager=self.manager, server_args=_Body(tp_size=1))
         self.worker = Worker(engine, None)  # type: ignore[arg-type]
@@ -208,14 +221,32 @@ class DoubleLink(Link):
     async def stop(self) -> None:
         pass
 
+    async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        return await self.start()
+
+    async def generate(self, body: Mapping[str, Any]) -> Answer:
+        answer = await self._asked("generate", body)
+        message, columns = answer.message()
+        return Answer.read(json.loads(json.dumps(message)), b"".join(columns))
+
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
         if endpoint == "update_weights_from_tensor" and self.drop and self.drop in json.dumps(body["tensors"]):
             return {"success": True, "message": "lost on its way"}
+        return json.loads(json.dumps(await self._asked(endpoint, body, payload)))
+
+    async def _asked(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
+        self.calls[endpoint] += 1
+        if self.fatal.get((self.starts, endpoint)) == self.calls[endpoint]:
+            self.death.set_result(None)
+        asked = asyncio.ensure_future(self.worker.endpoints[endpoint](json.loads(json.dumps(body)), bytes(payload)))
+        await asyncio.wait([asked, self.death], return_when=asyncio.FIRST_COMPLETED)
+        if self.death.done():
+            asked.cancel()
+            raise SglangLost("SGLang's process ended (signal SIGKILL)", ("its last words",))
         try:
-            answer = await self.worker.endpoints[endpoint](json.loads(json.dumps(body)), bytes(payload))
+            return asked.result()
         except ValueError as error:
             raise SglangError(str(error)) from error
-        return json.loads(json.dumps(answer))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -300,14 +331,63 @@ def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> 
     assert not any((tmp_path / "work" / "weights").iterdir())
 
 
-def test_a_run_with_routing_replay(monkeypatch: Any, toy_run: Any) -> None:
+def test_a_run_with_routing_replay_survives_three_deaths(monkeypatch: Any, toy_run: Any, caplog: Any) -> None:
+    """Its log-probs are the trainer's after each: what replaces SGLang has the current weights."""
     rules = tuple(r for r in miles_sglang.plugin.requires if "pip install" not in r.because)
     monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, requires=rules))
+    links = []
 
     def double(arguments: Mapping[str, Any], *_: Any) -> DoubleLink:
-        return DoubleLink(Path(arguments["model_path"]), arguments)
+        links.append(DoubleLink(Path(arguments["model_path"]), arguments))
+        links[0].fatal = {(1, "generate"): 3, (2, "update_weights_from_tensor"): 2, (3, "pause_generation"): 1}
+        return links[0]
 
     monkeypatch.setattr(build, "ProcessLink", double)
     run = toy_run(["r3", "tis"], engine="sglang", device="cpu", sglang_enable_deterministic_inference=True)
-    assert run.metrics[-1]["mismatch/abs_log_prob"] < 1e-4
+    assert all(step["mismatch/abs_log_prob"] < 1e-4 for step in run.metrics if step["step"])
     assert run.metrics[-1]["r3/tokens_differing"] == 0
+    assert links[0].starts == 4
+    assert caplog.text.count("worker sglang was lost: SGLang's process ended (signal SIGKILL)") == 3
+
+
+class Gone(DoubleLink):
+    async def start(self) -> Mapping[str, Any]:
+        return {}
+
+    async def _asked(self, endpoint: str, *_: Any) -> Any:
+        raise SglangLost("it ended", ("its last words",))
+
+
+def test_an_engine_that_may_not_be_started_again_says_who_was_lost(tmp_path: Path) -> None:
+    engine = engine_for(tiny_checkpoint("qwen3", tmp_path / "model", 0))
+    engine.link = Gone(tmp_path, {})
+
+    async def asked() -> None:
+        await engine.start()
+        await engine.generate(Request([5], Sampling(1)))
+
+    async def resend() -> None:
+        raise AssertionError("it may not be started again")
+
+    with pytest.raises(WorkerLost, match=r"^a worker was lost: it ended; its last lines:\n  its last words"):
+        asyncio.run(asked())  # where somebody else replaces the engine, who knows its name
+    engine.resend = resend
+    with pytest.raises(WorkerLost, match="worker sglang was lost: it ended, and none may be replaced"):
+        asyncio.run(asked())
+
+
+def test_requests_of_one_moment_reach_the_scheduler_together() -> None:
+    sent: list[Any] = []
+    manager = types.SimpleNamespace(_dispatch_to_scheduler=sent.append)
+
+    async def asked() -> None:
+        Together(manager)
+        for rid in "ab":
+            manager._dispatch_to_scheduler(_Body(rid=rid))
+        assert not sent
+        manager._dispatch_to_scheduler("abort")
+        manager._dispatch_to_scheduler(_Body(rid="c"))
+        await asyncio.sleep(0)
+
+    asyncio.run(asked())
+    assert [one.rid for one in sent[0].batch] == ["a", "b"] and sent[1] == "abort" and sent[2].rid == "c"

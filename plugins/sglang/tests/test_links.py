@@ -33,11 +33,14 @@ class Engine:
             os.kill(os.getpid(), 9)
         if model_path == "slow":
             time.sleep(60)
-        self.server_args = types.SimpleNamespace(tp_size=2)
+        self.server_args = types.SimpleNamespace(tp_size=2, enable_dp_attention=False)
         self.loop = asyncio.new_event_loop()
         self.tokenizer_manager = self
 
     def auto_create_handle_loop(self):
+        pass
+
+    def _dispatch_to_scheduler(self, message):
         pass
 
     def shutdown(self):
@@ -118,7 +121,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/generate":
-            self.answer({"error": {"message": "too long"}}, 400) if body.get("bad") else self.answer({"was": body})
+            self.answer({"error": {"message": "too long"}}, 400) if body.get("bad") else self.answer(
+                {"output_ids": [*body["input_ids"], 2], "meta_info": {}}
+            )
         else:
             self.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nCache flushed.")
 
@@ -145,10 +150,10 @@ def test_a_running_server_is_asked_over_http(url: str) -> None:
     async def used() -> None:
         one = ServerLink(url + "/")
         assert await one.start() == {"tp_size": 1}
-        assert await one.call("generate", {"input_ids": [1]}) == {"was": {"input_ids": [1]}}
+        assert (await one.generate({"input_ids": [1]})).columns["tokens"].tolist() == [1, 2]
         assert (await one.call("flush_cache", {}))["success"]
         with pytest.raises(SglangError, match=r"answered 400.*too long"):
-            await one.call("generate", {"bad": True})
+            await one.generate({"bad": True})
         with pytest.raises(SglangError, match="weights go to it by file"):
             await one.call("update_weights_from_tensor", {}, b"1")
         await one.stop()

@@ -79,7 +79,9 @@ class Optimizer:
             use_distributed_optimizer=True,
             **chosen,
         )
-        self.inner: ChainedOptimizer = get_megatron_optimizer(config, list(chunks))
+        # Groups of gloo exist only where there is no NCCL (start_groups).
+        gloo = not torch.cuda.is_available()
+        self.inner: ChainedOptimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=gloo)
         self._clip = rates.clip_grad
 
     def step(self) -> dict[str, float]:
