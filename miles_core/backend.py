@@ -62,7 +62,7 @@ from miles_core.sync.broadcast import Broadcast
 from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, rounded
 from miles_core.sync.copy import CopyTransport
 from miles_core.sync.delta import difference
-from miles_core.sync.device_memory import DeviceMemory
+from miles_core.sync.device_memory import DeviceMemory, Loan
 from miles_core.sync.inbox import Inbox
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
@@ -104,6 +104,7 @@ __all__ = [
     "Learner",
     "LearnerFront",
     "LearnerHandle",
+    "Loan",
     "Loss",
     "LossFunction",
     "OptimizerStep",

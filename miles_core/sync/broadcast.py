@@ -37,6 +37,7 @@ class Broadcast:
         self._store, self._device, self._rank, self._size = store, device, rank, size
         self._patience = timedelta(seconds=patience)
         self._group: Any = None
+        self._closed = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.memory: dict[str, Any] = {}
 
@@ -81,7 +82,8 @@ class Broadcast:
         return self._buffer[:nbytes]
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; who waits for the others waits no longer."""
+        self._closed = True
         group, self._group = self._group, None
         if group is not None:
             with suppress(RuntimeError):
@@ -107,7 +109,12 @@ class Broadcast:
     def _meet(self) -> Any:
         """Everybody is there; then the group."""
         self._store.set(f"here/{self._rank}", "")
-        self._store.wait([f"here/{rank}" for rank in range(self._size)], self._patience)
+        others = [f"here/{rank}" for rank in range(self._size)]
+        end = time.monotonic() + self._patience.total_seconds()
+        while not self._store.check(others):
+            if self._closed or time.monotonic() > end:
+                raise RuntimeError("the others did not come")
+            time.sleep(0.01)
         if self._device.type == "cpu":
             return ProcessGroupGloo(self._store, self._rank, self._size, self._patience)
         from torch.distributed import ProcessGroupNCCL  # type: ignore[attr-defined]

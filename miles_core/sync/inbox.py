@@ -16,7 +16,7 @@ from miles_core.errors import SyncError
 from miles_core.sync import delta
 from miles_core.sync.broadcast import Broadcast
 from miles_core.sync.bucket import unpacked
-from miles_core.sync.device_memory import attach
+from miles_core.sync.device_memory import attach, borrowed
 
 
 class Inbox:
@@ -26,6 +26,7 @@ class Inbox:
 
     - ``file``: memory of this host that has a name in the file system (``key``, ``path``);
     - ``device``: a GPU's (``DeviceMemory``);
+    - ``loan``: the sender's own tensors, on a GPU (``Loan``);
     - ``broadcast``: comes through a process group (``Broadcast``), so the message has to be ``fetched`` first;
     - ``data``: comes with the message (``data``, bytes). With ``keep``, a bucket's name, and ``version`` it is a base for what comes later;
     - ``delta``: ``data`` is the difference (``sync.delta``) to the ``base``, [version, checksum], kept under the name ``keep``.
@@ -64,6 +65,8 @@ class Inbox:
             SyncError: the memory cannot be read from this process, or its bytes are not those that were sent.
         """
         where = message["memory"]
+        if where["kind"] == "loan":
+            return borrowed(message, lambda key: self._attached(where["regions"][key], attach))
         if where["kind"] not in self._kinds:
             raise SyncError(f"weights came in memory of the kind {where['kind']!r}, which this engine does not read")
         flat = self._kinds[where["kind"]](where)

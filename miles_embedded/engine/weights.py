@@ -110,9 +110,7 @@ class _Beside(Arrival):
 
     async def take(self, units: Sequence[Encoded]) -> None:
         home = next(self._weights.model.parameters()).device
-        self._held += [
-            Encoded(u.name, {n: t.to(home, copy=True) for n, t in u.parts.items()}, u.format) for u in units
-        ]
+        self._held += [Encoded(u.name, {n: t.to(home, copy=True) for n, t in u.parts.items()}, u.format) for u in units]
         _wait_for_gpu()
 
     async def finish(self) -> None:

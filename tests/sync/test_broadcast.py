@@ -39,9 +39,11 @@ def test_every_receiver_gets_the_bytes_bucket_after_bucket():
 
 def test_who_is_not_there_in_time_and_who_cannot_be_reached_are_said():
     end = Broadcast.open(1, CPU, patience=0.2)
-    with pytest.raises(SyncError, match="a broadcast among 2 processes failed at number 0: "):
+    with pytest.raises(SyncError, match="a broadcast among 2 processes failed at number 0: the others did not come"):
         end.send(torch.zeros(1024, dtype=torch.uint8))
-    with pytest.raises(SyncError, match=r"cannot be reached from the engine.s process at 127.0.0.1, port 9, where it wants"):
+    with pytest.raises(
+        SyncError, match=r"cannot be reached from the engine.s process at 127.0.0.1, port 9, where it wants"
+    ):
         Broadcast.join({**end.memory, "hosts": ["127.0.0.1"], "port": 9})
     with pytest.raises(SyncError, match="cannot be reached"):  # somebody else's store
         Broadcast.join({**end.memory, "key": "another"})

@@ -10,14 +10,21 @@ from miles_core import ConfigError, PlanError
 from miles_core.testing import plan, toy_run
 
 STEPS = 4
-#: Kills an engine in a rollout, and the first rank in training, once each.
+#: Kills an engine in a rollout, and the first rank in training, once each; the new rank finds no shared memory.
 FAULTS = r"""
 import os, re, signal
+from pathlib import Path
 from torch import distributed
 from miles_core import hookimpl
+from miles_zero_copy import segment
 
 def process(run, name):
     return int(re.findall(r"process (\d+) on", (run.directory / "workers" / f"{name}.log").read_text())[-1])
+
+@hookimpl
+def on_start(run):
+    if (run.directory / "killed").exists():
+        segment.DIRECTORY = Path("/nowhere")
 
 @hookimpl
 def on_sample(run, sample):
@@ -43,7 +50,8 @@ def test_workers_on_two_nodes_compute_what_one_process_does_and_survive(cluster,
     options = {"steps": STEPS, "save_interval": 1}
     one = toy_run(["r3", "tis"], **options)
     given = {"runtime": "ray", "actor_num_nodes": 2, "rollout_num_gpus": 2, "log_level": "info"}
-    done = toy_run(["r3", "tis", str(tmp_path / "faults.py")], directory=tmp_path / "run", **options, **given)
+    plugins = ["r3", "tis", "zero_copy", str(tmp_path / "faults.py")]
+    done = toy_run(plugins, directory=tmp_path / "run", **options, **given)
     assert rewards(done) == pytest.approx(rewards(one))
     for a, b in zip(done.metrics, one.metrics, strict=True):
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-3)
@@ -53,6 +61,10 @@ def test_workers_on_two_nodes_compute_what_one_process_does_and_survive(cluster,
     assert re.search(r"worker trainer-0 was lost: its process died [^;]*; its last lines:\n(.*\n)*  a last word", log)
     assert "trainer-0 was replaced at step 2; the run goes on from step 2" in log
     assert len(re.findall(r"engine-1: miles_core.remote.output: process \d+ on", log)) == 1
+    before, _, after = log.partition("a last word")
+    assert "weights travel through shared memory\n" in before
+    assert "weights travel through messages over the runtime's channel, because there is no shared memory" in after
+    assert done.metrics[1]["sync/travelled"] == 1 > done.metrics[-1]["sync/travelled"]
 
 
 def test_more_than_there_is_is_refused_before_anything_is_built(cluster):

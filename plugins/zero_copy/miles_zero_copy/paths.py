@@ -134,48 +134,51 @@ class Path:
     """A way for buckets.
 
     Attributes:
-        name: what the log calls it.
         make: makes a slot of so many bytes; NoSegmentError or SyncError where it cannot.
         limit: measures the bytes a second of one copy in its memory; None where that of the way itself is to be measured.
         enough: bytes of a bucket above which larger ones are not faster.
         probe: bytes of a bucket that shows how fast the way is.
+        lends: engines read the trainer's own tensors where these have handles.
         close: frees what all slots have in common.
     """
 
-    name: str
     make: Callable[[int], Slot]
     limit: Callable[[], float] | None = None
     enough: int = 1 << 40
     probe: int = 4 << 20
+    lends: bool = False
     close: Callable[[], None] = lambda: None
 
 
-def paths(device: torch.device, engines: int = 1) -> list[Callable[[], Path]]:
-    """Every way there may be for tensors on ``device`` to so many engines, the fastest first."""
-    found = [_shared, _messages]
+def paths(device: torch.device, engines: int = 1) -> dict[str, Callable[[], Path]]:
+    """Every way there may be for tensors on ``device`` to so many engines, by name, the fastest first."""
+    found: dict[str, Callable[[], Path]] = {}
     if device.type == "cuda":
-        found = [partial(_handles, device), partial(broadcast, device, engines), *found]
+        found["GPU memory by handle"] = partial(_handles, device)
+        found["a broadcast (NCCL)"] = partial(broadcast, device, engines)
+    found["shared memory"] = _shared
+    found["messages over the runtime's channel"] = _messages
     return found
 
 
 def _shared() -> Path:
-    return Path("shared memory", SegmentSlot, copy_speed, IN_CACHE)
+    return Path(SegmentSlot, copy_speed, IN_CACHE)
 
 
 def _messages() -> Path:
-    return Path("messages over the runtime's channel", partial(MessageSlot, sent={}), enough=MESSAGE)
+    return Path(partial(MessageSlot, sent={}), enough=MESSAGE)
 
 
 def _handles(device: torch.device) -> Path:
-    return Path("GPU memory by handle", partial(DeviceSlot, device=device), partial(copy_speed, device=str(device)))
+    make, limit = partial(DeviceSlot, device=device), partial(copy_speed, device=str(device))
+    return Path(make, limit, lends=True)
 
 
 def broadcast(device: torch.device, engines: int) -> Path:
     """Through a process group with so many engines: NCCL on a GPU, gloo on a CPU."""
     group = Broadcast.open(engines, device)
     make = partial(BroadcastSlot, device=device, group=group)
-    name, probe = ("NCCL", 256 << 20) if device.type == "cuda" else ("gloo", 16 << 20)
-    return Path(f"a broadcast ({name})", make, probe=probe, close=group.close)
+    return Path(make, probe=(256 if device.type == "cuda" else 16) << 20, close=group.close)
 
 
 def copy_speed(nbytes: int = PROBE_BYTES, device: str = "cpu") -> float:

@@ -1,16 +1,16 @@
-"""Filling one bucket while the other is read."""
+"""Filling one bucket while the other is read, and lending what need not be packed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from miles_core.backend import BLOCK, Encoded, room_of, rounded
+from miles_core.backend import BLOCK, Encoded, Loan, room_of, rounded
 from miles_core.format import Stored
 from miles_zero_copy.paths import Path, Receive, Slot
 
@@ -19,18 +19,25 @@ log = logging.getLogger(__name__)
 #: Bytes of a slot before it is known that they do not do.
 FIRST = 16 << 20
 
-#: Bytes of a bucket that measures a way, and how often it is sent.
-PROBE, PROBES = 4 << 20, 3
+#: How often the bucket is sent that measures a way.
+PROBES = 3
+#: Bytes from which on a tensor is rather read where it lies than packed.
+LENT = 1 << 20
 
 
 @dataclass
 class Sent:
-    """What was sent of one version: ``nbytes`` of tensors, which went as ``travelled`` bytes."""
+    """What was sent of one version: ``nbytes`` of tensors, ``saved`` of which did not travel, because the engine had them."""
 
     nbytes: int = 0
-    travelled: int = 0
+    saved: int = 0
     tensors: int = 0
     buckets: int = 0
+
+    @property
+    def travelled(self) -> int:
+        """Bytes that did travel."""
+        return max(self.nbytes - self.saved, 0)
 
 
 class Sender:
@@ -49,7 +56,8 @@ class Sender:
         self._wanted = min(self._given, 2 * self._enough)  # so that what is nearly full takes one more
         self._slots: list[Slot] = []
         self._make_slots(min(self._wanted, FIRST))
-        self._reading: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[float] | None = None
+        self._loan = Loan()
         self.sent = Sent()
 
     @property
@@ -81,9 +89,12 @@ class Sender:
         try:
             for unit in units:
                 await self._add(unit, receive, version)
-            await self._deliver(receive, version, last=True)
+            await self._deliver(receive, version, last=not self._loan)
+            if self._loan:
+                await self._post(self._slot, self._loan.message(), receive, last=True)
             await self._acknowledged()
         finally:
+            self._loan = Loan()
             if self._reading is not None:  # after an error: nobody reads a slot that may be freed
                 await asyncio.wait([self._reading])
                 self._reading = None
@@ -103,7 +114,9 @@ class Sender:
         return await self._acknowledged()
 
     async def _add(self, unit: Encoded, receive: Receive, version: int) -> None:
-        if not self._slot.bucket.add(unit):
+        if self._lent(unit):
+            pass
+        elif not self._slot.bucket.add(unit):
             if self._slot.bucket.units:
                 await self._deliver(receive, version)
             await self._grow(unit)
@@ -112,6 +125,12 @@ class Sender:
         self.sent.nbytes += unit.nbytes
         if self._slot.bucket.end >= self._enough:
             await self._deliver(receive, version)
+
+    def _lent(self, unit: Encoded) -> bool:
+        """Whether the engine is to read a tensor where the trainer has it."""
+        if not self.path.lends or not unit.lasting or unit.format or unit.nbytes < LENT:
+            return False
+        return self._loan.add(unit.name, unit.parts[unit.name])
 
     async def _grow(self, unit: Encoded) -> None:
         """Room for a tensor, and for the next ones."""
@@ -133,15 +152,20 @@ class Sender:
         """Send the bucket on its way, and go on with the other once it was read."""
         slot = self._slot
         header = slot.bucket.header()
-        memory = slot.memory(header, version)
-        self.sent.travelled += len(memory["data"]) if "data" in memory else header["nbytes"]
-        message = {**header, "memory": memory, "number": self.sent.buckets, "sender": list(self._sender)}
-        self.sent.buckets += 1
-        await self._acknowledged()
-        self._reading = asyncio.create_task(slot.deliver(receive, message, last))
-        await asyncio.sleep(0)  # the message leaves before the other slot is filled
+        await self._post(slot, {**header, "memory": slot.memory(header, version)}, receive, last)
         self._slots.reverse()
         self._slot.bucket.clear()
+
+    async def _post(self, slot: Slot, message: Mapping[str, Any], receive: Receive, last: bool = False) -> None:
+        """Send a message once the one before it was answered."""
+        memory = message["memory"]
+        if memory["kind"] == "delta":
+            self.sent.saved += message["nbytes"] - len(memory["data"])
+        numbered = {**message, "number": self.sent.buckets, "sender": list(self._sender)}
+        self.sent.buckets += 1
+        await self._acknowledged()
+        self._reading = asyncio.create_task(slot.deliver(receive, numbered, last))
+        await asyncio.sleep(0)  # the message leaves before the other slot is filled
 
     async def _acknowledged(self) -> float:
         """The bucket that is on its way was read; the seconds it took."""

@@ -108,7 +108,10 @@ class BucketTransport(Transport):
                 pass
             raise
         seconds = time.perf_counter() - started
-        metrics = {"of_limit": sent.travelled / seconds / self._limit, "travelled": sent.travelled / max(sent.nbytes, 1)}
+        metrics = {
+            "of_limit": sent.travelled / seconds / self._limit,
+            "travelled": sent.travelled / max(sent.nbytes, 1),
+        }
         return SyncReport(version, sent.travelled, sent.tensors, seconds, metrics)
 
     def close(self) -> None:
@@ -120,7 +123,7 @@ class BucketTransport(Transport):
     async def _chosen(self, device: torch.device, receive: Receive, version: int) -> Sender:
         """A sender over the fastest path on which the engine reads a greeting, which is sent."""
         reasons = []
-        for way in paths(device, self.engine.receivers):
+        for name, way in paths(device, self.engine.receivers).items():
             sender: Sender | None = None
             try:
                 path = way()
@@ -133,6 +136,6 @@ class BucketTransport(Transport):
                 reasons.append(str(error))
                 continue
             why = f", because {'; '.join(reasons)}" if reasons else ""
-            log.log(logging.WARNING if reasons else logging.INFO, "weights travel through %s%s", path.name, why)
+            log.log(logging.WARNING if reasons else logging.INFO, "weights travel through %s%s", name, why)
             return sender
         raise SyncError(f"weights cannot travel to the engine: {'; '.join(reasons)}")

@@ -130,8 +130,10 @@ def test_an_engine_that_cannot_read_shared_memory_gets_messages_and_then_what_ch
     received = weights(engine)
     asyncio.run(transport.engine.update_weights(steps[0], 2))  # a copy, after which nobody holds a base
     assert same(received, weights(engine)) and set(engine.received) == {"delta"}
-    assert report.nbytes < 0.03 * full.nbytes and report.metrics["travelled"] < 0.03
-    with pytest.raises(SyncError, match=r"starts with \S+ came as a difference to version 2, which this engine does not hold"):
+    assert report.nbytes < 0.05 * full.nbytes and report.metrics["travelled"] < 0.05
+    with pytest.raises(
+        SyncError, match=r"starts with \S+ came as a difference to version 2, which this engine does not hold"
+    ):
         asyncio.run(transport.send(iter(stepped(steps[0])), 3))
     assert asyncio.run(transport.send(iter(units), 3)).nbytes > full.nbytes / 2
     asyncio.run(engine.update_weights(units, 4))
@@ -143,7 +145,9 @@ def test_a_broadcast_brings_the_same_buckets_and_an_engine_that_cannot_be_reache
 ):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     ways = paths.paths(torch.device("cpu"))
-    monkeypatch.setattr(transport_module, "paths", lambda *given: [partial(paths.broadcast, *given), *ways])
+    monkeypatch.setattr(
+        transport_module, "paths", lambda *given: {"a broadcast (gloo)": partial(paths.broadcast, *given), **ways}
+    )
     caplog.set_level(logging.INFO)
     units = stored_units(checkpoints[1])
     for version in (1, 2):
