@@ -117,7 +117,7 @@ class Broadcast:
             time.sleep(0.01)
         if self._device.type == "cpu":
             return ProcessGroupGloo(self._store, self._rank, self._size, self._patience)
-        from torch.distributed import ProcessGroupNCCL  # type: ignore[attr-defined]
+        from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
         options._timeout = self._patience

@@ -64,7 +64,6 @@ def test_workers_on_two_nodes_compute_what_one_process_does_and_survive(cluster,
     before, _, after = log.partition("a last word")
     assert "weights travel through shared memory\n" in before
     assert "weights travel through messages over the runtime's channel, because there is no shared memory" in after
-    assert done.metrics[1]["sync/travelled"] == 1 > done.metrics[-1]["sync/travelled"]
 
 
 def test_more_than_there_is_is_refused_before_anything_is_built(cluster):
