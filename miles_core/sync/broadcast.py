@@ -43,8 +43,11 @@ class Broadcast:
 
     @classmethod
     def open(cls, receivers: int, device: torch.device, patience: float = PATIENCE) -> Broadcast:
-        """The sender's end, for so many receivers, with tensors on ``device``."""
-        store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=patience), wait_for_workers=False)
+        """The sender's end, for so many receivers, with tensors on ``device``. SyncError where nobody may listen on a port."""
+        try:
+            store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=patience), wait_for_workers=False)
+        except RuntimeError as error:
+            raise SyncError(f"no port can be opened to broadcast weights: {str(error).splitlines()[0]}") from error
         key = secrets.token_hex(8)
         store.set("key", key)
         made = cls(store, device, 0, receivers + 1, patience)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles_core import SyncError
 from miles_core.backend import Broadcast, Bucket, DeviceMemory, difference
 from miles_zero_copy import segment
 from miles_zero_copy.segment import Segment
@@ -82,7 +83,10 @@ class BroadcastSlot(Slot):
     """A bucket that every engine gets through a process group; ``group`` is the sender's end."""
 
     def __init__(self, nbytes: int, device: torch.device, group: Broadcast) -> None:
-        super().__init__(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        try:
+            super().__init__(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError as error:
+            raise SyncError(f"{nbytes:,} bytes of GPU memory for a broadcast are not to be had") from error
         self._group = group
 
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
@@ -134,7 +138,7 @@ class Path:
     """A way for buckets.
 
     Attributes:
-        make: makes a slot of so many bytes; NoSegmentError or SyncError where it cannot.
+        make: makes a slot of so many bytes; SyncError where it cannot.
         limit: measures the bytes a second of one copy in its memory; None where that of the way itself is to be measured.
         enough: bytes of a bucket above which larger ones are not faster.
         probe: bytes of a bucket that shows how fast the way is.

@@ -17,7 +17,6 @@ from miles_core.backend import ALONE, CopyTransport, Encoded, Engine, Run, SyncR
 from miles_core.format import Stored
 from miles_zero_copy.config import ZeroCopyConfig
 from miles_zero_copy.paths import paths
-from miles_zero_copy.segment import NoSegmentError
 from miles_zero_copy.sender import Receive, Sender
 
 log = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ class BucketTransport(Transport):
                 sender = Sender(path, self.bucket_size, (self.world.rank, self.world.size))
                 await sender.greet(receive, version)
                 self._limit = path.limit() if path.limit else await sender.speed(receive, version)
-            except (NoSegmentError, SyncError) as error:
+            except SyncError as error:
                 if sender is not None:
                     sender.close()
                 reasons.append(str(error))

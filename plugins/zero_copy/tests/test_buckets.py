@@ -16,7 +16,7 @@ from miles_core.backend import Encoded, Sampling, World
 from miles_core.testing.asking import ask, under_way
 from miles_core.testing.engine_contract import FREE
 from miles_core.testing.stored import stored_units
-from miles_zero_copy import paths, segment
+from miles_zero_copy import paths, segment, sender
 from miles_zero_copy import transport as transport_module
 from miles_zero_copy.transport import BucketTransport
 
@@ -172,6 +172,21 @@ def test_a_host_without_shared_memory_gets_messages(engine, transport, checkpoin
     asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
     assert engine.version == 1 and set(engine.received) == {"data"}
     assert f"there is no shared memory on this host: {tmp_path / 'shm'} is not there" in caplog.text
+
+
+def test_shared_memory_that_gets_full_in_the_middle_is_a_failed_sync(engine, transport, checkpoints, monkeypatch):
+    monkeypatch.setattr(sender, "FIRST", 4096)  # what comes next needs more
+    monkeypatch.setattr(segment.os, "posix_fallocate", partial(full, segment.os.posix_fallocate))
+    with pytest.raises(SyncError, match="bytes of shared memory are not to be had"):
+        asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
+    assert engine.version == -1
+
+
+def full(allocate, file, start, nbytes):
+    """A /dev/shm that has room for the first buckets only."""
+    if nbytes > 4096:
+        raise OSError(28, "No space left on device")
+    allocate(file, start, nbytes)
 
 
 def test_shared_memory_that_is_full_is_said_with_what_helps():
