@@ -7,12 +7,14 @@ trainer rank. ``miles_core.testing`` has the contracts as tests.
 from miles_core.checkpoint.rng import get_rng, put_rng
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
-from miles_core.contracts.engine import Engine, PauseMode, Request, Response, Sampling
+from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response, Sampling
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
-from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
+from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime, TrainedTokens
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.contracts.trainer import (
+    GIVEN_ROUTES,
+    OWN_ROUTES,
     Callbacks,
     Context,
     Forward,
@@ -22,6 +24,7 @@ from miles_core.contracts.trainer import (
     Output,
     Pass,
     Trainer,
+    TrainerPart,
 )
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.convert.layout import Layout, layout
@@ -49,12 +52,12 @@ from miles_core.remote.output import last_lines, write_there
 from miles_core.remote.rank_worker import RankWorker
 from miles_core.remote.runtime import RemoteRuntime
 from miles_core.remote.worker import Order, Worker, worker_run
-from miles_core.remote.workers import Restarts, Workers
+from miles_core.remote.workers import Restarts, Workers, short_of_memory
 from miles_core.rollout.collect import Collector, Interrupted
 from miles_core.rollout.versions import age, staleness
 from miles_core.run.inline import InlineLearner, InlineRuntime
 from miles_core.run.prepare import accept
-from miles_core.run.rank import Rank, Share, combined, divided
+from miles_core.run.rank import Rank, Share, combined, divided, in_order
 from miles_core.schedule.paused import paused
 from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.arrivals import Arrival, Arrivals
@@ -67,6 +70,7 @@ from miles_core.sync.inbox import Inbox
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.learner import Learner
+from miles_core.train.optimizer import OptimizerConfig
 from miles_core.train.steps import optimiser_steps, step_count
 
 __all__ = [
@@ -74,6 +78,8 @@ __all__ = [
     "AS_TRAINED",
     "BLOCK",
     "BYTES",
+    "GIVEN_ROUTES",
+    "OWN_ROUTES",
     "PLAIN",
     "SAMPLING_SUPPORT",
     "VALUES",
@@ -92,6 +98,7 @@ __all__ = [
     "Encoded",
     "Engine",
     "EngineFront",
+    "EnginePart",
     "EngineWorker",
     "FormatItself",
     "Forward",
@@ -107,6 +114,7 @@ __all__ = [
     "Loan",
     "Loss",
     "LossFunction",
+    "OptimizerConfig",
     "OptimizerStep",
     "Order",
     "Output",
@@ -138,7 +146,9 @@ __all__ = [
     "Store",
     "SyncReport",
     "SyncSchedule",
+    "TrainedTokens",
     "Trainer",
+    "TrainerPart",
     "Transport",
     "Unit",
     "Worker",
@@ -157,6 +167,7 @@ __all__ = [
     "difference",
     "divided",
     "get_rng",
+    "in_order",
     "last_lines",
     "layout",
     "make_codec",
@@ -171,6 +182,7 @@ __all__ = [
     "rounded",
     "same_plan",
     "shares",
+    "short_of_memory",
     "snapshot",
     "staleness",
     "step_count",

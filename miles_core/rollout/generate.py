@@ -19,6 +19,7 @@ from miles_core.data.sample import Sample, Status
 from miles_core.errors import ConfigError, DataError, MilesError
 from miles_core.reward.custom import load_function
 from miles_core.rollout.continuation import cut_at_stop, joined, usable
+from miles_core.rollout.partial import partial_rollout
 from miles_core.rollout.record import Record
 from miles_core.rollout.versions import mask_older
 
@@ -33,11 +34,11 @@ FRUITLESS = 100
 
 
 class Args:
-    """The flat option namespace plus ``generate``, made anew for every sample."""
+    """The flat option namespace plus ``generate`` and the model's ``tokenizer``, made anew for every sample."""
 
-    def __init__(self, options: Any, generate: Callable[..., Awaitable[Response]]) -> None:
+    def __init__(self, options: Any, generate: Callable[..., Awaitable[Response]], tokenizer: Any) -> None:
         self._options = options
-        self.generate = generate
+        self.generate, self.tokenizer = generate, tokenizer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._options, name)
@@ -101,7 +102,7 @@ class Generator:
             parts.append(response)
             cut_at_stop(parts, sampling.stop, self.run.fields, self._decode)
             mixed = len({version for part in parts for _, version in part.weight_versions}) > 1
-            if mixed and not self.run.config.rollout.partial_rollout:
+            if mixed and not partial_rollout(self.run.config):
                 parts.clear()
                 fruitless += 1
             elif parts[-1].finish != "abort":
@@ -147,7 +148,9 @@ class Generator:
 
         where = self.run.config.rollout.custom_generate_function_path
         try:
-            made = await self.custom(Args(self.run.config.args, ask), sample, dataclasses.asdict(self.sampling))
+            made = await self.custom(
+                Args(self.run.config.args, ask, self.run.tokenizer), sample, dataclasses.asdict(self.sampling)
+            )
         except SystemExit as error:
             raise DataError(
                 f"{where} called sys.exit({error.code!r}) on sample {sample.index}; raise an error, or return the sample with "

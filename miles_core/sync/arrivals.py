@@ -38,7 +38,7 @@ class Arrivals:
 
     ``sender`` of a message is (rank, ranks): an update is complete with the last bucket of every rank; ``number`` counts a rank's
     buckets, and 0 begins its part anew. Buckets that are ``staged`` belong to a version that is held beside the one in force
-    until a message says ``switch``.
+    until a message says ``switch``. Memory of a message that is for ``once`` is not kept attached: the sender gives it back.
 
     Args:
         begin: makes an ``Arrival``, from its version and whether it is staged. One that is not may write over the weights in
@@ -80,9 +80,13 @@ class Arrivals:
                 self._inbox.forget()
                 raise
 
-    def forget(self) -> None:
-        """The weights came in another way: nothing that arrived so far is of use."""
+    def drop(self) -> None:
+        """What arrived so far will not be completed."""
         self._open = {}
+
+    def forget(self) -> None:
+        """The weights came in another way: nothing that arrived, or was kept to compare with, is of use."""
+        self.drop()
         self._inbox.forget()
 
     async def _counted(
@@ -99,6 +103,8 @@ class Arrivals:
                 "engine was started anew"
             )
         await counted.arrival.take(self._inbox.open(message))
+        if message.get("once"):
+            self._inbox.detach()
         counted.counts[rank] = number + 1
         if last:
             counted.done.add(rank)

@@ -80,9 +80,14 @@ class Inbox:
         self._memory = {key: memory for key, memory in self._memory.items() if key in self._used}
         self._used = set()
 
+    def detach(self) -> None:
+        """Let all memory of the sender go."""
+        self._memory, self._used = {}, set()
+
     def forget(self) -> None:
         """An update failed: nothing that was kept is what the sender takes it for."""
-        self._memory, self._kept, self._used = {}, {}, set()
+        self.detach()
+        self._kept = {}
         for group in self._groups.values():
             group.close()
         self._groups = {}

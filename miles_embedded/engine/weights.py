@@ -12,6 +12,7 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.product import Products
 from miles_core.sync.arrivals import Arrival, Arrivals
 from miles_embedded.model.load_units import Update
+from miles_embedded.model.released import Released
 from miles_embedded.quantized.activation import RoundedInputs
 
 
@@ -49,6 +50,18 @@ class Weights:
         self._read_with(codec)
         self._shared: set[str] = set()
         self.arrivals = Arrivals(lambda version, staged: (_Beside if staged else _Into)(self, version))
+        self._released = Released(keep=False)
+
+    def sleep(self) -> None:
+        """Give the memory of the model's parameters back, all but that of the trainer; an update must come before they are read."""
+        self.complete = False
+        self.arrivals.drop()
+        self.inputs.drop(list(self.inputs.layers))
+        self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._released.restore()
 
     def rebuild(self, precision: str) -> None:
         """Read the next update, which has to come, in another precision."""
@@ -66,6 +79,8 @@ class Weights:
 
     def begun(self, share: bool = False) -> Update:
         """An update of the model, tensor by tensor: until it is finished and ``serve`` is called, the model holds no version."""
+        if self._released:
+            raise RuntimeError("these weights sleep: wake them before they are updated")
         self.complete = False
         return Update(self.model, self.codec.decode, self._shared, share)
 

@@ -1,6 +1,6 @@
 """Megatron-Core as the trainer of miles-core: ``--trainer megatron``."""
 
-from miles_core import Plugin, Rule
+from miles_core import Plugin, Rule, Set
 from miles_megatron.config import MegatronConfig
 
 __version__ = "0.1.0"
@@ -12,18 +12,25 @@ plugin = Plugin(
     core="~=0.1",
     config=MegatronConfig,
     provides={"trainer": {"megatron": "miles_megatron.trainer.build:make_trainer"}},
-    capabilities={"trainer": ("entropy", "sampling_support")},
+    capabilities={"trainer": ("entropy", "sampling_support", "routing_replay")},
+    sets={
+        "env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": Set(
+            "1",
+            when="trainer == megatron and train.precision == fp8 and not fp8.power_of_two_scales",
+            because="TransformerEngine rounds block scales up to powers of two unless it is told not to",
+        ),
+        "env.NVTE_BACKWARD_OVERRIDE": Set(
+            "dequantized",
+            when="trainer == megatron and train.precision in {fp8, mxfp8}",
+            because="the backward pass is in BF16, with the numbers that the forward pass multiplied",
+        ),
+    },
     facts={"megatron.ranks": "processes that train one policy, where no runtime says it"},
     requires=(
         Rule(
-            needs="train.precision == bf16",
-            when="trainer == megatron",
-            because="it computes in BF16 (FP32 on a CPU); a number format on the trainer's side needs --trainer embedded",
-        ),
-        Rule(
-            needs="train.aux_loss_coef == 0",
-            when="trainer == megatron",
-            because="it has no load-balancing loss yet",
+            needs="model.moe",
+            when="trainer == megatron and train.aux_loss_coef > 0",
+            because="a dense model has no routed experts to balance",
         ),
         Rule(
             needs="model.device != cpu or gpu.count == 0",

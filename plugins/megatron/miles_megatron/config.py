@@ -28,6 +28,10 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "expert_model_parallel_size": (1, "1"),
     "grad_reduce_in_fp32": (True, "on: sums over micro-batches and ranks keep their bits"),
     "moe_token_dispatcher_type": ("alltoall", "alltoall"),
+    "bias_activation_fusion": (None, "on where there is a GPU"),
+    "bias_dropout_fusion": (None, "on where there is a GPU"),
+    "apply_rope_fusion": (None, "on where there is a GPU, for rotary positions without YaRN"),
+    "moe_permute_fusion": (None, "on where there is a GPU"),
     "moe_router_bias_update_rate": (0.0, "0: the policy's router is trained by its gradient alone"),
 }
 

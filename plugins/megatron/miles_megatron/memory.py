@@ -33,6 +33,7 @@ class Work:
         tokens: of a micro-batch.
         micro_batches: of an optimiser step on one replica.
         width: bytes of a parameter and of an activation.
+        seen: bytes more of a parameter while passes see it through the codes of a number format.
         gradient: bytes of an element of the gradient buffer.
         state: bytes of moments and masters for each parameter.
         offloaded: part of the optimiser's state that is on the CPU.
@@ -44,6 +45,7 @@ class Work:
     tokens: int
     micro_batches: int
     width: int = 2
+    seen: int = 0
     gradient: int = 4
     state: float = 12.0
     offloaded: float = 0.0
@@ -89,7 +91,7 @@ def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
             Stage(
                 number,
                 layers,
-                weights=w.width * (mine + experts),
+                weights=(w.width + w.seen) * (mine + experts),
                 gradients=w.gradient * (mine + experts),
                 optimiser=state,
                 activations=_activations(a, s, w, number, range(at, at + layers)),

@@ -50,7 +50,7 @@ NOT_OPTIONS: dict[str, str] = {
     r"gtp_weight_remat_size|expert_gtp_weight_remat_size|perform_initialization|use_cpu_initialization|init_.*": _ADAPTER,
     r"embedding_init_.*|output_layer_init_method|_cpu_offloading_context|optimizer|decoupled_weight_decay": _ADAPTER,
     r"quant_recipe|moe_enable_routing_replay|moe_router_load_balancing_type|deallocate_pipeline_outputs": _ADAPTER,
-    r"use_distributed_optimizer|average_in_collective|gradient_reduce_div_fusion|moe_router_dtype": _ADAPTER,
+    r"use_distributed_optimizer|average_in_collective|gradient_reduce_div_fusion|moe_router_(dtype|fusion)": _ADAPTER,
     # what would change the numbers at random
     r"hidden_dropout|attention_dropout|moe_input_jitter_eps|moe_router_force_.*|moe_token_dropping": _RANDOM,
     r"moe_expert_capacity_factor|moe_pad_expert_input_to_capacity|moe_token_drop_policy|moe_expert_rank_capacity_factor": _RANDOM,

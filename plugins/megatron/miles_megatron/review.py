@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -13,6 +13,7 @@ from miles_megatron.architecture import Architecture
 from miles_megatron.engine_share import context, engine_share
 from miles_megatron.memory import GB, USABLE, Stage, Work, memory
 from miles_megatron.packages import missing
+from miles_megatron.recipes import RECIPES, TILES, cuts
 from miles_megatron.sizes import Sizes, candidates, misfits, ranks_of, sizes_of
 from miles_megatron.trainable import lacks
 
@@ -45,6 +46,9 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     )
     if any(misfits(s, a)):
         return Review(note, problems)
+    problems += tuple(_format(facts, a, s))
+    if a.mtp:
+        note += (f"{a.mtp} MTP layers are not trained; an export has them as the checkpoint has",)
     fits = _fits(facts, a, s)
     return Review((*note, *fits.notes), (*problems, *fits.problems))
 
@@ -56,6 +60,28 @@ def _packages(facts: Facts) -> tuple[tuple[str, ...], tuple[Problem, ...]]:
         lines = ["to be installed where it runs", *(needs for needs, _ in found)]
         return (("\n  ".join(lines),) if found else ()), ()
     return (), tuple(Problem("megatron", needs, because) for needs, because in found)
+
+
+def _format(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
+    """Why the model cannot be trained in ``--train-precision`` on the machine's GPUs."""
+    name = facts.value("train.precision")
+    if name == "bf16":
+        return
+    values = (described(facts.lookup("train.precision")), described(facts.lookup("gpu.sm")))
+    tile = TILES.get(str(name))
+    if tile is None:
+        known = ", ".join(TILES)
+        why = f"of the others it knows no tiles, in which Megatron-Core's matrices would have to be cut; {name} needs --trainer embedded"
+        yield Problem("megatron", f"--train-precision bf16, {known}", why, values[:1])
+        return
+    if name in RECIPES and facts.value("gpu.sm") and facts.value("precision.emulated"):
+        why = "on a GPU TransformerEngine multiplies codes; without its tensor cores --trainer embedded emulates them"
+        yield Problem("megatron", f"a GPU with {name} tensor cores, or no GPU at all", why, values)
+    size = facts.value("int4.group_size") if name == "int4" else None
+    rows, columns = tile[0], int(size or tile[1])
+    for needs in cuts(a, s, (rows, columns)):
+        why = f"a tile of {rows} x {columns} would reach into another projection's rows or another rank's part"
+        yield Problem("megatron", needs, why, values[:1])
 
 
 def work_of(facts: Facts, s: Sizes) -> Work:
@@ -79,6 +105,7 @@ def work_of(facts: Facts, s: Sizes) -> Work:
         tokens=tokens,
         micro_batches=max(-(-samples * longest // (s.dp * tokens)), 1),
         width=4 if full else 2,
+        seen=(4 if full else 2) * (value("train.precision", "bf16") not in ("bf16", *RECIPES)),
         gradient=4 if full or value("megatron.grad_reduce_in_fp32", True) else 2,
         state=_state(facts, full),
         offloaded=value("megatron.optimizer_offload_fraction", 0.0) if value("megatron.optimizer_cpu_offload", False) else 0.0,

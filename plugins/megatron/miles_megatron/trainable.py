@@ -9,19 +9,17 @@ from miles_megatron.architecture import Architecture
 
 def lacks(a: Architecture) -> Iterator[str]:
     """A sentence for each thing that this model needs and ``--trainer megatron`` does not have."""
-    if a.qk_norm == "whole":
-        yield f"{a.family} normalises all heads of queries and keys together, and Megatron-Core each head by itself"
-    if a.sinks or a.mlp_bias:
-        yield f"{a.family} has attention with sinks and experts with biases, which the trainer does not build yet"
-    elif any(a.windows):
-        yield f"some layers of this {a.family} model attend inside of a window, which the trainer does not build yet"
+    if len(set(a.windows) - {0}) > 1:
+        yield f"layers of this {a.family} model have windows of different sizes, and Megatron-Core has one size for all"
     if a.experts is not None and a.experts.score == "sigmoid" and not a.experts.renormalise:
         yield "Megatron-Core always divides sigmoid routing weights by their sum, and norm_topk_prob is false here"
     scaling = a.rotary.scaling
     kind = scaling.get("rope_type")
-    known = "yarn" if a.latent else "llama3"
-    if kind and kind != known:
-        yield f"rope_type {kind} is not there for this attention; {known} is"
+    known = ("yarn",) if a.latent else ("llama3", "yarn")
+    if kind and kind not in known:
+        yield f"rope_type {kind} is not there for this attention; {' and '.join(known)} are"
+    elif kind == "yarn" and not a.latent and scaling.get("attention_factor") is not None:
+        yield "Megatron-Core derives YaRN's attention factor from its scaling factor, and config.json gives another one"
     elif kind == "llama3":
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         for name, value in fixed.items():

@@ -104,10 +104,46 @@ def test_too_few_gpus_for_any_sizes(checkpoint):
 
 
 def test_a_family_that_cannot_be_built_is_refused(checkpoint):
-    config = {**PUBLISHED["MIXTRAL_8X7B"], "model_type": "minimax_m2", "head_dim": 128}
-    assert "normalises all heads of queries and keys together" in refused(checkpoint, config, "megatron.ranks=64")
+    config = {**PUBLISHED["MIXTRAL_8X7B"], "model_type": "gemma2"}
+    assert "Megatron-Core lacks norms behind attention" in refused(checkpoint, config, "megatron.ranks=64")
+
+
+def test_a_format_whose_tiles_reach_over_a_joint_is_refused(checkpoint):
+    small = {**PUBLISHED["QWEN3_8B"], "head_dim": 64}
+    format = {"plugins": ["fp8"], "fp8_recipe": "blockwise"}
+    text = refused(checkpoint, small, "megatron.ranks=8", **format)
+    assert "megatron needs heads of a multiple of 128, not 64" in text
+    text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=64", tensor_model_parallel_size=8, plugins=["int4"],
+                   int4_fake_qat=True, int4_group_size=1024)  # fmt: skip
+    assert "inner units of a dense layer on a rank that are a multiple of 1024, not 1536" in text
+
+
+def test_formats_that_the_trainer_does_not_have_are_refused(checkpoint):
+    config = PUBLISHED["QWEN3_235B"]
+    text = refused(checkpoint, config, "megatron.ranks=256", plugins=["nvfp4"], train_precision="nvfp4",
+                   rollout_precision="nvfp4", emulate_precision=True)  # fmt: skip
+    assert "megatron needs --train-precision bf16, fp8, mxfp8, int4" in text
+    text = refused(
+        checkpoint, config, "megatron.ranks=256", plugins=["mxfp8"], fp8_recipe="mxfp8", emulate_precision=True
+    )
+    assert "megatron needs a GPU with mxfp8 tensor cores, or no GPU at all" in text
+    text = refused(checkpoint, config, "megatron.ranks=256", plugins=["mxfp8"], fp8_recipe="mxfp8")
+    assert "needs gpu.sm >= 100" in text
+
+
+def test_a_plan_with_replay_and_fp8_on_both_sides(checkpoint):
+    accepted = plan(
+        trainer="megatron",
+        hf_checkpoint=checkpoint(PUBLISHED["QWEN3_235B"]),
+        facts=["gpu=H200", "megatron.ranks=256"],
+        plugins=["r3", "fp8"],
+        fp8_recipe="blockwise",
+        expert_model_parallel_size=32,
+        micro_batch_size=1,
+    )
+    assert accepted.fact("env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES") == "1"
 
 
 def test_what_the_trainer_lacks_is_refused(checkpoint):
     text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=8", aux_loss_coef=0.1)
-    assert "megatron needs train.aux_loss_coef == 0" in text
+    assert "megatron needs model.moe" in text

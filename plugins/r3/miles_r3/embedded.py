@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core import Context, PluginError
+from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES
 from miles_embedded import active_context, decoder_layers
 from miles_r3 import ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
@@ -20,7 +21,7 @@ from miles_r3.routers import RULES, Weights, router_of
 
 #: Keys in ``Context.attached``: routes to replay, where there were any, a router's logits until its experts run, and what
 #: the trainer would have chosen.
-REPLAY, RECORDED, LOGITS, OWN = "r3.replay", "r3.recorded", "r3.logits", "r3.own"
+REPLAY, RECORDED, LOGITS, OWN = GIVEN_ROUTES, "r3.recorded", "r3.logits", OWN_ROUTES
 
 
 def moe_blocks(model: nn.Module) -> list[nn.Module]:

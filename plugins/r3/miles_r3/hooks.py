@@ -1,7 +1,7 @@
 """Where r3 plugs in: ask for routes, hand them to the forward, count disagreements, tap the modules that it can.
 
-A backend with modules of its own takes ``ctx.attached[REPLAY]`` itself and leaves its own choices in ``ctx.attached[OWN]``, empty
-for a chunk without routers; a forward that leaves none has not replayed and stops the run.
+A trainer with modules of its own takes the routes from ``ctx.attached`` itself (``miles_core.backend.GIVEN_ROUTES``); a forward that leaves
+no choices of its own there has not replayed and stops the run.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class R3:
                 if replayed and OWN not in ctx.attached:
                     raise PluginError(
                         f"r3: nothing in {type(chunk).__name__} of --trainer {run.config.run.trainer} took the routes of the rollout, so "
-                        "it would train with routes of its own; this trainer declares routing_replay and has no half of r3: "
+                        "it would train with routes of its own; this trainer declares routing_replay and does not replay: "
                         "run without r3, or with --trainer embedded"
                     )
                 if ctx.kind == "train":

@@ -28,11 +28,14 @@ def make_transport(run: Run, engine: Engine, world: World = ALONE) -> Transport:
     here = run.config.run.runtime == "inline" and "shared_storage" in engine.capabilities
     if here and not options.async_sync:
         return SharedStorage(engine) if run.config.run.schedule == "sync" else CopyTransport(engine)
-    return BucketTransport(engine, world, run.config.run.sync_bucket_size, options.async_sync)
+    run_options = run.config.run
+    return BucketTransport(engine, world, run_options.sync_bucket_size, options.async_sync, run_options.colocate)
 
 
 class SharedStorage(Transport):
     """Engine and trainer hold one storage of what is not quantised."""
+
+    shares = True
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -58,10 +61,14 @@ class BucketTransport(Transport):
         world: this rank and how many there are: each sends what its trainer yields it, the engine waits for all.
         bucket_size: bytes of each of the two buckets, at most.
         staging: send each version beside the one in force, and switch when it is pushed.
+        colocated: the two take turns on a GPU, so neither keeps memory of it for the next version.
     """
 
-    def __init__(self, engine: Engine, world: World, bucket_size: int, staging: bool = False) -> None:
-        self.engine, self.world, self.bucket_size, self.staging = engine, world, bucket_size, staging
+    def __init__(
+        self, engine: Engine, world: World, bucket_size: int, staging: bool = False, colocated: bool = False
+    ) -> None:
+        self.engine, self.world, self.bucket_size = engine, world, bucket_size
+        self.staging, self.colocated = staging, colocated
         self._staged: SyncReport | None = None
         self._sender: Sender | None = None
         self._limit = 0.0
@@ -91,7 +98,8 @@ class BucketTransport(Transport):
         """Send all of ``units``; messages say ``how`` they are meant too."""
 
         async def receive(message: Mapping[str, Any], last: bool) -> None:
-            await self.engine.receive({**message, **(how or {})}, version, last)
+            once = {"once": True} if self.colocated else {}
+            await self.engine.receive({**message, **once, **(how or {})}, version, last)
 
         try:
             if self._sender is None:
@@ -103,10 +111,13 @@ class BucketTransport(Transport):
             sent = await self._sender.send(units, receive, version)
         except Exception:
             self.close()  # the next push finds out anew which paths there are
+            self._limit = 0.0
             for _ in units:  # other ranks may wait in its collectives
                 pass
             raise
         seconds = time.perf_counter() - started
+        if self.colocated and self._sender.path.lends:
+            self.close()
         metrics = {
             "of_limit": sent.travelled / seconds / self._limit,
             "travelled": sent.travelled / max(sent.nbytes, 1),
@@ -128,7 +139,7 @@ class BucketTransport(Transport):
                 path = way()
                 sender = Sender(path, self.bucket_size, (self.world.rank, self.world.size))
                 await sender.greet(receive, version)
-                self._limit = path.limit() if path.limit else await sender.speed(receive, version)
+                self._limit = self._limit or (path.limit() if path.limit else await sender.speed(receive, version))
             except SyncError as error:
                 if sender is not None:
                     sender.close()

@@ -31,6 +31,13 @@ FAMILIES = {
     "gpt_oss": "gpt_oss",
 }
 
+#: ``model_type`` -> what Megatron-Core 0.19 lacks of this family.
+LACKING = {
+    "gemma2": "norms behind attention and feed-forward layers, caps on scores and logits, and a scaled embedding",
+    "gemma3_text": "norms behind attention and feed-forward layers, a rotary base of their own for layers with a window, and a scaled embedding",
+}
+LACKING["gemma3"] = LACKING["gemma3_text"]
+
 
 def read(config: Mapping[str, Any]) -> Architecture:
     """The architecture of a checkpoint.
@@ -42,6 +49,8 @@ def read(config: Mapping[str, Any]) -> Architecture:
         CheckpointError: there is no table for this family, or an entry is missing.
     """
     family = str(config.get("model_type"))
+    if family in LACKING:
+        raise CheckpointError(f"config.json says model_type {family}, of which Megatron-Core lacks {LACKING[family]}")
     if family not in FAMILIES:
         raise CheckpointError(
             f"config.json says model_type {family}, for which the megatron plugin has no table of weights; it has "

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -25,6 +27,18 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.scale = arguments.get("softmax_scale")
         self.group = pg_collection.cp
+        inside = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.before: int | None = config.window_size[0] if inside else None
+        self.softmax_offset: Any = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """For Megatron-Core's checkpoints: sinks go with the heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **arguments: Any
@@ -45,11 +59,20 @@ class PackedAttention(MegatronModule):
             order = positions.flatten().argsort()
             k = key[:, start:end].flatten(0, 1)[order].repeat_interleave(repeat, 1)
             v = value[:, start:end].flatten(0, 1)[order].repeat_interleave(repeat, 1)
-            allowed = positions[rank][:, None] >= torch.arange(len(order))[None]
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query[start:end], k, v))
-            out = scaled_dot_product_attention(q, k, v, attn_mask=allowed.to(q.device), scale=scale)
-            found.append(out[0].transpose(0, 1).flatten(1))
+            distance = positions[rank][:, None] - torch.arange(len(order))[None]
+            allowed = (distance >= 0) & (distance <= (len(order) if self.before is None else self.before))
+            q, k, v = (x.transpose(0, 1) for x in (query[start:end], k, v))
+            out = self._attend(q, k, v, allowed.to(q.device), scale)
+            found.append(out.transpose(0, 1).flatten(1))
         return torch.cat(found)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> Tensor:
+        """[heads, queries, size of a value]; with sinks, each head has one more logit, whose weight goes nowhere."""
+        if self.softmax_offset is None:
+            return scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=allowed, scale=scale)[0]
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~allowed, -torch.inf)
+        sinks = self.softmax_offset.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
 
 
 def zigzag(length: int, rank: int, ranks: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,10 @@ import torch
 from torch import nn
 
 from miles_core import CheckpointError
-from miles_core.backend import Policy, Run, step_count
+from miles_core.backend import Policy, Run, make_codec, step_count
 from miles_megatron import families
 from miles_megatron.config import table
+from miles_megatron.recipes import RECIPES
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.groups import start_groups
 from miles_megatron.trainer.without_cuda import adapt_modules, without_cuda
@@ -53,12 +53,13 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
             raise CheckpointError(
                 f"{directory} is quantised, and --trainer megatron reads BF16 weights: give a BF16 copy of them with --ref-load"
             )
-        architecture = replace(families.read(config), mtp=0)
+        architecture = families.read(config)
+        codec = make_codec(run, policy, run.config.train.precision)
 
         def told(chunk: nn.Module) -> None:
             run.hooks.on("on_model", run=run, policy=policy, model=chunk, role="train")
 
-        return MegatronTrainer(architecture, sizes, world, directory, settings(run.config), directory, told)
+        return MegatronTrainer(architecture, sizes, world, directory, settings(run.config), directory, told, codec)
 
 
 def settings(config: Any) -> Settings:
@@ -71,6 +72,8 @@ def settings(config: Any) -> Settings:
     chosen = chosen_fields(config.plugin("megatron"))
     if train.activation_checkpointing and "recompute_granularity" not in chosen["TransformerConfig"]:
         chosen["TransformerConfig"] |= FULL_RECOMPUTATION
+    if torch.cuda.is_available():
+        chosen["TransformerConfig"] |= RECIPES.get(train.precision, {})
     on_gpu = torch.cuda.is_available() if config.model.dtype == "auto" else config.model.dtype == "bfloat16"
     return Settings(
         rates=Rates(
@@ -88,6 +91,7 @@ def settings(config: Any) -> Settings:
         micro_batch_size=None if train.use_dynamic_batch_size else train.micro_batch_size,
         max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
         entropy=config.algorithm.entropy_coef > 0,
+        balance=train.aux_loss_coef,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         longest=rollout.max_context_len or rollout.max_response_len + (rollout.max_prompt_len or 4096),
         model=chosen["TransformerConfig"],

@@ -75,6 +75,8 @@ def export(trainer: MegatronTrainer, directory: Path, tokenizer: Any) -> None:
             assert writer is not None
             writer.add(name, tensor)
     if writer is not None:
+        for name, tensor in trainer.weights.untrained():
+            writer.add(name, tensor)
         writer.finish()
         for file in ("config.json", "generation_config.json"):
             if (trainer.source / file).is_file():

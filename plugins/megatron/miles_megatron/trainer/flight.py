@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ class Flight:
         kind: which pass it is for.
         entropy: whether the pass asks for the entropy.
         output: of the last stage.
-        metrics: (sum, weight) pairs that wrappers reported on this rank.
+        metrics: (sum, weight) pairs of the loss, on the last stage.
+        shares: those that wrappers reported, of the rows and layers of this rank.
     """
 
     samples: list[int]
@@ -38,6 +40,7 @@ class Flight:
     entropy: bool
     output: Output | None = None
     metrics: Pairs = field(default_factory=dict)
+    shares: Pairs = field(default_factory=dict)
 
     def context(self, layers: tuple[int, ...], s: Sizes, recompute: bool) -> Context:
         """What wrappers see of its passage through one chunk."""
@@ -50,7 +53,14 @@ class Flight:
 
 
 def passes(
-    batch: Batch, s: Sizes, size: int | None, tokens: int | None, kind: Pass, entropy: bool, device: torch.device
+    batch: Batch,
+    s: Sizes,
+    size: int | None,
+    tokens: int | None,
+    kind: Pass,
+    entropy: bool,
+    device: torch.device,
+    multiple: int = 1,
 ) -> list[Flight]:
     """The micro-batches of a batch, as many on every rank: those with fewer samples add empty ones.
 
@@ -61,6 +71,7 @@ def passes(
         tokens: tokens a micro-batch on each rank, instead of ``size``.
         kind, entropy: of the pass.
         device: the model's.
+        multiple: each rank's row has a multiple of this many tokens.
     """
     dealt = list(split(batch, size, None if tokens is None else tokens * s.cp))
     count = torch.tensor([max(len(dealt), 1)], device=device)
@@ -71,34 +82,35 @@ def passes(
     dealt += [[] for _ in range(wanted - len(dealt))]
     rank = parallel_state.get_context_parallel_rank()
     # Megatron-Core tells the next stage how long a row is, but not between virtual stages: there all are equally long
-    least = max(row_length(batch.select(samples), s) for samples in dealt) if s.virtual > 1 else 0
+    least = max(row_length(batch.select(samples), s, multiple) for samples in dealt) if s.virtual > 1 else 0
     found = []
     for samples in dealt:
         micro_batch = batch.select(samples)
-        packing = pack(micro_batch.to("cpu"), s, rank, least).to(device)
+        packing = pack(micro_batch.to("cpu"), s, rank, multiple, least).to(device)
         found.append(Flight(samples, micro_batch.to(device), packing, kind, entropy))
     return found
 
 
 def merged(flights: Sequence[Flight]) -> Pairs:
-    """The metrics of all micro-batches and of all pipeline stages, in FP64."""
-    totals: dict[str, list[float]] = {}
-    mine: dict[str, list[float]] = {}
-    for flight in flights:
-        for name, (total, weight) in flight.metrics.items():
-            entry = mine.setdefault(name, [0.0, 0.0])
-            entry[0] += float(total)
-            entry[1] += float(weight)
-    group = parallel_state.get_pipeline_model_parallel_group()
-    everyone: list[Mapping[str, list[float]]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(everyone, mine, group=group)
-    for pairs in everyone:
-        for name, (total, weight) in pairs.items():
-            entry = totals.setdefault(name, [0.0, 0.0])
-            entry[0] += total
-            entry[1] += weight
+    """The metrics of all micro-batches and of all ranks of this replica, in FP64."""
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    model, context = parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()
+    shares = _added([_added([flight.shares for flight in flights], model)], context)
+    found = shares | _added([flight.metrics for flight in flights], stages)
     double = torch.float64
-    return {n: (torch.tensor(t, dtype=double), torch.tensor(w, dtype=double)) for n, (t, w) in totals.items()}
+    return {n: (torch.tensor(t, dtype=double), torch.tensor(w, dtype=double)) for n, (t, w) in found.items()}
+
+
+def _added(pairs: Sequence[Mapping[str, tuple[Any, Any]]], group: Any) -> dict[str, tuple[float, float]]:
+    """The sums of (sum, weight) pairs over all ranks of a group."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, [{n: (float(t), float(w)) for n, (t, w) in p.items()} for p in pairs], group=group)
+    totals: dict[str, tuple[float, float]] = {}
+    for found in (p for each in everyone for p in each):
+        for name, (total, weight) in found.items():
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = (before[0] + total, before[1] + weight)
+    return totals
 
 
 def flatten(batch: Batch, flights: Sequence[Flight], names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ def start_groups(s: Sizes, seed: int) -> World:
     Raises:
         ConfigError: there are more or fewer processes than the plan says.
     """
+    _prefer_the_cudnn_of_torch()
     from megatron.core import parallel_state
 
     if not dist.is_initialized():
@@ -44,6 +47,15 @@ def start_groups(s: Sizes, seed: int) -> World:
 
         model_parallel_cuda_manual_seed(seed)
     return World(dist.get_rank(), s.ranks, parallel_state.get_data_parallel_rank(), s.dp)
+
+
+def _prefer_the_cudnn_of_torch() -> None:
+    """TransformerEngine looks for a cuDNN of the machine first. Beside torch's own, which is loaded already, another version finds no
+    kernel of fused attention, and attention then stores its scores."""
+    spec = find_spec("nvidia")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(place) / "cudnn" / "lib").is_dir():
+            os.environ.setdefault("CUDNN_HOME", str(Path(place) / "cudnn"))
 
 
 #: What this process's groups were made for: the sizes, and torch.distributed's group of all ranks.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
@@ -15,10 +19,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 from torch.nn.functional import silu
 
+from miles_core import ConfigError
 from miles_megatron.architecture import Architecture
 from miles_megatron.layout import padded_vocabulary
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.attention import PackedAttention
+from miles_megatron.trainer.norm import WholeNorm
 
 
 def has_transformer_engine() -> bool:
@@ -64,11 +70,62 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         **_divided(s),
         **_experts(a, engine),
         **_latent(a),
+        **_windows(a),
+        **_fusions(a, engine),
         **options,
     }
     if "attention_backend" in options:
         fields["attention_backend"] = AttnBackend[options["attention_backend"]]
-    return (MLATransformerConfig if a.latent else TransformerConfig)(**fields)
+    made = (MLATransformerConfig if a.latent else TransformerConfig)(**fields)
+    for name, value in _yarn(a).items():
+        setattr(made, name, value)  # fields that Megatron-Core reads and does not declare
+    return made
+
+
+def _fusions(a: Architecture, engine: bool) -> dict[str, Any]:
+    """Kernels that keep less for the backward pass; on a CPU they would only be compiled."""
+    if not engine:
+        return {}
+    return {
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": not a.mlp_bias,
+        "apply_rope_fusion": a.latent is None and not _yarn(a),
+        "moe_permute_fusion": a.experts is not None,
+    }
+
+
+def _windows(a: Architecture) -> dict[str, Any]:
+    """Windows on some layers; what gpt-oss has beside them: sinks, biases, and a clamped gate of its own."""
+    found: dict[str, Any] = {}
+    if any(a.windows):
+        # a token sees itself and so many before it
+        found |= {"window_size": (max(a.windows) - 1, 0), "window_attn_skip_freq": [int(w > 0) for w in a.windows]}
+    if a.sinks:
+        found |= {"softmax_type": "learnable"}
+    if a.mlp_bias:
+        found |= {
+            "add_bias_linear": True,
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+        }
+    return found
+
+
+def _yarn(a: Architecture) -> dict[str, Any]:
+    """YaRN (arXiv 2309.00071) without latent attention."""
+    scaling = a.rotary.scaling
+    if a.latent or scaling.get("rope_type") != "yarn":
+        return {}
+    return {
+        "yarn_rotary_scaling_factor": scaling["factor"],
+        "yarn_original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "yarn_beta_fast": scaling.get("beta_fast") or 32.0,
+        "yarn_beta_slow": scaling.get("beta_slow") or 1.0,
+        "yarn_mscale": scaling.get("mscale"),
+        "yarn_mscale_all_dim": scaling.get("mscale_all_dim"),
+        "yarn_correction_range_round_to_int": scaling.get("truncate", True),
+    }
 
 
 def _divided(s: Sizes) -> dict[str, Any]:
@@ -147,14 +204,18 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
         config: of Megatron-Core.
         longest: tokens of the longest sample.
     """
+    os.environ.pop(_UNFUSED, None)  # Megatron-Core wants to say itself which kernels of attention there may be
     chunks = []
     for number in range(s.virtual):
         stage = number if s.virtual > 1 else None
         engine = has_transformer_engine()
         spec = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=stage)
-        if not engine:
-            for layer in spec.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        for attention in (layer.submodules.self_attention.submodules for layer in spec.layer_specs):
+            if not engine:
+                attention.core_attention = PackedAttention
+            if a.qk_norm == "whole":
+                attention.q_layernorm = partial(WholeNorm, a.heads)
+                attention.k_layernorm = partial(WholeNorm, a.kv_heads)
         scaling = a.rotary.scaling
         chunk = GPTModel(
             config,
@@ -164,7 +225,7 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=a.tied,
-            position_embedding_type="rope",
+            position_embedding_type="yarn" if _yarn(a) else "rope",
             rotary_percent=a.rotary.share,
             rotary_base=int(a.rotary.base),
             rope_scaling=scaling.get("rope_type") == "llama3",
@@ -172,7 +233,29 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
             vp_stage=stage,
         )
         chunks.append(chunk.cuda() if torch.cuda.is_available() else chunk)
+    if config.attention_backend == AttnBackend.auto and config.bf16:
+        os.environ[_UNFUSED] = "0"
     return chunks
+
+
+#: TransformerEngine's switch of attention that stores its scores: ten times slower, and no memory that was planned for it. Off unless
+#: it was asked for, so that a machine without fused attention says so.
+_UNFUSED = "NVTE_UNFUSED_ATTN"
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Say what to do where TransformerEngine has no fused attention here."""
+    try:
+        yield
+    except ValueError as error:
+        if "dot product attention backend" not in str(error):
+            raise
+        raise ConfigError(
+            "TransformerEngine has neither flash nor fused attention for this model on this machine (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 "
+            "shows why; a cuDNN other than torch's is found through CUDNN_HOME); --attention-backend unfused computes without, "
+            "about ten times slower and with all scores in memory"
+        ) from error
 
 
 def layer_numbers(chunk: nn.Module) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class Packing:
         return Packing(**{**vars(self), **moved})
 
 
-def pack(batch: Batch, s: Sizes, rank: int, least: int = 0) -> Packing:
+def pack(batch: Batch, s: Sizes, rank: int, multiple: int = 1, least: int = 0) -> Packing:
     """Lay out a micro-batch.
 
     Samples follow each other, each padded so that context parallelism can cut it into pairs of pieces, the last one so that
@@ -50,11 +50,12 @@ def pack(batch: Batch, s: Sizes, rank: int, least: int = 0) -> Packing:
         batch: the micro-batch, on the CPU.
         s: parallel sizes.
         rank: this context-parallel rank.
+        multiple: tokens of a rank's row are a multiple of it.
         least: tokens that the row of all ranks has at least.
     """
     piece = 2 * s.cp if s.cp > 1 else 1
     lengths = [n + -n % piece for n in batch.lengths.tolist()]
-    rest = row_length(batch, s, least) - sum(lengths)
+    rest = row_length(batch, s, multiple, least) - sum(lengths)
     if rest:
         lengths.append(rest)
     rows, positions = [], []
@@ -70,10 +71,10 @@ def pack(batch: Batch, s: Sizes, rank: int, least: int = 0) -> Packing:
     return Packing(flat, torch.cat(positions), bounds, max(lengths), sources, targets)
 
 
-def row_length(batch: Batch, s: Sizes, least: int = 0) -> int:
+def row_length(batch: Batch, s: Sizes, multiple: int = 1, least: int = 0) -> int:
     """Tokens of a micro-batch's row on all ranks together, padding included."""
-    piece, whole = 2 * s.cp if s.cp > 1 else 1, s.tp * s.cp if s.sequence else 1
-    unit = math.lcm(piece, whole)
+    piece, ranks = 2 * s.cp if s.cp > 1 else 1, s.cp * (s.tp if s.sequence else 1)
+    unit = math.lcm(piece, ranks * multiple if s.sequence or multiple > 1 else 1)
     needed = max(sum(n + -n % piece for n in batch.lengths.tolist()), least, 1)
     return needed + -needed % unit
 

@@ -29,23 +29,31 @@ from miles_core.backend import (
     SAMPLING_SUPPORT,
     Batch,
     Callbacks,
+    Codec,
     Context,
     LossFunction,
     Output,
     Pass,
+    Quantizer,
     Ragged,
     Trainer,
     Unit,
     World,
+    trained_tokens,
+    with_auxiliary,
 )
+from miles_core.format import Format
 from miles_megatron.architecture import Architecture
+from miles_megatron.recipes import ROWS
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer import checkpoint
 from miles_megatron.trainer.flight import Flight, flatten, merged, passes
 from miles_megatron.trainer.logprobs import Head, token_log_probs
-from miles_megatron.trainer.model import build_chunks, layer_numbers, transformer_config
+from miles_megatron.trainer.model import build_chunks, fused_attention, layer_numbers, transformer_config
 from miles_megatron.trainer.optimizer import Optimizer, Rates
 from miles_megatron.trainer.packing import Packing
+from miles_megatron.trainer.precision import TrainedFormat
+from miles_megatron.trainer.routers import Routers
 from miles_megatron.trainer.weights import Weights
 from miles_megatron.trainer.without_cuda import without_cuda
 
@@ -58,6 +66,7 @@ class Settings:
     micro_batch_size: samples a micro-batch.
     max_tokens: tokens a micro-batch on each rank, instead of ``micro_batch_size``.
     entropy: give the loss the entropy at trained positions.
+    balance: coefficient of the load-balancing loss; 0 is off.
     dtype: of parameters and activations.
     longest: tokens of the longest sample.
     model, optimizer, reduction: chosen fields of Megatron-Core's configurations.
@@ -68,6 +77,7 @@ class Settings:
     micro_batch_size: int | None = 8
     max_tokens: int | None = None
     entropy: bool = False
+    balance: float = 0.0
     dtype: torch.dtype = torch.float32
     longest: int = 4096
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -97,9 +107,10 @@ class MegatronTrainer(Trainer):
         settings: see ``Settings``.
         reference: the reference model's checkpoint.
         on_chunk: told of each chunk before it is wrapped.
+        codec: of the number format to train in; none by default.
     """
 
-    capabilities = frozenset({"entropy", "sampling_support"})
+    capabilities = frozenset({"entropy", "sampling_support", "routing_replay"})
 
     @_on_cpu_too
     def __init__(
@@ -111,6 +122,7 @@ class MegatronTrainer(Trainer):
         settings: Settings,
         reference: Path | None = None,
         on_chunk: Callable[[nn.Module], object] = lambda chunk: None,
+        codec: Codec | None = None,
     ) -> None:
         self.a, self.s, self.world, self.settings = a, s, world, settings
         self.source, self._reference = directory, reference
@@ -118,10 +130,12 @@ class MegatronTrainer(Trainer):
         plain = build_chunks(a, s, self.config, settings.longest)
         self.weights = Weights(plain, a, s)
         self.weights.load(directory)
+        self.format = TrainedFormat(self.weights, plain, codec or Codec())
         for chunk in plain:
             on_chunk(chunk)
         self.wrapped = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(plain)]
         self._chunks = plain
+        self.routers = Routers(plain, a, settings.balance)
         self.optimizer = Optimizer(self.wrapped, settings.rates, settings.dtype, settings.optimizer)
         self.config.finalize_model_grads_func = _finalize
         self.config.no_sync_func = [c.no_sync for c in self.wrapped] if s.virtual > 1 else self.wrapped[0].no_sync
@@ -155,14 +169,15 @@ class MegatronTrainer(Trainer):
         bounds = packing.bounds
         packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=packing.longest, max_seqlen_kv=packing.longest)
         wrapped = self.wrapped[self._chunks.index(chunk)]
-        found: Tensor = wrapped(
-            tokens.unsqueeze(0),
-            packing.positions.unsqueeze(0),
-            None,
-            packed_seq_params=packed,
-            output_processor=self._predict,
-            output_processor_context=(micro_batch, ctx),
-        )
+        with self.routers.passing(micro_batch, ctx):
+            found: Tensor = wrapped(
+                tokens.unsqueeze(0),
+                packing.positions.unsqueeze(0),
+                None,
+                packed_seq_params=packed,
+                output_processor=self._predict,
+                output_processor_context=(micro_batch, ctx),
+            )
         if found.dim() == 3:
             return Output(hidden=found)
         length, entropy = len(micro_batch.tokens), bool(ctx.attached["entropy"])
@@ -206,7 +221,7 @@ class MegatronTrainer(Trainer):
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
         """See ``Trainer.log_probs``."""
         flights = self._flights(batch, kind, entropy)
-        with self._as_reference() if kind == "ref" else torch.no_grad():
+        with self._as_reference() if kind == "ref" else torch.no_grad(), self.format.seen():
             self._run(flights, None)
         return flatten(batch, flights, ("log_probs", "entropy") if entropy else ("log_probs",))
 
@@ -220,14 +235,19 @@ class MegatronTrainer(Trainer):
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        self._run(flights, loss or self.callbacks.loss)
+        loss, tokens = loss or self.callbacks.loss, trained_tokens(batch, self.sum).to(self.device)
+        self.routers.begin(tokens)
+        with self.format.seen():
+            self._run(flights, lambda output, micro, ctx: with_auxiliary(loss(output, micro, ctx), output, tokens))
+        spread = self.routers.end()
         stepped = self.callbacks.optimizer_step()
         metrics = {name: (float(total), float(weight)) for name, (total, weight) in merged(flights).items()}
-        return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
+        return metrics | spread | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
 
     def _flights(self, batch: Batch, kind: Pass, entropy: bool) -> list[Flight]:
         settings = self.settings
-        return passes(batch, self.s, settings.micro_batch_size, settings.max_tokens, kind, entropy, self.device)
+        rows = ROWS if self.config.fp8 else 1
+        return passes(batch, self.s, settings.micro_batch_size, settings.max_tokens, kind, entropy, self.device, rows)
 
     def _run(self, flights: list[Flight], loss: LossFunction | None) -> None:
         """All micro-batches through Megatron-Core's schedule; without a loss, without gradients."""
@@ -247,22 +267,23 @@ class MegatronTrainer(Trainer):
                 flight.metrics = merge(flight.metrics, share.metrics)
                 return share.value, torch.zeros((), dtype=torch.int, device=tensor.device), None
 
-            flight.metrics = merge(flight.metrics, ctx.metrics)
+            flight.shares = merge(flight.shares, ctx.metrics)
             sent = output.hidden if output.log_probs is None else output.log_probs
             assert sent is not None
             return sent, finish
 
         iterators = [iter(flights) for _ in self.wrapped]
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.wrapped if len(self.wrapped) > 1 else self.wrapped[0],
-            num_microbatches=len(flights),
-            seq_length=int(flights[0].packing.bounds[-1]),
-            micro_batch_size=1,
-            forward_only=not train,
-            collect_non_loss_data=not train,
-        )
+        with fused_attention():
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.wrapped if len(self.wrapped) > 1 else self.wrapped[0],
+                num_microbatches=len(flights),
+                seq_length=int(flights[0].packing.bounds[-1]),
+                micro_batch_size=1,
+                forward_only=not train,
+                collect_non_loss_data=not train,
+            )
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
@@ -283,6 +304,10 @@ class MegatronTrainer(Trainer):
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """See ``Trainer.units``."""
         return self.weights.units(everywhere)
+
+    def quantizer(self, format: Format) -> Quantizer | None:
+        """See ``Trainer.quantizer``."""
+        return self.format.quantizer(format)
 
     def model_facts(self) -> Mapping[str, object]:
         """See ``Trainer.model_facts``."""

@@ -36,7 +36,10 @@ class Weights:
 
     def __init__(self, chunks: Sequence[nn.Module], a: Architecture, s: Sizes) -> None:
         self.a, self.s = a, s
-        self.entries = list(families.weights(a))
+        self.source: Path | None = None
+        whole = list(families.weights(a))
+        self.entries = [entry for entry in whole if not entry.name.startswith("mtp.")]
+        self._others = [name for entry in whole if entry.name.startswith("mtp.") for name in entry.checkpoint]
         named: dict[str, Tensor] = {}
         for chunk in chunks:
             named |= dict(_tensors(chunk, a, s))
@@ -53,6 +56,7 @@ class Weights:
 
     def load(self, directory: Path) -> None:
         """Fill the chunks from a checkpoint; CheckpointError names a tensor that is missing or of another shape."""
+        self.source = self.source or directory
         with CheckpointReader(directory) as reader, torch.no_grad():
             for entry in self.entries:
                 wanted = [self.held[entry.name]] if entry.name in self.held else []
@@ -61,6 +65,19 @@ class Weights:
                 for held in wanted:
                     tensors = [reader.tensor(name) for name in entry.checkpoint]
                     held.copy_(self._part(entry, tensors, held))
+
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the checkpoint's tensors that this rank's are made of."""
+        assert self.source is not None
+        with CheckpointReader(self.source) as reader:
+            return {n: reader.shape(n) for e in self.entries if e.name in self.held for n in e.checkpoint}
+
+    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """What the checkpoint has of MTP layers, as it is there: they are not trained."""
+        assert self.source is not None
+        with CheckpointReader(self.source) as reader:
+            for name in self._others if reader.has(self._others) else ():
+                yield name, reader.tensor(name)
 
     def restore(self, kept: Mapping[str, Tensor]) -> None:
         """Put tensors of ``held`` back, name -> tensor."""
@@ -143,7 +160,7 @@ class Weights:
     def _joined(self, entry: Entry) -> list[Tensor]:
         held = self.held[entry.name].detach()
         _rank, size = self._place(entry)
-        if size == 1 or not self._is_split(entry, held):
+        if not self.is_cut(entry, held):
             return join(entry, [held], self.a)
         group = (
             parallel_state.get_tensor_model_parallel_group()
@@ -152,8 +169,11 @@ class Weights:
         )
         return join(entry, _gather(held, group, size), self.a)
 
-    def _is_split(self, entry: Entry, held: Tensor) -> bool:
-        """TransformerEngine keeps the compressions of latent attention whole on each rank; the local modules split them."""
+    def is_cut(self, entry: Entry, held: Tensor) -> bool:
+        """Whether ranks have different parts of a tensor. TransformerEngine keeps the compressions of latent attention whole on each
+        rank; the local modules split them."""
+        if self._place(entry)[1] == 1:
+            return False
         low = self.a.latent
         if low is not None and entry.name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
             whole = low.q_rank if ".linear_q_down_proj" in entry.name else low.kv_rank + low.rope
@@ -194,7 +214,7 @@ def _tensors(chunk: nn.Module, a: Architecture, s: Sizes) -> Iterator[tuple[str,
 
 def _coupled(tensors: dict[str, Tensor]) -> Iterator[Unit]:
     """A unit for each tensor, but one for gate and up of a layer, which a number format may encode together."""
-    if len(tensors) == 2:
+    if any("gate_proj" in name for name in tensors):
         yield Unit(tensors)
     else:
         yield from (Unit({name: tensor}) for name, tensor in tensors.items())
@@ -232,14 +252,29 @@ class CheckpointReader:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    def has(self, names: Sequence[str]) -> bool:
+        """Whether any of these tensors is there."""
+        return any(name in self._file(name).keys() for name in names)  # noqa: SIM118 - not a dict
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one, without reading it; CheckpointError where it is not there."""
+        return tuple(self._holding(name).get_slice(name).get_shape())
+
     def tensor(self, name: str) -> Tensor:
         """Read one; CheckpointError where it is not there."""
+        tensor: Tensor = self._holding(name).get_tensor(name)
+        return tensor
+
+    def _holding(self, name: str) -> Any:
+        file = self._file(name)
+        if name not in file.keys():  # noqa: SIM118 - not a dict
+            raise CheckpointError(f"{self.directory}: no tensor {name}")
+        return file
+
+    def _file(self, name: str) -> Any:
         file = self._file_of.get(name, "model.safetensors")
         if file not in self._open:
             if not (self.directory / file).is_file():
                 raise CheckpointError(f"{self.directory}: no file {file}, which should hold {name}")
             self._open[file] = self._stack.enter_context(safe_open(self.directory / file, "pt"))
-        if name not in self._open[file].keys():  # noqa: SIM118 - not a dict
-            raise CheckpointError(f"{self.directory}: no tensor {name}")
-        tensor: Tensor = self._open[file].get_tensor(name)
-        return tensor
+        return self._open[file]

@@ -90,6 +90,7 @@ def adapt_modules() -> None:
     _exchange_by_numbers()
     _norms_of_shards()
     _counts_of_torch()
+    _sums_of_their_own()
 
 
 def _exchange_by_numbers() -> None:
@@ -117,6 +118,15 @@ def _counts_of_torch() -> None:
     optimizer._set_main_param_and_optimizer_states = lambda self, parameter, tensors: original(
         self, parameter, {"step": None, **tensors}
     )
+
+
+def _sums_of_their_own() -> None:
+    """Local experts add their bias in place to a sum over ranks, which torch refuses where a function returned what it was given."""
+    from megatron.core.tensor_parallel import mappings
+
+    function: Any = mappings._ReduceFromModelParallelRegion
+    original = function.forward
+    function.forward = staticmethod(lambda ctx, *arguments: original(ctx, *arguments).clone())
 
 
 def _norms_of_shards() -> None:

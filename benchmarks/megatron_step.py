@@ -1,0 +1,257 @@
+"""A training step of the Megatron trainer on a GPU: seconds, share of the GPU's peak, memory against the plan, FP8 against BF16.
+
+Random models of several sizes; a step is forward, backward and AdamW over ``--micro-batches`` micro-batches of packed samples that
+fill them. The share of the peak counts 6 operations a parameter and token that is used (of experts the chosen ones; no embedding) and
+causal attention, recomputation not. ``planned`` is the memory that ``miles plan`` expects of a rank, without what CUDA takes for itself,
+and ``peak`` what torch had allocated. ``--fp8`` computes in blocks of 128 x 128, ``--embedded`` adds the embedded trainer on the same
+batch, ``--parity`` compares TransformerEngine's codes with the format's. Several GPUs: ``torchrun --nproc-per-node 2 ... --sizes ep=2``.
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import finish, installed, options
+
+#: Dense BF16 operations a second by compute capability.
+PEAK = {(9, 0): 989e12, (10, 0): 2250e12, (8, 0): 312e12}
+_QWEN = {"model_type": "qwen3", "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense_1b": _QWEN
+    | {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16}
+    | {"num_key_value_heads": 8, "vocab_size": 32000},
+    "dense_5b": _QWEN
+    | {"num_hidden_layers": 18, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "vocab_size": 151936},
+    "moe_2b": _QWEN
+    | {"model_type": "qwen3_moe", "num_hidden_layers": 12, "hidden_size": 2048, "intermediate_size": 6144}
+    | {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000, "moe_intermediate_size": 768}
+    | {"num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True},
+}
+
+
+def make_checkpoint(name: str, directory: Path) -> Path:
+    """Random BF16 weights under the checkpoint's names; the first rank of a machine writes them."""
+    import torch
+    from safetensors.torch import save_file
+
+    from miles_megatron import families
+
+    target, config = directory / name, MODELS[name]
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not (target / "done").exists():
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "config.json").write_text(json.dumps(config))
+        a, found = families.read(config), {}
+        widths = {"q_proj": (a.q_size, a.hidden), "k_proj": (a.kv_size, a.hidden), "v_proj": (a.kv_size, a.hidden)}
+        widths |= {"o_proj": (a.hidden, a.q_size), "embed_tokens": (a.vocab, a.hidden), "lm_head": (a.vocab, a.hidden)}
+        widths |= {"gate": (a.experts.count if a.experts else 0, a.hidden), "q_norm": (128,), "k_norm": (128,)}
+        for tensor in (n for entry in families.weights(a) for n in entry.checkpoint):
+            inner = a.experts.ffn if a.experts and ".experts." in tensor else a.ffn
+            part = tensor.split(".")[-2]
+            sizes = {"gate_proj": (inner, a.hidden), "up_proj": (inner, a.hidden), "down_proj": (a.hidden, inner)}
+            shape = (widths | sizes).get(part, (a.hidden,))
+            made = torch.randn(shape, device="cuda") * 0.6 / shape[-1] ** 0.5 if len(shape) == 2 else torch.ones(shape)
+            found[tensor] = made.bfloat16().cpu()
+        save_file(found, target / "model.safetensors")
+        (target / "done").touch()
+    while not (target / "done").exists():
+        time.sleep(0.2)
+    return target
+
+
+def make_batch(count: int, length: int, vocabulary: int) -> Any:
+    """Samples of one length, all tokens but 8 trained on."""
+    import torch
+
+    from miles_core.backend import Sample, collate
+
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for i in range(count):
+        tokens = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+        samples.append(Sample(tokens=tokens, response_length=length - 8, group_index=i, index=i))
+    batch = collate(samples)
+    batch.columns["weight"] = torch.randn(len(batch.tokens), generator=generator) / len(batch.tokens)
+    return batch
+
+
+def loss(output: Any, micro: Any, ctx: Any) -> Any:
+    """Sum of column ``weight`` times log-prob: the work of any policy loss."""
+    from miles_core.backend import Loss
+
+    return Loss(-(output.log_probs * micro.column("weight").to(output.log_probs.device)).sum())
+
+
+def codec(fp8: bool) -> Any:
+    """Of the blocks of 128 x 128, or of no format."""
+    from miles_core.format import Codec
+    from miles_fp8.format import Fp8
+
+    return Codec(Fp8()) if fp8 else Codec()
+
+
+def make_trainer(given: Any, checkpoint: Path, sizes: dict[str, Any], recompute: bool) -> Any:
+    """A bound trainer of this rank, and its sizes."""
+    import torch
+    import torch.distributed as dist
+
+    from miles_core.backend import Callbacks
+    from miles_megatron import families
+    from miles_megatron.recipes import RECIPES
+    from miles_megatron.sizes import Sizes
+    from miles_megatron.trainer.build import FULL_RECOMPUTATION
+    from miles_megatron.trainer.groups import start_groups
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    s = Sizes(**{"ranks": ranks, "etp": 1 if "ep" in sizes else sizes.get("tp", 1), **sizes})
+    world = start_groups(s, 0)
+    from miles_megatron.trainer.optimizer import Rates
+    from miles_megatron.trainer.trainer import MegatronTrainer, Settings
+
+    settings = Settings(
+        rates=Rates(1e-5),
+        dtype=torch.bfloat16,
+        micro_batch_size=given.micro_batch_size,
+        longest=given.length,
+        model=(FULL_RECOMPUTATION if recompute else {}) | (RECIPES["fp8"] if given.fp8 else {}),
+    )
+    a = families.read(json.loads((checkpoint / "config.json").read_text()))
+    trainer = MegatronTrainer(a, s, world, checkpoint, settings, codec=codec(given.fp8))
+    trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
+    return trainer, s
+
+
+def timed(trainer: Any, part: Any, steps: int) -> tuple[float, float]:
+    """Seconds of a step, and bytes at the peak of this rank."""
+    import torch
+
+    for _ in range(2):
+        trainer.step(part)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    for _ in range(steps):
+        trainer.step(part)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / steps, float(torch.cuda.max_memory_allocated())
+
+
+def operations(a: Any, tokens: int, length: int) -> float:
+    """Of a step: forward and backward."""
+    from miles_megatron import count
+
+    parts = count.model(a)
+    used = parts.total - parts.experts - count.embedding(a).total
+    if a.experts is not None:
+        used += parts.experts * a.experts.top_k / a.experts.count
+    return 6.0 * used * tokens + 6.0 * a.layers * tokens * length * a.q_size
+
+
+def megatron(given: Any, name: str, directory: Path, recompute: bool) -> dict[str, Any]:
+    """One model's row."""
+    import torch
+
+    from miles_megatron.memory import Work, memory
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    sizes = {k: int(v) if v.isdigit() else v == "True" for k, v in (p.split("=") for p in given.sizes)}
+    before = torch.cuda.memory_allocated()
+    trainer, s = make_trainer(given, make_checkpoint(name, directory), sizes, recompute)
+    count = given.micro_batch_size * given.micro_batches * s.dp
+    whole = make_batch(count, given.length, trainer.a.vocab)
+    seconds, peak = timed(
+        trainer, whole.select([i for i in range(count) if i % s.dp == trainer.world.replica]), given.steps
+    )
+    tokens = given.micro_batch_size * given.length
+    work = Work(tokens=tokens, micro_batches=given.micro_batches, recompute="full" if recompute else "")
+    planned = max(stage.total - stage.other for stage in memory(trainer.a, s, work))
+    rate = operations(trainer.a, count * given.length, given.length) / seconds / s.ranks
+    return {
+        "model": name, "sizes": sizes, "recompute": recompute, "fp8": given.fp8, "seconds": round(seconds, 4),
+        "share_of_bf16_peak": round(rate / PEAK[torch.cuda.get_device_capability()], 3),
+        "peak_gb": round((peak - before) / 1e9, 2), "planned_gb": round(planned / 1e9, 2),
+        "planned_to_peak": round(planned / (peak - before), 3),
+    }  # fmt: skip
+
+
+def embedded(given: Any, name: str, directory: Path) -> dict[str, Any]:
+    """The embedded trainer on one GPU and the same samples."""
+    import torch
+
+    from miles_core.backend import Callbacks
+    from miles_embedded import load_model
+    from miles_embedded.trainer.optimizer import OptimizerConfig
+    from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = load_model(make_checkpoint(name, directory), torch.bfloat16).cuda()
+    config = TrainerConfig(OptimizerConfig(lr=1e-5), micro_batch_size=given.micro_batch_size)
+    trainer = EmbeddedTrainer(model, config)
+    trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
+    count = given.micro_batch_size * given.micro_batches
+    seconds, peak = timed(trainer, make_batch(count, given.length, MODELS[name]["vocab_size"]), given.steps)
+    return {"model": name, "trainer": "embedded", "seconds": round(seconds, 4), "peak_gb": round(peak / 1e9, 2)}
+
+
+def parity() -> dict[str, Any]:
+    """What TransformerEngine's codes are to the format's: (how close, share of values that differ)."""
+    import torch
+
+    from miles_core.mismatch.parity import measure, probes
+    from miles_fp8.format import Fp8
+    from miles_megatron.trainer.precision import Blocks
+
+    format = Fp8()
+    real = {"normal": torch.randn(256, 4096), "small": torch.randn(256, 4096) * 1e-3}
+    found = measure(format, Blocks(format), probes(format, real))
+    return {k: (str(f.parity), f.differing) for k, f in zip(("weights", "activations"), found, strict=True)}
+
+
+def versions() -> dict[str, str]:
+    """Of what computes."""
+    return installed("megatron-core", "transformer-engine", "torch")
+
+
+def main() -> None:
+    """Measure every model that was asked for, one after another."""
+    parser = options(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--sizes", nargs="*", default=[], help="of miles_megatron.sizes.Sizes, as in tp=2 sequence=True"
+    )
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=4)
+    for switch in ("--recompute", "--fp8", "--embedded", "--parity"):
+        parser.add_argument(switch, action="store_true")
+    given = parser.parse_args()
+    import torch
+    import torch.distributed as dist
+
+    if "RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+    directory = Path(tempfile.gettempdir()) / "megatron_step"
+    rows = [megatron(given, name, directory, given.recompute) for name in given.models]
+    if given.embedded:
+        rows += [embedded(given, name, directory) for name in given.models]
+    if int(os.environ.get("RANK", "0")) == 0:
+        for row in rows:
+            print(row)
+        found = {"rows": rows} | ({"parity": parity()} if given.parity else {})
+        found["gpus"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        finish("megatron_step", found, given.save, versions, "fp8" if given.fp8 else "")
+
+
+if __name__ == "__main__":
+    main()

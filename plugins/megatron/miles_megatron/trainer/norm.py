@@ -1,0 +1,62 @@
+"""One norm over all heads of queries, or of keys, which Megatron-Core has for each head by itself only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+
+class WholeNorm(MegatronModule):
+    """Root mean square over the heads of all tensor-parallel ranks; a rank has the weights of its own heads.
+
+    Args:
+        heads: of the whole model.
+        config: of Megatron-Core.
+        hidden_size: of a head.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, heads: int, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(config=config)
+        self.width, self.eps = heads * hidden_size, eps
+        here = self.width // config.tensor_model_parallel_size
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.weight = nn.Parameter(torch.ones(here, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """[tokens, batch, heads here, size of a head], normalised."""
+        x = heads.flatten(2).float()
+        squares = _Everywhere.apply(x.square().sum(-1, keepdim=True))
+        normal = x * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight * normal.to(heads.dtype)).view_as(heads)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """For Megatron-Core's checkpoints: weights go with the heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+class _Everywhere(torch.autograd.Function):
+    """Sum over tensor-parallel ranks; backward sums too, because every rank's heads are divided by the result."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return _summed(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _summed(grads[0])
+
+
+def _summed(value: Tensor) -> Tensor:
+    found = value.clone()
+    dist.all_reduce(found, group=parallel_state.get_tensor_model_parallel_group())
+    return found

@@ -1,0 +1,221 @@
+"""What the trainer does at the routers of experts: replays given choices, balances loads, counts them.
+
+Megatron-Core's layers take no object of the call, and recomputation runs them again when the call is long over. So each router has a
+queue: a training pass leaves its ``Passage`` there, and a recomputation, which comes in the same order, takes it out. Choices enter
+through the place that a router has for Megatron-Core's ``RouterReplay``.
+
+The load-balancing loss is that of a sample (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): for T tokens and E experts of which k
+are chosen, ``sum_e f_e P_e`` with ``f_e = E / (k T) * times e was chosen`` and ``P_e`` the mean normalised score. It is weighted with the
+sample's trained tokens and divided by those of the whole step, so neither packing nor the division among ranks changes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from miles_core import PluginError
+from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES, Batch, Context
+from miles_megatron.architecture import Architecture
+
+
+@dataclass
+class Passage:
+    """One micro-batch on its way through the routers of one chunk.
+
+    Attributes:
+        routes: [rows, sparse layers of the model, k] the experts to use; None where routers choose.
+        owner: [rows] the sample of each row of this rank; -1 for padding, and for tokens that no trained token follows.
+        lengths, trained: [samples] how many tokens count for balance and loads, and how many are trained on.
+        training: loads are counted, the loss is made, and recomputation may ask for it again.
+        own: sparse layer -> [rows, k] what the router would have chosen, of replayed passes.
+        balance: sum over the routers passed of this rank's part of the load-balancing loss, without its scale.
+        passed: how many routers these are.
+    """
+
+    routes: Tensor | None
+    owner: Tensor
+    lengths: Tensor
+    trained: Tensor
+    training: bool
+    own: dict[int, Tensor] = field(default_factory=dict)
+    balance: Tensor | float = 0.0
+    passed: int = 0
+
+
+class Routers:
+    """The routers of this rank's chunks.
+
+    Args:
+        chunks: not wrapped.
+        a: the model.
+        coefficient: of the load-balancing loss; 0 is off.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], a: Architecture, coefficient: float) -> None:
+        self.a, self.coefficient = a, coefficient
+        self.tokens = torch.ones(())  #: trained tokens of the step on all replicas
+        self.active: Passage | None = None
+        self._sparse = [i for i, sparse in enumerate(a.sparse) if sparse and a.experts is not None]
+        self._seats = [
+            _Seat(self, module, self._sparse.index(int(layer.layer_number) - 1))
+            for chunk in chunks
+            for layer in chunk.decoder.layers  # type: ignore[union-attr]
+            for module in layer.modules()
+            if hasattr(module, "router_replay")
+        ]
+
+    @contextmanager
+    def passing(self, micro_batch: Batch, ctx: Context) -> Iterator[None]:
+        """While this is open, a chunk's routers serve this micro-batch."""
+        if not self._sparse:
+            yield
+            return
+        owner, trained = micro_batch.owner, micro_batch.mask != 0
+        tokens = torch.arange(len(owner), device=owner.device)
+        end = micro_batch.starts.to(owner.device).scatter_reduce(0, owner[trained], tokens[trained], "amax")
+        needed = torch.where(tokens < end[owner], owner, -1)
+        passage = self.active = Passage(
+            routes=self._routes(ctx),
+            owner=torch.cat([needed, needed.new_tensor([-1])])[ctx.rows],
+            lengths=torch.bincount(needed[needed >= 0], minlength=len(micro_batch)).clamp(min=1),
+            trained=torch.bincount(owner[trained], minlength=len(micro_batch)),
+            training=ctx.kind == "train",
+        )
+        try:
+            yield
+        finally:
+            self.active = None
+        if passage.routes is not None:
+            ctx.attached[OWN_ROUTES] = passage.own
+        if passage.training and self.coefficient and passage.passed:
+            share = passage.passed / len(self._sparse) / _ranks(self._seats[0].router).size()
+            total = torch.as_tensor(passage.balance) * self.coefficient
+            ctx.metrics["train/load_balance"] = (total, passage.trained.sum() * share)
+
+    def _routes(self, ctx: Context) -> Tensor | None:
+        assert self.a.experts is not None
+        routes: Tensor | None = ctx.attached.get(GIVEN_ROUTES)
+        wanted = (len(ctx.rows), len(self._sparse), self.a.experts.top_k)
+        if routes is not None and tuple(routes.shape) != wanted:
+            raise PluginError(
+                f"the routes to replay have shape {list(routes.shape)} (rows, layers, experts a token), and this rank has "
+                f"{wanted[0]} rows of a model with {wanted[1]} layers of experts, {wanted[2]} a token; engine and trainer "
+                "must run the same model"
+            )
+        return routes
+
+    def begin(self, tokens: Tensor) -> None:
+        """A step begins, with this many trained tokens on all replicas."""
+        self.tokens = tokens
+        for seat in self._seats:
+            seat.loads.zero_()
+
+    def end(self) -> dict[str, tuple[float, float]]:
+        """A step is over: its imbalance, the largest load of an expert over the mean one in the layer that is worst. A collective."""
+        for seat in self._seats:
+            seat.waiting.clear()
+        if not self._sparse:
+            return {}
+        assert self.a.experts is not None
+        loads = self.tokens.new_zeros(len(self._sparse), self.a.experts.count, dtype=torch.float64)
+        for seat in self._seats:
+            loads[seat.position] = seat.loads
+        dist.all_reduce(loads)
+        worst = [float(load.max() / load.mean()) for load in loads if load.any()]
+        return {"train/expert_imbalance": (max(worst), 1.0)} if worst else {}
+
+
+class _Seat:
+    """One router; it takes the place of Megatron-Core's ``RouterReplay`` there, and comes between scores and choices."""
+
+    def __init__(self, routers: Routers, router: Any, position: int) -> None:
+        self.routers, self.router, self.position = routers, router, position
+        self.waiting: deque[Passage] = deque()
+        self.loads = torch.zeros(router.num_experts, dtype=torch.float64, device=router.weight.device)
+        self._now: Passage | None = None
+        self._inner: Callable[..., tuple[Tensor, Tensor]] = router.routing
+        router.routing, router.router_replay = self.routing, self
+
+    def routing(self, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
+        """The router's own, for the passage that is here now."""
+        active = self.routers.active
+        passage = self._now = active or self.waiting.popleft()
+        try:
+            weights, chosen = self._inner(logits, padding_mask=padding_mask)
+        finally:
+            self._now = None
+        if not passage.training:
+            return weights, chosen
+        if active:
+            self.waiting.append(passage)
+            self.loads += (chosen & (passage.owner >= 0).unsqueeze(1)).sum(0)
+        if not self.routers.coefficient:
+            return weights, chosen
+        balance = self._balance(passage, logits.flatten(0, -2), chosen)
+        if active:
+            passage.balance += _total(balance.detach(), self.router) / _ranks(self.router).size()
+            passage.passed += 1
+        return _Beside.apply(weights, balance * (self.routers.coefficient / self.routers.tokens)), chosen
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
+    ) -> tuple[Tensor, Tensor]:
+        """[rows, k] scores and numbers of the experts to use; called by Megatron-Core."""
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        passage = self._now
+        if passage is None or passage.routes is None:
+            return values, own
+        passage.own.setdefault(self.position, own.detach())
+        given = passage.routes[:, self.position]
+        return scores.gather(1, given), given
+
+    def _balance(self, passage: Passage, logits: Tensor, chosen: Tensor) -> Tensor:
+        """This rank's part of the loss of this layer, summed over samples, each weighted with its trained tokens."""
+        router = self.router
+        scores = logits.float().sigmoid() if router.score_function == "sigmoid" else logits.float().softmax(-1)
+        scores = scores / scores.sum(-1, keepdim=True)
+        samples = len(passage.lengths)
+        to = torch.where(passage.owner < 0, samples, passage.owner)  # a row more for what belongs to no sample
+        times, mean = (
+            scores.new_zeros(samples + 1, scores.shape[1]).index_add(0, to, values)[:samples]
+            / passage.lengths.unsqueeze(1)
+            for values in (chosen.to(scores.dtype), scores)
+        )
+        frequency = _total(times, router) * (scores.shape[1] / router.topk)
+        return (passage.trained * (frequency * mean).sum(1)).sum()
+
+
+def _ranks(router: Any) -> Any:
+    """Those that share a micro-batch's tokens: tensor-parallel (experts go with sequence parallelism) and context-parallel ranks."""
+    return router.tp_cp_group
+
+
+def _total(value: Tensor, router: Any) -> Tensor:
+    """Summed over these ranks, without a gradient."""
+    if _ranks(router).size() == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total, group=_ranks(router))
+    return total
+
+
+class _Beside(torch.autograd.Function):
+    """The first argument; in backward the second one gets gradient 1, as a summand of the loss has."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, summand: Tensor) -> Tensor:
+        ctx.save_for_backward(summand)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (summand,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(summand)
