@@ -71,7 +71,7 @@ class BucketTransport(Transport):
         self.staging, self.colocated = staging, colocated
         self._staged: SyncReport | None = None
         self._sender: Sender | None = None
-        self._limit = 0.0
+        self._limit, self._told = 0.0, ""
 
     def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
         return None if self._sender is None else self._sender.room(name, stored)
@@ -146,6 +146,8 @@ class BucketTransport(Transport):
                 reasons.append(str(error))
                 continue
             why = f", because {'; '.join(reasons)}" if reasons else ""
-            log.log(logging.WARNING if reasons else logging.INFO, "weights travel through %s%s", name, why)
+            if name + why != self._told:
+                self._told = name + why
+                log.log(logging.WARNING if reasons else logging.INFO, "weights travel through %s%s", name, why)
             return sender
         raise SyncError(f"weights cannot travel to the engine: {'; '.join(reasons)}")
