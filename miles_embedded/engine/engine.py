@@ -111,7 +111,7 @@ class EmbeddedEngine(Engine):
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         if not message.get("staged"):
             self._quiet("receive")
-        self._weights.receive(message, version, last)
+        await self._weights.arrivals.receive(message, version, last)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._paused = True

@@ -33,7 +33,7 @@ def tensors(directory, step):
     return {(p.name, n): t for p in root.rglob("*.safetensors") for n, t in load_file(p).items()}
 
 
-@pytest.mark.parametrize("plugins", [["r3", "tis"], ["cpu_kernels"]], ids="+".join)
+@pytest.mark.parametrize("plugins", [["r3", "tis"], ["cpu_kernels", "zero_copy"]], ids="+".join)
 def test_beside_other_plugins(toy_run, toy_model, plugins):
     run = toy_run(["speculative", *plugins], hf_checkpoint=toy_model(), enable_mtp_training=True, **OPTIONS)
     for record in run.metrics:
