@@ -116,7 +116,7 @@ def _distinct(chosen: list[Panel]) -> list[Panel]:
         stem = re.sub(r"[^\w.+-]", "_", panel.name)[:100]
         name = next(n for n in (stem, *(f"{stem}_{i}" for i in range(2, len(chosen) + 2))) if n not in used)
         used.add(name)
-        found.append(_with(panel, name=name, title=shorten(panel.title, 80, placeholder=" ...")))
+        found.append(replace(panel, name=name, title=shorten(panel.title, 80, placeholder=" ...")))
     return found
 
 
