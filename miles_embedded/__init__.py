@@ -6,7 +6,8 @@ It registers itself by this manifest like any other backend. ``model`` is what b
 What plugins may import from here, looked up when it is first used: ``load_model``, ``decoder_layers``, ``is_embedded`` and, inside
 of a layer, ``active_context`` for those that hook modules; ``make_engine`` and ``make_trainer`` for those that wrap a whole
 side; ``Decoder``, ``Emitted``, ``Prompts``, ``one_each`` and ``pick`` for those that decode; ``new_layer``, ``add_layer``,
-``read_layer`` and ``run_layer`` for those that put layers behind a model's own, ``OptimizerGroup`` and ``optimizer_group`` for
+``read_layer`` and ``run_layer`` for those that put layers behind a model's own, ``checkpoint_config``, ``unloaded_model`` and
+``prepare`` for those that build a model beside it, ``OptimizerGroup`` and ``optimizer_group`` for
 those that train parameters in their own way; ``Operations`` (its functions' types beside it) with
 ``operations_of`` and ``use_operations``, and the calls that attention works on, for those that compute a model's steps in
 another way. ``miles_embedded.testing`` is public too.
@@ -26,9 +27,19 @@ if TYPE_CHECKING:
     from miles_embedded.engine.sampling import pick
     from miles_embedded.model.attention import AttentionOptions
     from miles_embedded.model.call import Call, active_context
+    from miles_embedded.model.configuration import text_configuration
     from miles_embedded.model.export import export_checkpoint
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
-    from miles_embedded.model.load import backbone, decoder_layers, has_windows, is_embedded, load_model
+    from miles_embedded.model.load import (
+        backbone,
+        checkpoint_config,
+        decoder_layers,
+        has_windows,
+        is_embedded,
+        load_model,
+        prepare,
+        unloaded_model,
+    )
     from miles_embedded.model.logprobs import logits_of
     from miles_embedded.model.onednn import available
     from miles_embedded.model.operations import (
@@ -63,6 +74,7 @@ __all__ = [
     "add_layer",
     "available",
     "backbone",
+    "checkpoint_config",
     "decoder_layers",
     "export_checkpoint",
     "has_windows",
@@ -77,8 +89,11 @@ __all__ = [
     "optimizer_group",
     "pick",
     "plugin",
+    "prepare",
     "read_layer",
     "run_layer",
+    "text_configuration",
+    "unloaded_model",
     "use_operations",
 ]
 
@@ -95,7 +110,8 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
-        "miles_embedded.model.load": "backbone decoder_layers has_windows is_embedded load_model",
+        "miles_embedded.model.configuration": "text_configuration",
+        "miles_embedded.model.load": "backbone checkpoint_config decoder_layers has_windows is_embedded load_model prepare unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",

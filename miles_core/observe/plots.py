@@ -9,12 +9,14 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.observe.metrics import names, series
+from miles_core.plugin.panel import Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,35 +33,6 @@ SMOOTH_FROM = 60
 #: Namespaces of core's own metrics; every other prefix is a plugin's.
 CORE = ("reward", "eval", "rollout", "train", "mismatch", "sync", "time", "sft")
 PHASES = ("rollout", "prepare", "train", "sync", "evaluation", "save")
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One plot.
-
-    Attributes:
-        name: file name without suffix.
-        title: above the plot.
-        lines: metric -> label in the legend.
-        unit: y-axis label.
-        section: heading it stands under; empty is the main section.
-        kind: ``line``, or ``stack`` for parts that add up.
-        log: logarithmic y axis where all values are positive and span more than a factor of 20.
-        percent: values are fractions, shown as percentages.
-        band: metric that is drawn as a band around the first line (a standard deviation).
-        marked: metrics measured only now and then, drawn with markers.
-    """
-
-    name: str
-    title: str
-    lines: Mapping[str, str]
-    unit: str = ""
-    section: str = ""
-    kind: str = "line"
-    log: bool = False
-    percent: bool = False
-    band: str = ""
-    marked: frozenset[str] = field(default_factory=frozenset)
 
 
 MAIN = (
@@ -106,9 +79,9 @@ WORKERS = (
 )
 
 
-def panels(records: Records) -> list[Panel]:
-    """The panels these records call for: the main ones whose metrics exist, time by phase, then core's remaining
-    metrics and each plugin's, one panel a metric, under a heading of their own."""
+def panels(records: Records, declared: Iterable[Panel] = ()) -> list[Panel]:
+    """The panels these records call for: the main ones whose metrics exist, time by phase, those ``declared`` by plugins, then
+    core's remaining metrics and each plugin's, one panel a metric, under a heading of their own."""
     present = names(records)
     flat = _flat(records, present)
     chosen = []
@@ -117,7 +90,7 @@ def panels(records: Records) -> list[Panel]:
         if any(metric not in flat for metric in lines):
             band = panel.band if panel.band in present and next(iter(lines)) == "reward/mean" else ""
             title = panel.title if "eval/accuracy" in lines or panel.name != "reward" else "Reward"
-            chosen.append(_with(panel, lines=lines, band=band, title=title))
+            chosen.append(replace(panel, lines=lines, band=band, title=title))
     phases = [m for m in present if m.startswith("time/") and m != "time/step" and m not in flat]
     phases.sort(key=lambda m: (m == "time/other", (*PHASES, m[5:]).index(m[5:])))
     if phases:
@@ -125,7 +98,8 @@ def panels(records: Records) -> list[Panel]:
         chosen.append(Panel("time", "Time by phase", lines, "seconds a step", kind="stack"))
     for panel in WORKERS:
         if lines := {m: m.partition("/")[2] for m in present if m.startswith(f"{panel.name}/")}:
-            chosen.append(_with(panel, lines=lines))
+            chosen.append(replace(panel, lines=lines))
+    chosen += [replace(panel, lines=lines) for panel in declared if (lines := _matching(panel.lines, present))]
     shown = {m for panel in chosen for m in panel.lines} | {"time/step", "reward/std"} | flat
     rest = [m for m in present if m not in shown]
     chosen += [_single(m, "More metrics") for m in rest if _prefix(m) in CORE]
@@ -299,7 +273,14 @@ def _single(metric: str, section: str) -> Panel:
     return Panel(metric.replace("/", "_"), title.replace("_", " "), {metric: label}, section=section)
 
 
-def _with(panel: Panel, **changes: Any) -> Panel:
-    from dataclasses import replace
-
-    return replace(panel, **changes)
+def _matching(lines: Mapping[str, str], present: Sequence[str]) -> dict[str, str]:
+    """The metrics that there are of these names and patterns; none where the first line has none. A ``*`` in a label is what the
+    pattern's ``*`` stands for."""
+    found: dict[str, str] = {}
+    for number, (pattern, label) in enumerate(lines.items()):
+        front, _, back = pattern.partition("*")
+        metrics = [m for m in present if fnmatchcase(m, pattern)]
+        found |= {m: label.replace("*", m.removeprefix(front).removesuffix(back)) for m in metrics}
+        if not number and not found:
+            break
+    return found

@@ -24,9 +24,10 @@ from miles_core.observe.budget_table import BUDGET_COLUMNS, BUDGET_FILE, budget_
 from miles_core.observe.hints import hints_of, review
 from miles_core.observe.metrics import names, read, series
 from miles_core.observe.mismatch_plots import draw_budget
-from miles_core.observe.plots import Panel, draw, panels
+from miles_core.observe.plots import draw, panels
 from miles_core.observe.samples import browser
 from miles_core.plugin.discovery import discover
+from miles_core.plugin.panel import Panel
 from miles_core.plugin.plan import Plan
 from miles_core.version import __version__
 
@@ -68,7 +69,7 @@ def report(run_dir: Path | str) -> Path:
     records = read(run_dir / "metrics.jsonl")
     config = _yaml(run_dir / "config.yaml")
     total = _lookup(config, "rollout", "num_rollout")
-    chosen = panels(records)
+    chosen = panels(records, [panel for plugin in discover().values() for panel in plugin.panels])
     images = _write_images(run_dir / IMAGES, chosen, records)
     page = _template().render(
         title=run_dir.resolve().name,

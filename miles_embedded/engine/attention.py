@@ -141,7 +141,7 @@ class DecodeCall:
 
         weights = self._weights(q, module.layer_idx, own_k, shared, scaling, options).to(value.dtype)
         of_prompt, of_own = weights.split([held.prefix_width, held.width], -1)
-        slab = held.cache.prefixes.slabs["v", module.layer_idx]
+        slab = self._prompts("v", module.layer_idx, own_v)
         v = _batch(slab, held.groups, held.prefix_slots, held.prefix_width)
         out = self._by_row(_product(self._by_group(of_prompt), v), kv_heads)
         v = _batch(own_v, held.count, held.own_slots, held.width)
@@ -184,7 +184,7 @@ class DecodeCall:
         """Softmax over prompt and own tokens, [rows, kv_heads, queries * shared, prefix_width + width] float32."""
         held = self.rows
         rows, kv_heads, stacked, dim = q.shape
-        k = _batch(held.cache.prefixes.slabs["k", layer], held.groups, held.prefix_slots, held.prefix_width)
+        k = _batch(self._prompts("k", layer, own_k), held.groups, held.prefix_slots, held.prefix_width)
         of_prompt = self._by_row(_product(self._by_group(q), k.transpose(1, 2)), kv_heads)
         k = _batch(own_k, rows, held.own_slots, held.width)
         of_own = _product(q.view(rows * kv_heads, stacked, dim), k.transpose(1, 2))
@@ -204,6 +204,10 @@ class DecodeCall:
         slab = self.rows.cache.own.slab((kind, layer), fed.shape[1], fed.shape[3:], fed)
         self.rows.write(slab, fed[0].transpose(0, 1))
         return slab
+
+    def _prompts(self, kind: str, layer: int, own: Tensor) -> Tensor:
+        """The slab of the prompts; zeros where a layer beside the model's was fed none."""
+        return self.rows.cache.prefixes.slab((kind, layer), own.shape[1], own.shape[3:], own)
 
     def _by_group(self, by_row: Tensor) -> Tensor:
         """[rows, kv_heads, m, n] -> [groups * kv_heads, members * m, n]."""

@@ -137,6 +137,13 @@ def load_model(
     return prepare(model.to(device))
 
 
+def unloaded_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A causal language model of this configuration with fresh weights, for parts that stand beside a loaded one; not yet prepared."""
+    with torch.random.fork_rng(devices=[]):  # the run's own random numbers do not move
+        made: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    return made.to(device)
+
+
 def prepare(model: nn.Module) -> nn.Module:
     """Make a freshly built model usable by engine and trainer (once an instance)."""
     _refuse_unknown_attention(model)

@@ -10,6 +10,7 @@ from miles_core.errors import MilesError
 from miles_core.observe import environment
 from miles_core.observe.plots import PALETTE, draw, panels, smooth
 from miles_core.observe.report import report
+from miles_core.plugin.panel import Panel
 
 STEP = {
     "reward/mean": 0.5,
@@ -205,3 +206,10 @@ def test_workers_share_a_picture_for_busy_and_one_for_idle():
     records = [{"step": n, "busy/engine-0": 1.0 + n, "idle/engine-0": 0.1 * n, "idle/trainer-0": 0.5} for n in (1, 2)]
     found = {panel.name: list(panel.lines.values()) for panel in panels(records)}
     assert found == {"busy": ["engine-0"], "idle": ["engine-0", "trainer-0"]}
+
+
+def test_a_plugins_panel_takes_the_metrics_there_are_and_leaves_the_others_alone():
+    records = [{"step": n, "some/at_1": 1.0, "some/at_2": 2.0, "some/else": 3.0} for n in (1, 2)]
+    declared = [Panel("at", "At", {"some/at_*": "number *", "train/loss": "loss"}), Panel("no", "No", {"other/*": "*"})]
+    found = {panel.name: dict(panel.lines) for panel in panels(records, declared)}
+    assert found == {"at": {"some/at_1": "number 1", "some/at_2": "number 2"}, "some_else": {"some/else": "else"}}
