@@ -57,7 +57,7 @@ class Difference:
 FATAL = ("model.type", "model.hidden_size", "model.layers", "model.num_experts", "model.vocab_size", "train.precision")
 
 #: Options that say where a run is and what it shows, not what it does.
-WHERE = {"save", "load", "plugins", "log_level", "keep", "save_interval"}
+WHERE = {"save", "load", "plugins", "log_level", "keep", "save_interval", "save_rollouts", "save_rollouts_size"}
 
 
 class Checkpoints:
