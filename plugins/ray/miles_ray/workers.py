@@ -21,6 +21,11 @@ from miles_core.backend import Order, Workers, last_lines, short_of_memory
 from miles_ray.actor import Actor, Found
 
 
+#: Calls that an actor works on at a time. A request of a paused engine is one until weights have come: with Ray's thousand,
+#: those weights would wait behind requests that wait for them.
+CALLS = 1_000_000
+
+
 @dataclass(frozen=True)
 class Place:
     """Where one actor runs and what it takes there: a bundle of a placement group, and resources of it. ``devices`` are the
@@ -72,6 +77,7 @@ class RayWorkers(Workers):
             "num_cpus": place.resources.get("CPU", 0),
             "num_gpus": place.resources.get("GPU", 0),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(place.group, place.bundle),
+            "max_concurrency": CALLS,
         }
         if self.environment:
             options["runtime_env"] = {"env_vars": self.environment}
