@@ -157,9 +157,17 @@ def _left_behind(directory: Path, patience: float = 30.0) -> int:
         for number in re.findall(r"process (\d+) on", file.read_text())
     }
     end = time.monotonic() + patience
-    while (alive := [n for n in found if Path(f"/proc/{n}").exists()]) and time.monotonic() < end:
+    while (alive := [n for n in found if _runs(n)]) and time.monotonic() < end:
         time.sleep(0.2)
     return len(alive)
+
+
+def _runs(process: int) -> bool:
+    """Whether a process is there, and not merely waits for a parent that asks how it ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def count(task: Task) -> dict[str, Any]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import ray
 
 from miles_core.backend import EngineWorker, Order, RankWorker, Worker, write_there
 
+#: Seconds after which a thread that computes lets another one run; Python's 5 ms would be added to every call that arrives.
+SWITCH = 0.0005
 KINDS: dict[str, type[Worker]] = {"trainer": RankWorker, "engine": EngineWorker}
 
 
@@ -23,16 +28,27 @@ class Found(NamedTuple):
 
 
 class Actor:
-    """An actor that holds a worker. Everything that it writes goes to the run's directory."""
+    """An actor that holds a worker. Everything that it writes goes to the run's directory.
+
+    The worker has an event loop of its own, in a thread of its own: Ray hands an actor's loop one or two calls a turn, and a turn of an
+    engine is a whole step of its batch, so that hundreds of requests would take as many steps to arrive, and a pause behind them as well.
+    """
 
     def __init__(self, name: str, directory: str, level: str, devices: Sequence[str] = ()) -> None:
         if devices:  # before anything has asked CUDA for its devices
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         write_there(directory, name, level)
+        sys.setswitchinterval(SWITCH)
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="worker", daemon=True).start()
 
     async def make(self, kind: str, order: Order, policy: str) -> None:
         """Make the worker. Not done by the constructor, whose errors Ray reports as deaths."""
-        self.worker = KINDS[kind](order, policy)
+
+        async def made() -> Worker:
+            return KINDS[kind](order, policy)
+
+        self.worker = await self._there(made())
 
     async def where(self) -> Found:
         """Where this process is."""
@@ -42,4 +58,8 @@ class Actor:
 
     async def answer(self, method: str, *args: Any) -> Any:
         """See ``Worker.answer``."""
-        return await self.worker.answer(method, *args)
+        return await self._there(self.worker.answer(method, *args))
+
+    async def _there(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Run a call in the worker's loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self.loop))
