@@ -46,7 +46,7 @@ def test_the_page_lists_them_and_what_the_plan_refuses():
     [
         ("qwen3_next", None, "cannot run a model of type qwen3_next"),
         ("gpt2", None, "cannot run a model of type gpt2"),
-        ("made_up", ["full_attention", "rwkv"], "cannot run layers of type rwkv"),
+        ("made_up", ["full_attention", "rwkv"], "cannot run layers of type rwkv (layer_types in config.json)"),
         ("qwen3", ["full_attention", "sliding_attention"], ""),
     ],
 )
