@@ -16,7 +16,6 @@ from miles_embedded.manifest import REFUSED, review
 from miles_embedded.model.load import load_model
 from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint
 
-
 #: What another family here has as well; the page's script compares these too.
 ALIKE = {
     "qwen2",
