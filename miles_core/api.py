@@ -2,11 +2,6 @@
 
 Every flag is an argument of the same name with underscores (``--rollout-batch-size 8`` is ``rollout_batch_size=8``), the flags of
 installed plugins included. Switches take True and False, lists take Python lists, and ``None`` stands for an option that is not given.
-
-Example:
-    >>> from miles_core.api import train
-    >>> result = train(hf_checkpoint="model/", prompt_data="prompts.jsonl", rm_type="math", num_rollout=20, lr=1e-6)
-    >>> result.series("reward/mean")
 """
 
 from __future__ import annotations
@@ -73,6 +68,10 @@ def train(*, quiet: bool = False, **options: Any) -> Result:
         ConfigError: an option does not exist or has a value it cannot take; all of them are told together.
         PlanError: the run cannot work, with every reason and with changes that would do.
         MilesError: what ended the training. Its notes say where the last completed step is kept.
+
+    Example:
+        >>> result = train(hf_checkpoint="model/", prompt_data="prompts.jsonl", rm_type="math", num_rollout=20, lr=1e-6)
+        >>> result.series("reward/mean")
     """
     from rich.console import Console
 

@@ -17,7 +17,6 @@ from miles_core.plugin.manifest import Plugin
     ("flag", "says"),
     [
         ("--moe-capacity-factor", "does not exist here: "),
-        ("--colocate", "drop the flag"),
         ("--rollout_batch_size", "it is spelt --rollout-batch-size"),
         ("--use-kl-loss", "--kl-loss-coef"),
         ("--batch-size", "did you mean"),
