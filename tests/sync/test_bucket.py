@@ -45,7 +45,7 @@ def test_tensors_come_out_as_they_went_in_whatever_their_layout():
 
 
 def test_codes_are_written_where_they_are_sent_from():
-    bucket = Bucket(torch.zeros(2 * BLOCK, dtype=torch.uint8))
+    bucket = Bucket(torch.zeros(4 * BLOCK, dtype=torch.uint8))
     stored = {"q.weight": Stored("weight", torch.uint8, (4, 8)), "q.scale": Stored("scale", torch.float32, (1,))}
     room = bucket.room("q.weight", stored)
     room["q.weight"].fill_(7)
