@@ -55,7 +55,8 @@ class Inbox:
         where = message.get("memory", {})
         if where.get("kind") != "broadcast":
             return message
-        flat = await asyncio.to_thread(self._received, where, message["nbytes"])
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        flat = await asyncio.to_thread(self._received, where, message["nbytes"], gpu)
         return {**message, "memory": {"kind": "here", "flat": flat}}
 
     def open(self, message: Mapping[str, Any]) -> Iterator[Encoded]:
@@ -110,9 +111,9 @@ class Inbox:
         delta.apply(flat, where["data"])
         return flat
 
-    def _received(self, where: Mapping[str, Any], nbytes: int) -> Tensor:
+    def _received(self, where: Mapping[str, Any], nbytes: int, gpu: int) -> Tensor:
         if where["key"] not in self._groups:
-            self._groups[where["key"]] = Broadcast.join(where)
+            self._groups[where["key"]] = Broadcast.join(where, gpu)
         return self._groups[where["key"]].receive(nbytes, where["times"])
 
 
