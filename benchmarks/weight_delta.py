@@ -23,7 +23,7 @@ from torch import Tensor
 
 from miles_core.backend import difference
 from miles_core.sync.delta import apply
-from miles_zero_copy.paths import MESSAGE
+from miles_zero_copy.paths import ENOUGH
 
 TEXT = Path(__file__).parents[1] / "docs/how-it-works.md"
 #: Tokens of a step.
@@ -71,7 +71,7 @@ def others() -> dict[str, Callable[[bytes], bytes]]:
 
 def measured(before: Tensor, after: Tensor, compare: bool) -> dict[str, Any]:
     """One step's difference."""
-    pieces = list(zip(after.split(MESSAGE), before.split(MESSAGE), strict=True))
+    pieces = list(zip(after.split(ENOUGH), before.split(ENOUGH), strict=True))
     start = time.perf_counter()
     found = [difference(new, old) for new, old in pieces]
     made = time.perf_counter()
@@ -114,7 +114,7 @@ def main() -> None:
                 flush=True,
             )
             rows.append(row)
-    result = {"model": Path(options.model).name, "nbytes": len(before), "bucket": MESSAGE, "steps": rows}
+    result = {"model": Path(options.model).name, "nbytes": len(before), "bucket": ENOUGH, "steps": rows}
     finish("weight_delta", result, options.save, lambda: installed("torch", "transformers", "numpy"), "")
 
 

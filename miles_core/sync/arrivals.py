@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ class Arrival(ABC):
     """One version on its way into an engine: what the engine does with it."""
 
     @abstractmethod
-    async def take(self, units: Sequence[Encoded]) -> None:
-        """Some of its tensors, checked; their memory is written over when this has returned."""
+    async def take(self, units: Iterator[Encoded]) -> None:
+        """Some of its tensors, whose memory is written over when this has returned. Reading them to the end raises SyncError where
+        they are not what was sent: what was taken is of no use then."""
 
     @abstractmethod
     async def finish(self) -> None:
@@ -102,7 +103,10 @@ class Arrivals:
                 f"bucket {number} of version {version} came to an engine that has {expected} of them: a message was lost, or the "
                 "engine was started anew"
             )
-        await counted.arrival.take(self._inbox.open(message))
+        units = self._inbox.open(message)
+        await counted.arrival.take(units)
+        for _ in units:  # to the end, where the checksum is
+            pass
         if message.get("once"):
             self._inbox.detach()
         counted.counts[rank] = number + 1

@@ -56,8 +56,8 @@ class Broadcast:
         return made
 
     @classmethod
-    def join(cls, where: Mapping[str, Any]) -> Broadcast:
-        """A receiver's end.
+    def join(cls, where: Mapping[str, Any], gpu: int = 0) -> Broadcast:
+        """A receiver's end; on a GPU on that of this number, since a thread of its own begins at the first one.
 
         Raises:
             SyncError: the sender cannot be reached from here, or this process has no such device.
@@ -66,7 +66,8 @@ class Broadcast:
             raise SyncError("weights are broadcast from GPU to GPU, and the engine's process has no GPU")
         store = _met(where)
         rank = int(store.add("receivers", 1))
-        return cls(store, torch.device(where["device"]), rank, where["receivers"] + 1, where["patience"])
+        device = torch.device("cuda", gpu) if where["device"] == "cuda" else torch.device("cpu")
+        return cls(store, device, rank, where["receivers"] + 1, where["patience"])
 
     def send(self, flat: Tensor, times: int = 1) -> float:
         """Give ``flat`` [n] uint8 to every receiver, ``times`` times; returns when it may be written over, with the seconds of the
@@ -95,6 +96,8 @@ class Broadcast:
     def _all(self, flat: Tensor, times: int) -> float:
         start = time.perf_counter()
         try:
+            if flat.is_cuda:
+                torch.cuda.set_device(flat.device)  # of this thread
             if self._group is None:
                 self._group = self._meet()
             for _ in range(times):

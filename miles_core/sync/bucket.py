@@ -7,7 +7,7 @@ and ``memory``, how the receiver gets at them (``sync.inbox``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -18,21 +18,22 @@ from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.precision.format import Stored
 
-#: Bytes a checksum adds up at a time; buckets are multiples of it, and tensors start at multiples of a quarter of it.
+#: Bytes a checksum adds up at a time; buckets are multiples of it, and tensors start at multiples of it.
 BLOCK = 1024
-_ALIGN = BLOCK // 4
+#: Bytes that are copied or looked at in one go on a CPU, so that they are in its cache when they are added up.
+_CHUNK = 1 << 20
 #: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-def rounded(nbytes: int, unit: int = BLOCK) -> int:
+def rounded(nbytes: int) -> int:
     """``nbytes``, rounded up to whole blocks."""
-    return -(-nbytes // unit) * unit
+    return -(-nbytes // BLOCK) * BLOCK
 
 
 def room_of(unit: Encoded) -> int:
     """Bytes that a tensor takes in an empty bucket."""
-    return sum(rounded(t.numel() * t.element_size(), _ALIGN) for t in unit.parts.values())
+    return sum(rounded(t.numel() * t.element_size()) for t in unit.parts.values())
 
 
 def checksum(*pieces: Tensor) -> int:
@@ -52,6 +53,31 @@ def checksum(*pieces: Tensor) -> int:
     return int((sums * odd).sum()) % (1 << 64)
 
 
+class _Sum:
+    """The checksum of bytes [n] uint8 that are written or read from the first to the last one.
+
+    On a CPU they are added up as they come, while they are in its cache; on a GPU all in one go at the end.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat, self._at, self._sum = flat, 0, 0
+
+    def up_to(self, end: int) -> None:
+        """The bytes before ``end``, a multiple of ``BLOCK``, are there."""
+        if self._flat.is_cuda:
+            return
+        while self._at < end:
+            stop = min(self._at + _CHUNK, end)
+            sums = self._flat[self._at : stop].view(torch.int64).view(-1, BLOCK // 8).sum(1)
+            odd = (2 * torch.arange(self._at // BLOCK, stop // BLOCK) + 1) * _SPREAD
+            self._sum, self._at = self._sum + int((sums * odd).sum()), stop
+
+    def of(self, end: int) -> int:
+        """The checksum of all bytes before ``end``."""
+        self.up_to(end)
+        return checksum(self._flat[:end]) if self._flat.is_cuda else self._sum % (1 << 64)
+
+
 class Bucket:
     """A piece of memory that is filled with tensors, sent, and filled again.
 
@@ -67,6 +93,7 @@ class Bucket:
         """Start anew; the bytes stay until they are written over."""
         self.units: list[list[Any]] = []
         self.end = 0
+        self._sum = _Sum(self.buffer)
         self._rooms: dict[str, dict[str, tuple[Tensor, int]]] = {}
 
     @property
@@ -91,15 +118,34 @@ class Bucket:
             places = self._places({part: (t.dtype, tuple(t.shape)) for part, t in unit.parts.items()})
             if places is None:
                 return False
-            for part, (tensor, _) in places.items():
-                tensor.copy_(unit.parts[part])
+            for part, (tensor, offset) in places.items():
+                self._copy(unit.parts[part], tensor, offset)
+        self._sum.up_to(rounded(self.end))
         parts = [[part, dtype_name(t.dtype), list(t.shape), offset] for part, (t, offset) in places.items()]
         self.units.append([unit.name, unit.format, parts])
         return True
 
     def header(self) -> dict[str, Any]:
         """The message about what was added so far, without its memory."""
-        return {"units": self.units, "nbytes": rounded(self.end), "checksum": checksum(self.filled)}
+        nbytes = rounded(self.end)
+        return {"units": self.units, "nbytes": nbytes, "checksum": self._sum.of(nbytes)}
+
+    def fill(self, nbytes: int) -> None:
+        """With noise instead of tensors: a bucket that shows whether, and how fast, bytes arrive."""
+        self.clear()
+        self.end = nbytes
+        self.filled.random_()
+
+    def _copy(self, source: Tensor, target: Tensor, offset: int) -> None:
+        """``source`` into its place; on a CPU piece by piece, each added up right after."""
+        if self.buffer.is_cuda or source.is_cuda or not source.is_contiguous() or not source.numel():
+            target.copy_(source)
+            return
+        pieces = zip(*(t.detach().view(-1).view(torch.uint8).split(_CHUNK) for t in (target, source)), strict=True)
+        for number, (into, piece) in enumerate(pieces):
+            into.copy_(piece)
+            if len(piece) == _CHUNK:
+                self._sum.up_to(offset + (number + 1) * _CHUNK)
 
     def _places(self, wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, tuple[Tensor, int]] | None:
         """part -> a tensor in the bucket and its offset, for all of ``wanted`` (part -> dtype, shape) or for none."""
@@ -109,30 +155,31 @@ class Bucket:
             if end + size > len(self.buffer):
                 return None
             found[part] = (self.buffer[end : end + size].view(dtype).view(shape), end)
-            end += rounded(size, _ALIGN)
+            end += rounded(size)
         self.end = min(end, len(self.buffer))
         return found
 
 
-def unpacked(message: Mapping[str, Any], flat: Tensor) -> list[Encoded]:
-    """The tensors of a message, as views of the bucket's bytes.
+def unpacked(message: Mapping[str, Any], flat: Tensor) -> Iterator[Encoded]:
+    """The tensors of a message, as views of the bucket's bytes. They are checked while they are read: what comes before the end may
+    be wrong.
 
     Raises:
-        SyncError: the bytes are not those that were sent.
+        SyncError: the bytes are not those that were sent; known at the end.
     """
     nbytes = message["nbytes"]
     if len(flat) < nbytes:
         raise SyncError(f"a bucket of {nbytes} bytes of weights arrived as {len(flat)} bytes")
-    check(message, flat[:nbytes])
-    return [
-        Encoded(name, {part: view(flat, dtype, shape, offset) for part, dtype, shape, offset in parts}, format)
-        for name, format, parts in message["units"]
-    ]
+    found = _Sum(flat)
+    for name, format, parts in message["units"]:
+        tensors = {part: view(flat, dtype, shape, offset) for part, dtype, shape, offset in parts}
+        found.up_to(rounded(max((offset + tensors[part].nbytes for part, _, _, offset in parts), default=0)))
+        yield Encoded(name, tensors, format)
+    check(message, found.of(nbytes))
 
 
-def check(message: Mapping[str, Any], *pieces: Tensor) -> None:
-    """Raise SyncError where these bytes are not those that the message is about."""
-    found = checksum(*pieces)
+def check(message: Mapping[str, Any], found: int) -> None:
+    """Raise SyncError where this is not the checksum of a message."""
     if found != message["checksum"]:
         first = message["units"][0][0] if message["units"] else "nothing"
         raise SyncError(

@@ -130,7 +130,7 @@ def borrowed(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> lis
     Raises:
         SyncError: the bytes are not those that were lent.
     """
-    check(message, *(region(key)[start : start + nbytes] for key, start, nbytes in message["memory"]["runs"]))
+    check(message, checksum(*(region(key)[start : start + n] for key, start, n in message["memory"]["runs"])))
     return [
         Encoded(name, {name: view(region(key), dtype, shape, start)})
         for name, key, dtype, shape, start in message["units"]

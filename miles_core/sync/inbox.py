@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,25 +55,27 @@ class Inbox:
         where = message.get("memory", {})
         if where.get("kind") != "broadcast":
             return message
-        flat = await asyncio.to_thread(self._received, where, message["nbytes"])
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        flat = await asyncio.to_thread(self._received, where, message["nbytes"], gpu)
         return {**message, "memory": {"kind": "here", "flat": flat}}
 
-    def open(self, message: Mapping[str, Any]) -> list[Encoded]:
-        """The tensors of a message, as views of memory that the sender keeps until ``receive`` returns.
+    def open(self, message: Mapping[str, Any]) -> Iterator[Encoded]:
+        """The tensors of a message, as views of memory that the sender keeps until ``receive`` returns. They are to be read to the
+        end, where it is known whether they are right.
 
         Raises:
             SyncError: the memory cannot be read from this process, or its bytes are not those that were sent.
         """
         where = message["memory"]
         if where["kind"] == "loan":
-            return borrowed(message, lambda key: self._attached(where["regions"][key], attach))
+            yield from borrowed(message, lambda key: self._attached(where["regions"][key], attach))
+            return
         if where["kind"] not in self._kinds:
             raise SyncError(f"weights came in memory of the kind {where['kind']!r}, which this engine does not read")
         flat = self._kinds[where["kind"]](where)
-        units = unpacked(message, flat)
+        yield from unpacked(message, flat)
         if "keep" in where:
             self._kept[where["keep"]] = [where["version"], message["checksum"]], flat
-        return units
 
     def finish(self) -> None:
         """An update is complete: let memory go that it did not use."""
@@ -109,9 +111,9 @@ class Inbox:
         delta.apply(flat, where["data"])
         return flat
 
-    def _received(self, where: Mapping[str, Any], nbytes: int) -> Tensor:
+    def _received(self, where: Mapping[str, Any], nbytes: int, gpu: int) -> Tensor:
         if where["key"] not in self._groups:
-            self._groups[where["key"]] = Broadcast.join(where)
+            self._groups[where["key"]] = Broadcast.join(where, gpu)
         return self._groups[where["key"]].receive(nbytes, where["times"])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -108,7 +108,7 @@ class _Into(Arrival):
     def __init__(self, weights: Weights, version: int) -> None:
         self._weights, self._version, self._update = weights, version, weights.begun()
 
-    async def take(self, units: Sequence[Encoded]) -> None:
+    async def take(self, units: Iterator[Encoded]) -> None:
         self._update.take(self._weights.inputs.taking(units))
         _wait_for_gpu()
 
@@ -123,7 +123,7 @@ class _Beside(Arrival):
     def __init__(self, weights: Weights, version: int) -> None:
         self._weights, self._version, self._held = weights, version, list[Encoded]()
 
-    async def take(self, units: Sequence[Encoded]) -> None:
+    async def take(self, units: Iterator[Encoded]) -> None:
         home = next(self._weights.model.parameters()).device
         self._held += [Encoded(u.name, {n: t.to(home, copy=True) for n, t in u.parts.items()}, u.format) for u in units]
         _wait_for_gpu()

@@ -21,10 +21,8 @@ from miles_zero_copy.segment import Segment
 
 #: Bytes that a probe copies, and how often.
 PROBE_BYTES, PROBES = 64 << 20, 3
-#: Bytes of a bucket in shared memory: what one core writes is still in the processor's cache when the other reads it.
-IN_CACHE = 8 << 20
-#: Bytes of a bucket in a message, before it is made smaller.
-MESSAGE = 64 << 20
+#: Bytes of a bucket in host memory: large enough that a message costs little, small enough that the first one is soon there.
+ENOUGH = 32 << 20
 
 #: Tells the engine to receive a message, the last one or not.
 Receive = Callable[[Mapping[str, Any], bool], Awaitable[None]]
@@ -166,11 +164,11 @@ def paths(device: torch.device, engines: int = 1) -> dict[str, Callable[[], Path
 
 
 def _shared() -> Path:
-    return Path(SegmentSlot, copy_speed, IN_CACHE)
+    return Path(SegmentSlot, copy_speed, ENOUGH)
 
 
 def _messages() -> Path:
-    return Path(partial(MessageSlot, sent={}), enough=MESSAGE)
+    return Path(partial(MessageSlot, sent={}), enough=ENOUGH)
 
 
 def _handles(device: torch.device) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from miles_core import SyncError
 from miles_core.backend import BLOCK, Encoded, Loan, room_of, rounded
 from miles_core.format import Stored
 from miles_zero_copy.paths import Path, Receive, Slot
@@ -53,7 +54,7 @@ class Sender:
         self.path, self._sender = path, sender
         self._given = rounded(nbytes)
         self._enough = min(self._given, rounded(path.enough))
-        self._wanted = min(self._given, 2 * self._enough)  # so that what is nearly full takes one more
+        self._wanted = min(self._given, self._enough * 5 // 4)  # so that what is nearly full takes one more
         self._slots: list[Slot] = []
         self._make_slots(min(self._wanted, FIRST))
         self._reading: asyncio.Task[float] | None = None
@@ -107,9 +108,7 @@ class Sender:
         self.path.close()
 
     async def _send_noise(self, nbytes: int, receive: Receive, version: int) -> float:
-        bucket = self._slot.bucket
-        bucket.end = nbytes
-        bucket.filled.random_()
+        self._slot.bucket.fill(nbytes)
         await self._deliver(receive, version)
         return await self._acknowledged()
 
@@ -144,9 +143,17 @@ class Sender:
             )
             self._given = needed
         self._wanted = max(self._wanted, needed)
-        if len(self._slot.bucket.buffer) < self._wanted:
-            await self._acknowledged()
+        have = len(self._slot.bucket.buffer)
+        if have == self._wanted:
+            return
+        await self._acknowledged()
+        try:
             self._make_slots(self._wanted)
+        except SyncError:
+            if needed > have:
+                raise
+            self._make_slots(have)  # there is no memory for larger ones
+            self._wanted = have
 
     async def _deliver(self, receive: Receive, version: int, last: bool = False) -> None:
         """Send the bucket on its way, and go on with the other once it was read."""

@@ -20,7 +20,7 @@ from miles_zero_copy import paths, segment, sender
 from miles_zero_copy import transport as transport_module
 from miles_zero_copy.transport import BucketTransport
 
-SMALL = 40 << 10  # the tiny model takes three of them
+SMALL = 40 << 10  # the tiny model takes four of them
 
 
 def weights(engine):
@@ -49,7 +49,7 @@ def test_what_arrives_is_what_was_sent(engine, transport, checkpoints, caplog):
     asyncio.run(engine.update_weights(units, 5))
     assert same(received, weights(engine)) and kinds == {"file"}
     assert "weights travel through shared memory" in caplog.text
-    assert len(engine.received) == 1 + 2 * 3  # the greeting, and full buckets
+    assert len(engine.received) == 1 + 2 * 4  # the greeting, and full buckets
 
 
 def test_ranks_send_their_parts_and_the_last_one_makes_it_a_version(engine, checkpoints):

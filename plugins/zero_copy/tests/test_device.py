@@ -26,7 +26,7 @@ def test_a_gpu_that_the_engine_does_not_see_is_said():
     ):
         attach(where)
     with pytest.raises(SyncError, match="GPU-of-another-host"):
-        Inbox().open({"memory": where})
+        list(Inbox().open({"memory": where}))
 
 
 def there_and_here(units, engine, checkpoints, versions=1):

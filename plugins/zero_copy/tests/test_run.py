@@ -118,6 +118,12 @@ def test_engines_elsewhere_get_what_changed(toy_run, monkeypatch, tmp_path):
     assert all(0 < r["sync/travelled"] < 0.2 for r in run.metrics)
 
 
+def test_a_trainer_and_an_engine_that_take_turns_share_what_stays_awake(toy_run):
+    plain, turns = toy_run(), toy_run(use_zero_copy_sync=True, colocate=True)
+    assert [r["train/grad_norm"] for r in plain.metrics] == [r["train/grad_norm"] for r in turns.metrics]
+    assert {r["sync/bytes"] for r in turns.metrics} == {0.0}
+
+
 def test_the_plan_says_which_path_and_why():
     assert any("one storage" in line for line in plan(use_zero_copy_sync=True).advice)
     assert any("copies each version" in line for line in plan(use_zero_copy_sync=True, schedule="async").advice)
