@@ -3,7 +3,11 @@
 A plugin file kills engine, trainer rank or driver (SIGKILL) when a step reaches a phase, and writes the prompts that the rank was given
 into a file of its own, which no checkpoint rolls back. Of a step that was repeated the last time counts, as it does for the weights.
 A killed driver is started again by hand, as a person would (``--load``), and must leave no process behind.
-Run: ``python benchmarks/faults.py --kills 20 --save`` (about an hour and a half on two cores; ``--kills 1``: five minutes).
+
+The kills of a victim in a phase are divided over runs, ``--jobs`` of which go on at a time, each with a Ray cluster of its own. After
+``--seconds`` nobody is killed any more and the runs come to their ends. What each run found is a line of ``--log`` as soon as it ends.
+Run: ``python benchmarks/faults.py --kills 20 --save`` (an hour and a half on two cores; ``--kills 1``: five minutes; with
+``--jobs 24 --kills-a-run 5`` some minutes on 32 cores).
 """
 
 from __future__ import annotations
@@ -15,8 +19,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +35,9 @@ from miles_core.testing.toy import toy_arguments
 VICTIMS = ("engine", "rank", "driver")
 PHASES = ("rollout", "train", "sync", "save", "evaluation")
 GROUPS, SAMPLES = 2, 4
+SUMS = ("kills", "lost", "doubled", "repeated_steps", "left_behind", "failed")
+#: Held by who starts a run, or writes down what one found.
+STARTS = threading.Lock()
 FIRST, GAP = 2, 2  # the step of the first kill, when a checkpoint is there, and from one to the next
 
 PLUGIN = r"""
@@ -35,11 +46,11 @@ from pathlib import Path
 from miles_core import hookimpl
 
 HERE = Path(__file__).parent
-VICTIM, PHASE = json.loads((HERE / "fault.json").read_text())
+VICTIM, PHASE, DEADLINE = json.loads((HERE / "fault.json").read_text())
 
 def reached(run, phase):
     steps = json.loads((HERE / "steps.json").read_text())
-    if phase != PHASE or run.step not in steps:
+    if phase != PHASE or run.step not in steps or time.time() > DEADLINE:
         return
     steps.remove(run.step)
     (HERE / "steps.json").write_text(json.dumps(steps))
@@ -79,15 +90,26 @@ def on_save(run, policy):
 """
 
 
-def prepare(directory: Path, victim: str, phase: str, kills: int) -> tuple[list[str], int]:
-    """Everything a cell needs on disk; its command and how many steps it has."""
+@dataclass(frozen=True)
+class Task:
+    """One run in which ``victim`` is killed in ``phase``, ``kills`` times if that can be before ``deadline``."""
+
+    victim: str
+    phase: str
+    kills: int
+    deadline: float
+
+
+def prepare(directory: Path, task: Task) -> tuple[list[str], int]:
+    """Everything a run needs on disk; its command and how many steps it has."""
+    victim, phase, kills = task.victim, task.phase, task.kills
     steps = GAP * kills + FIRST + 1
     letters = [chr(ord("a") + n % 26) + str(n // 26) for n in range(GROUPS * steps)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
     held = {"input": "z", "metadata": {"held_out": True}}
     (directory / "held_out.jsonl").write_text(json.dumps(held) + "\n")
     (directory / "faults.py").write_text(PLUGIN)
-    (directory / "fault.json").write_text(json.dumps([victim, phase]))
+    (directory / "fault.json").write_text(json.dumps([victim, phase, task.deadline]))
     (directory / "steps.json").write_text(json.dumps([FIRST + GAP * n for n in range(kills)]))
     words = toy_arguments(
         [str(directory / "faults.py")],
@@ -109,16 +131,18 @@ def prepare(directory: Path, victim: str, phase: str, kills: int) -> tuple[list[
 
 def drive(directory: Path, command: list[str]) -> int:
     """Run to the end, starting a killed driver again; how many processes it left behind."""
-    left = 0
+    left, environment = 0, {**os.environ, "RAY_TMPDIR": str(directory)}
     while True:
         with (directory / "output").open("ab") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output)
+            with STARTS:  # two clusters that start at once may choose the same ports
+                process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+                time.sleep(1.0)
             (directory / "driver").write_text(str(process.pid))
             code = process.wait()
         if code == 0:
             return left
         if code != -9:
-            raise SystemExit(f"the run ended with {code}:\n" + (directory / "output").read_text()[-4000:])
+            raise RuntimeError(f"the run ended with {code}:\n" + (directory / "output").read_text()[-4000:])
         left += _left_behind(directory)
         if (directory / "run/checkpoints").is_dir() and "--load" not in command:
             place = command.index("--save")
@@ -138,50 +162,93 @@ def _left_behind(directory: Path, patience: float = 30.0) -> int:
     return len(alive)
 
 
-def cell(victim: str, phase: str, kills: int) -> dict[str, Any]:
-    """Kill one victim in one phase, ``kills`` times."""
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = Path(temporary)
-        command, steps = prepare(directory, victim, phase, kills)
+def count(task: Task) -> dict[str, Any]:
+    """Do one run: what was lost and doubled in it, and how long each recovery took."""
+    with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as temporary:
+        directory = Path(temporary)  # a short path: sockets lie below it
+        command, steps = prepare(directory, task)
         left = drive(directory, command)
-        lines = [json.loads(line) for line in (directory / "trained.jsonl").read_text().splitlines()]
-        fell = [json.loads(line) for line in (directory / "kills.jsonl").read_text().splitlines()]
-        metrics = [json.loads(line) for line in (directory / "run/metrics.jsonl").read_text().splitlines()]
+        lines = read_lines(directory / "trained.jsonl")
+        fell = read_lines(directory / "kills.jsonl")
+        metrics = read_lines(directory / "run/metrics.jsonl")
     counted = dict(lines)  # the last time of each step
     samples = Counter(tuple(pair) for pairs in counted.values() for pair in pairs)
     expected = GROUPS * SAMPLES * steps
     groups = {group for group, _ in samples}
     done = [(record["step"], record["time"]) for record in metrics]
-    waits = [min(at for step, at in done if at > when and step > fault) - when for fault, when in fell]
     return {
         "kills": len(fell),
         "lost": max(0, expected - samples.total()) + GROUPS * steps - len(groups) + steps - len(counted),
         "doubled": sum(n - SAMPLES for n in samples.values() if n > SAMPLES),
         "repeated_steps": len(lines) - steps,
         "left_behind": left,
-        "seconds_to_recover": {"median": round(statistics.median(waits), 2), "most": round(max(waits), 2)},
+        "failed": 0,
+        "waits": [min(at for step, at in done if at > when and step > fault) - when for fault, when in fell],
     }
+
+
+def read_lines(path: Path) -> list[Any]:
+    """What is in a file with a JSON value a line; nothing where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def counted(task: Task, log: Path | None) -> dict[str, Any]:
+    """``count``, written down; a run that fails counts as such."""
+    try:
+        found = count(task)
+    except Exception as error:
+        found = {**dict.fromkeys(SUMS, 0), "failed": 1, "waits": [], "error": str(error)}
+    line = json.dumps({"victim": task.victim, "phase": task.phase, **found})
+    print(line[:2000], file=sys.stderr, flush=True)
+    if log is not None:
+        with STARTS, log.open("a") as file:
+            file.write(line + "\n")
+    return found
+
+
+def merged(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One cell of the matrix."""
+    waits = [seconds for run in runs for seconds in run["waits"]]
+    found: dict[str, Any] = {name: sum(run[name] for run in runs) for name in SUMS}
+    if waits:
+        found["seconds_to_recover"] = {"median": round(statistics.median(waits), 2), "most": round(max(waits), 2)}
+    return found
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="of each victim in each phase")
+    parser.add_argument("--kills-a-run", type=int, default=20, help="at most; more make further runs")
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which nobody is killed any more")
+    parser.add_argument("--log", type=Path, help="a JSON line for each run that has ended")
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    cells: dict[str, Any] = {}
-    for victim in chosen.victims.split(","):
-        for phase in chosen.phases.split(","):
-            cells[f"{victim}, {phase}"] = found = cell(victim, phase, chosen.kills)
-            print(f"{victim:8} {phase:12} {found}", file=sys.stderr, flush=True)
+    end = time.time() + min(chosen.seconds, 1e9)
+    cells = [(victim, phase) for victim in chosen.victims.split(",") for phase in chosen.phases.split(",")]
+    tasks = [
+        Task(victim, phase, min(chosen.kills_a_run, chosen.kills - first), end)
+        for first in range(0, chosen.kills, chosen.kills_a_run)
+        for victim, phase in sorted(cells, key=lambda cell: cell[0] != "driver")  # the longest first
+    ]
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        runs = list(pool.map(lambda task: None if time.time() > end else counted(task, chosen.log), tasks))
+    matrix = {
+        f"{victim}, {phase}": merged(
+            [r for t, r in zip(tasks, runs, strict=True) if r is not None and (t.victim, t.phase) == (victim, phase)]
+        )
+        for victim, phase in cells
+    }
     result = {
         "groups_a_step": GROUPS,
         "samples_a_group": SAMPLES,
         "engines": 2,
         "ranks": 1,
-        "cells": cells,
-        **{name: sum(found[name] for found in cells.values()) for name in ("kills", "lost", "doubled", "left_behind")},
+        "jobs": chosen.jobs,
+        "cells": matrix,
+        **{name: sum(found[name] for found in matrix.values()) for name in SUMS},
     }
     finish(Path(__file__).stem, result, chosen.save, lambda: installed("torch", "ray"))
 

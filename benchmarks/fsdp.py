@@ -61,9 +61,9 @@ def loss(output: Any, micro: Any, ctx: Any) -> Any:
 def make_trainer(given: Any, checkpoint: Path, strategy: str, device: Any) -> Any:
     """A bound trainer of this rank."""
     from miles_core.contracts.trainer import Callbacks
+    from miles_core.train.optimizer import OptimizerConfig
     from miles_embedded.model.load import load_model
     from miles_embedded.trainer.build import data_parallel
-    from miles_embedded.trainer.optimizer import OptimizerConfig
     from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
     config = TrainerConfig(OptimizerConfig(lr=1e-5), micro_batch_size=given.micro_batch_size, recompute=given.recompute)

@@ -37,14 +37,16 @@ MODES: dict[str, dict[str, Any]] = {
     "sync, over-sampling, partial": {"over_sampling_batch_size": OVER, **PARTIAL},
     "ahead": {"schedule": "ahead"},
     "ahead, over-sampling, partial": {"schedule": "ahead", "over_sampling_batch_size": OVER, **PARTIAL},
-    **{f"async, staleness {n}": {"schedule": "async", "max_weight_staleness": n} for n in (1, 2, 4)},
     **{
-        f"async, staleness {n}, partial, {stale}": {
+        f"async, staleness {n}, whole responses": {
             "schedule": "async",
             "max_weight_staleness": n,
-            "stale_samples": stale,
-            **PARTIAL,
+            "partial_rollout": False,
         }
+        for n in (1, 2, 4)
+    },
+    **{
+        f"async, staleness {n}, {stale}": {"schedule": "async", "max_weight_staleness": n, "stale_samples": stale}
         for n in (1, 2, 4)
         for stale in ("drop", "train")
     },
@@ -115,11 +117,12 @@ def main() -> None:
     rate = {name: found["steps_per_minute"] for name, found in results.items()}
     gains = {
         "ahead_over_sync": rate["ahead"] / rate["sync"],
-        "async_over_sync": rate["async, staleness 1"] / rate["sync"],
-        "async_partial_over_sync": rate["async, staleness 1, partial, train"] / rate["sync"],
+        "async_over_sync": rate["async, staleness 1, drop"] / rate["sync"],
+        "async_whole_over_sync": rate["async, staleness 1, whole responses"] / rate["sync"],
         "partial_gain_in_sync": rate["sync, over-sampling, partial"] / rate["sync, over-sampling"],
         **{
-            f"partial_gain_in_async_{n}": rate[f"async, staleness {n}, partial, train"] / rate[f"async, staleness {n}"]
+            f"partial_gain_in_async_{n}": rate[f"async, staleness {n}, train"]
+            / rate[f"async, staleness {n}, whole responses"]
             for n in (1, 2, 4)
         },
     }

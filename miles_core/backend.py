@@ -7,7 +7,7 @@ trainer rank. ``miles_core.testing`` has the contracts as tests.
 from miles_core.checkpoint.rng import get_rng, put_rng
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
-from miles_core.contracts.engine import Engine, PauseMode, Request, Response, Sampling
+from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response, Sampling
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
@@ -24,6 +24,7 @@ from miles_core.contracts.trainer import (
     Output,
     Pass,
     Trainer,
+    TrainerPart,
 )
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.convert.layout import Layout, layout
@@ -51,7 +52,7 @@ from miles_core.remote.output import last_lines, write_there
 from miles_core.remote.rank_worker import RankWorker
 from miles_core.remote.runtime import RemoteRuntime
 from miles_core.remote.worker import Order, Worker, worker_run
-from miles_core.remote.workers import Restarts, Workers
+from miles_core.remote.workers import Restarts, Workers, short_of_memory
 from miles_core.rollout.collect import Collector, Interrupted
 from miles_core.rollout.versions import age, staleness
 from miles_core.run.inline import InlineLearner, InlineRuntime
@@ -66,6 +67,7 @@ from miles_core.sync.inbox import Inbox
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.learner import Learner
+from miles_core.train.optimizer import OptimizerConfig
 from miles_core.train.steps import optimiser_steps, step_count
 
 __all__ = [
@@ -90,6 +92,7 @@ __all__ = [
     "Encoded",
     "Engine",
     "EngineFront",
+    "EnginePart",
     "EngineWorker",
     "FormatItself",
     "Forward",
@@ -104,6 +107,7 @@ __all__ = [
     "LearnerHandle",
     "Loss",
     "LossFunction",
+    "OptimizerConfig",
     "OptimizerStep",
     "Order",
     "Output",
@@ -136,6 +140,7 @@ __all__ = [
     "SyncReport",
     "SyncSchedule",
     "Trainer",
+    "TrainerPart",
     "Transport",
     "Unit",
     "Worker",
@@ -167,6 +172,7 @@ __all__ = [
     "rounded",
     "same_plan",
     "shares",
+    "short_of_memory",
     "snapshot",
     "staleness",
     "step_count",

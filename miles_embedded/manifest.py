@@ -42,9 +42,10 @@ plugin = Plugin(
             "hot_update",
             "rebuild",
             "shared_storage",
+            "sleep",
             "transport:buckets",
         ),
-        "trainer": ("entropy", "sampling_support", "routing_replay", "rebuild"),
+        "trainer": ("entropy", "sampling_support", "routing_replay", "rebuild", "sleep"),
     },
     defaults={"engine": "embedded", "trainer": "embedded"},
 )

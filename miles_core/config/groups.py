@@ -37,6 +37,10 @@ class Run:
     sync_bucket_size: int = option(
         512 * 2**20, help="bytes of weights that travel to engines in other processes at a time", metavar="BYTES", ge=1
     )
+    colocate: bool = option(
+        False,
+        help="trainer and engines share GPUs: each gives its memory back (the trainer's to the host) while the other works",
+    )
     max_restarts: int = option(
         3, help="lost engines and trainer ranks that are replaced in a run; the next one ends it", metavar="N", ge=0
     )
@@ -132,9 +136,10 @@ class Rollout:
     dynamic_sampling_filter_path: str | None = option(
         None, help="keep(args, group) -> bool; groups for which it is false are replaced", metavar="FILE.py:FN"
     )
-    partial_rollout: bool = option(
-        False,
-        help="responses that are not finished when a collection ends or weights change go on under the new weights",
+    partial_rollout: bool | None = option(
+        None,
+        help="responses that are not finished when a collection ends or weights change go on under the new weights (default: "
+        "with --schedule async)",
     )
     mask_offpolicy_in_partial_rollout: bool = option(
         False, help="train only on those tokens of such a response that its newest weights generated"

@@ -100,14 +100,30 @@ RULES: tuple[Rule, ...] = (
         when="rollout.partial_rollout and schedule in {sync, ahead}",
     ),
     Rule(
-        "rollout.partial_rollout",
+        "rollout.partial_rollout or schedule == async",
         "only then is a response in flight while weights change",
         when="rollout.pause_generation_mode != abort or rollout.mask_offpolicy_in_partial_rollout",
     ),
     Rule(
-        "schedule == async and rollout.partial_rollout",
+        "schedule == async",
         "only a response that goes on under new weights gets older than --max-weight-staleness allows",
         when="rollout.stale_samples != drop",
+    ),
+    Rule(
+        "rollout.partial_rollout != false",
+        "without it every response is finished before weights change",
+        when="schedule == async and (rollout.pause_generation_mode != abort or rollout.mask_offpolicy_in_partial_rollout "
+        "or rollout.stale_samples != drop)",
+    ),
+    Rule(
+        "schedule == sync",
+        "on the same GPUs the engine cannot generate while the trainer learns",
+        when="colocate",
+    ),
+    Rule(
+        "rollout.pause_generation_mode != in_place",
+        "the cache that it keeps would stay in the memory that the trainer needs",
+        when="colocate",
     ),
     Rule("profile", "traces are only recorded then", when="profile_dir"),
 )

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from miles_core.precision.quantizer import Quantizer
 
 PauseMode = Literal["abort", "retract", "in_place"]
+#: What an engine holds in the memory of its device, and can give back apart from each other.
+EnginePart = Literal["weights", "cache"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Response:
 
 class Engine(ABC):
     """A rollout engine. ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``,
-    ``token_versions``, ``draft``, ``keyed_sampling``, ``rebuild``, ``shared_storage``, and ``transport:NAME`` for each transport
+    ``token_versions``, ``draft``, ``keyed_sampling``, ``rebuild``, ``shared_storage``, ``sleep``, and ``transport:NAME`` for each transport
     whose messages ``receive`` takes."""
 
     capabilities: frozenset[str] = frozenset()
@@ -176,12 +178,15 @@ class Engine(ABC):
         """Return requests in flight with finish ``abort`` and their partial results: those with these keys (others go on, and
         a key that is not in flight is none's), or all. An engine that is paused stays paused."""
 
-    async def sleep(self) -> None:
-        """Give memory back between rollouts; the next call needs ``wake``. Nothing to do by default."""
+    async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        """Give the device memory of these parts back, so that a trainer on the same device can use it; what sleeps already stays
+        so. In-flight requests must be paused in a mode that keeps no cache, or absent. No request is computed until both parts
+        are awake. Weights that lie in the trainer's memory (``share_weights``) are not the engine's to give. Capability
+        ``sleep``; nothing to do by default."""
 
-    async def wake(self, parts: Sequence[Literal["weights", "cache"]] = ("weights", "cache")) -> None:
-        """Undo ``sleep``, in one call or ``weights`` first, so that an update needs no cache beside it. Weights hold
-        nothing defined until the next update."""
+    async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        """Undo ``sleep``, in one call or ``weights`` first, so that an update needs no cache beside it. Weights that slept hold
+        nothing defined until the next update; those that did not are still served."""
 
     async def rebuild(self, precision: str) -> None:
         """Serve weights in another precision (a number format's name, or ``bf16``) from the next ``update_weights`` on, which

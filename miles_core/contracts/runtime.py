@@ -16,6 +16,8 @@ process for each GPU (``miles_core.remote`` is all of this but for the processes
   together), every other call goes to all of them.
 - Weights never pass through the driver: ``push`` runs export, encoding and transport inside the ranks. A rank's
   transport gets the same kind of engine front, to tell the engines to receive; tensors that are handed to that front travel as bytes.
+- With ``--colocate`` both kinds run on the same devices. Core makes them take turns (``miles_core.run.colocated``); the runtime places
+  them there and sees to it, with the same calls, that each has room while it is built.
 - A process that dies or does not answer is told as ``WorkerLost``. A lost engine is replaced behind its front. A lost rank takes the learner's
   work since the last checkpoint with it: the driver asks the runtime to ``recover`` and repeats the steps from there.
 """
@@ -32,6 +34,7 @@ import numpy as np
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.policy import Policy
+from miles_core.contracts.trainer import TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.errors import WorkerLost
@@ -95,6 +98,13 @@ class LearnerHandle(ABC):
     async def stage(self, version: int | None) -> None:
         """Bring ``version`` to the engine while it generates, as far as the transport can; ``push`` of it comes next. None forgets
         what was staged. SyncError when it did not arrive; the engine goes on with what it had."""
+
+    async def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """See ``Trainer.sleep``; weights that the engine reads where they lie stay awake."""
+        raise NotImplementedError(f"{type(self).__name__} reaches no trainer that gives its memory back")
+
+    async def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """See ``Trainer.wake``."""
 
     @abstractmethod
     async def save(self, directory: Path) -> None:

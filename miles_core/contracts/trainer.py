@@ -12,7 +12,7 @@ return a zero that is connected to the model's output. ``miles_core.testing.Trai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from miles_core.precision.snapshot import Snapshot
 
 Pass = Literal["old", "ref", "train", "verify", "rollout"]
+#: What a trainer holds in the memory of its device, and can give back apart from each other.
+TrainerPart = Literal["weights", "optimizer"]
 
 #: Keys of ``Context.attached`` between a wrapper that knows which experts to use and a trainer with the capability
 #: ``routing_replay``. Given: [physical tokens, layers with experts, k] int64, for all such layers of the model. The trainer's forward
@@ -210,6 +212,16 @@ class Trainer(ABC):
         raise NotImplementedError(
             f"{type(self).__name__} cannot change its precision while running: leave --warmup-steps out"
         )
+
+    def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """Give the device memory of these parts back, so that an engine on the same device can use it; what they hold is kept in
+        host memory. ``optimizer`` is everything that belongs to no weight of a model: masters, moments, gradients. Between two
+        calls, never inside a pass; what sleeps already stays so. Asked for by ``--colocate``. Capability ``sleep``."""
+        raise NotImplementedError(f"{type(self).__name__} cannot give its memory back: leave --colocate out")
+
+    def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """Undo ``sleep``: the same numbers, bit for bit, in tensors that may lie elsewhere. ``log_probs``, ``units``, ``export``
+        and ``rebuild`` need the weights awake, every other call all of it. What is awake stays so."""
 
     def sum(self, value: Tensor) -> Tensor:
         """Add over data-parallel ranks, one rank of each replica; identity with one replica."""

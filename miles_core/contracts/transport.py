@@ -34,6 +34,8 @@ class Transport(ABC):
 
     #: every rank needs every unit (memory handles), not one rank each (broadcast, files)
     everywhere: bool = False
+    #: the engine reads the weights where the trainer has them, so that they stay awake with ``--colocate``
+    shares: bool = False
 
     def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
         """Where the codes of a weight that is about to be sent are to be written, stored name -> tensor; None for new tensors,

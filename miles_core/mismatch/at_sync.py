@@ -25,6 +25,7 @@ from miles_core.mismatch.budget import budget, in_this_process
 from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure, ordinary
 from miles_core.mismatch.probe import bare, probe, probe_prompts
 from miles_core.observe.budget_table import BUDGET_FILE
+from miles_core.rollout.partial import partial_rollout
 from miles_core.stash import StashKey
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ async def movement(run: Run, parts: PolicyParts, last: Earlier) -> float | None:
 
 def trains_on_older(run: Run) -> bool:
     """Whether samples are older than the weights they train: under any schedule but core's ``sync``."""
-    return run.config.run.schedule != "sync" or run.config.rollout.partial_rollout
+    return run.config.run.schedule != "sync" or partial_rollout(run.config)
 
 
 async def write_budget(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> None:

@@ -87,6 +87,7 @@ def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, 
     _orphans(checked, facts)
     _warm_up(checked)
     _pause_mode(checked)
+    _colocation(checked)
     _backends(checked)
     _transport(checked)
     for policy in checked.facts.policies:
@@ -233,6 +234,14 @@ def _pause_mode(checked: Checked) -> None:
     if mode is not None and mode.value in ("retract", "in_place"):
         reason = "one response then has tokens of several weight versions; --pause-generation-mode abort works with any engine"
         _capability(checked, f"--pause-generation-mode {mode.value}", "engine", "token_versions", reason)
+
+
+def _colocation(checked: Checked) -> None:
+    """Parts that take turns on the same devices must both be able to give their memory back."""
+    fact = checked.facts.get("colocate")
+    if fact is not None and fact.value:
+        for kind in ("engine", "trainer"):
+            _capability(checked, "--colocate", kind, "sleep", "both take turns in the memory of the same GPUs")
 
 
 def _transport(checked: Checked) -> None:

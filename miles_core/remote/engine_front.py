@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from miles_core.contracts.engine import Engine, PauseMode, Request, Response
+from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MismatchError, WorkerLost
@@ -45,6 +45,7 @@ class EngineFront(Engine):
         self._in_flight: Counter[int] = Counter()
         self._groups: dict[int, list[int]] = {}
         self._state: dict[str, tuple[Any, ...]] = {}
+        self._asleep: set[EnginePart] = set()
         self._replace: Callable[[int, WorkerLost], Awaitable[None]] | None = None
         self._resend: Callable[[], Awaitable[None]] | None = None
         self._gone: dict[int, WorkerLost] = {}
@@ -132,10 +133,14 @@ class EngineFront(Engine):
     async def abort(self, keys: Collection[int] | None = None) -> None:
         await self._all("abort", keys)
 
-    async def sleep(self) -> None:
-        await self._all("sleep")
+    async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        await self.whole()  # one that is being built takes memory, and is told what sleeps
+        self._asleep |= {*parts}
+        await self._all("sleep", parts)
 
-    async def wake(self, parts: Sequence[Literal["weights", "cache"]] = ("weights", "cache")) -> None:
+    async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        await self.whole()
+        self._asleep -= {*parts}
         await self._all("wake", parts)
 
     async def rebuild(self, precision: str) -> None:
@@ -199,10 +204,10 @@ class EngineFront(Engine):
         """Replace what is gone; where no engine is left that serves, have them given the learner's weights."""
         assert self._replace is not None and self._resend is not None
         try:
-            while self._gone or not self.serving:
+            while self._gone or not (self.serving or self._asleep):  # who sleeps is given weights when it wakes
                 gone, self._gone = self._gone, {}
                 await gathered(self._replaced(number, lost) for number, lost in gone.items())
-                if not self.serving and not self._gone:
+                if not (self.serving or self._asleep or self._gone):
                     try:
                         await self._resend()
                     except WorkerLost as lost:
@@ -219,6 +224,8 @@ class EngineFront(Engine):
         self._alive.add(number)
         for method, args in self._state.items():
             await self._all(method, *args, to={number})
+        if self._asleep:
+            await self._all("sleep", sorted(self._asleep), to={number})
 
     async def _all(self, method: str, *args: Any, to: Collection[int] | None = None) -> None:
         """Call the engines that are there; one that is lost now is replaced."""

@@ -12,17 +12,18 @@ import numpy as np
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Learned, LearnerHandle
+from miles_core.contracts.trainer import TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.data.world import World, shares
-from miles_core.errors import SyncError, WorkerLost
+from miles_core.errors import MilesError, SyncError, WorkerLost
 from miles_core.precision.schedule import Precisions
 from miles_core.remote.engine_front import EngineFront
 from miles_core.remote.workers import Workers, gathered
 from miles_core.run.rank import combined, divided
 
-#: Seconds in which the death of a rank becomes known after its peers failed.
-GRACE = 10.0
+#: Seconds in which the death of a rank becomes known after its peers failed; that of a whole machine takes a cluster half a minute.
+GRACE = 60.0
 
 
 class LearnerFront(LearnerHandle):
@@ -70,6 +71,8 @@ class LearnerFront(LearnerHandle):
         await self._each("reset_optimizer")
 
     async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
+        if emulation.held is not None or emulation.through is not None:
+            raise MilesError("the engine runs in another process, where the trainer cannot see its modules")
         mine = shares(samples, [0] * len(samples), self.replicas)
         answers = await self._each("log_probs", lambda world: ([samples[i] for i in mine[world.replica]], emulation))
         found = dict(
@@ -101,6 +104,12 @@ class LearnerFront(LearnerHandle):
         except WorkerLost as lost:
             self.engines.lost(lost)
             raise SyncError(str(lost)) from lost
+
+    async def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        await self._each("sleep", lambda _: (parts,))
+
+    async def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        await self._each("wake", lambda _: (parts,))
 
     async def save(self, directory: Path) -> None:
         await self._each("save", lambda _: (directory.absolute(),))

@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 DIRECTORY = "workers"
 #: Seconds between two looks at the files.
 INTERVAL = 0.5
+#: Lines of libraries that are remembered, because every worker writes them.
+HEARD = 1000
+#: Time and process, as some libraries begin their lines.
+_STAMP = re.compile(r"[DIWEF]\d{4} \S+ +\d+ ")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 #: Lines that a message about a lost worker shows, bytes from the end in which they are looked for, and characters of each.
 LAST, TAIL, WIDTH = 8, 8192, 240
@@ -61,12 +65,13 @@ def last_lines(directory: Path | str, worker: str) -> tuple[str, ...]:
 
 
 class Output:
-    """Repeats in the run's log what workers write into the run's ``directory``."""
+    """Repeats in the run's log what workers write into the run's ``directory``; what a library has every worker say, once."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / DIRECTORY
         # a run that is continued has the files of the one before
         self._read = {path: path.stat().st_size for path in self.directory.glob("*.log")}
+        self._heard: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
 
     def follow(self) -> None:
@@ -94,7 +99,15 @@ class Output:
                 whole, newline, _ = file.read().rpartition(b"\n")
             self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
             for line in whole.decode(errors="replace").splitlines():
-                if line.strip():
+                if line.strip() and not self._said_by_another(path.stem, line):
                     found = _LEVEL.match(line)
                     level = logging.getLevelNamesMapping()[found[1]] if found else logging.INFO
                     log.log(level, "%s: %s", path.stem, line[found.end() :] if found else line)
+
+    def _said_by_another(self, worker: str, line: str) -> bool:
+        """Whether a library's line was repeated already, for another worker."""
+        head = _LEVEL.match(line) or _STAMP.match(line)
+        if head is None or line.startswith("miles_", head.end()) or len(self._heard) > HEARD:
+            return False
+        words = line[head.end() :]
+        return self._heard.setdefault(words, worker) != worker

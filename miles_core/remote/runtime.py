@@ -42,7 +42,7 @@ class RemoteRuntime(Runtime):
         self.order = Order.of(run)
         self.busy = Busy()
         self.output = Output(run.directory)
-        self._built: dict[str, tuple[Workers, Workers, PolicyParts]] = {}
+        self._built: list[tuple[Workers, LearnerFront, PolicyParts]] = []
         self._placed: list[Workers] = []
 
     @abstractmethod
@@ -50,15 +50,28 @@ class RemoteRuntime(Runtime):
         """The processes of a policy's ranks, and of its engines: in each a ``RankWorker`` or ``EngineWorker`` is made from
         ``self.order``, not built yet."""
 
+    def names(self, policy: Policy, kind: str, count: int) -> list[str]:
+        """What a policy's workers of a kind are called; where there are several policies, with its name."""
+        prefix = f"{policy.name}-" if len(self.run.policies) > 1 else ""
+        return [f"{prefix}{kind}-{number}" for number in range(count)]
+
     async def build(self, policy: Policy) -> PolicyParts:
         self.output.follow()
         ranks, engines = await self.place(policy)
         self._placed += [ranks, engines]
         for workers in (ranks, engines):
             await self._accepted(workers, range(len(workers)))
-        answers, (worlds, facts) = await asyncio.gather(engines.call_all("build"), self._trainer(ranks))
+        if self.run.config.run.colocate:  # an engine may take as much memory as it finds when it starts
+            worlds, facts = await self._trainer(ranks)
+            await ranks.call_all("sleep")
+            answers = await engines.call_all("build")
+        else:
+            answers, (worlds, facts) = await asyncio.gather(engines.call_all("build"), self._trainer(ranks))
         said = agreed("what engines are", dict(zip(engines.names, answers, strict=True)))
         front = EngineFront(engines, said, self.run.config.run.sync_bucket_size)
+        if self.run.config.run.colocate:
+            await front.sleep(["cache"])
+            await ranks.call_all("wake")
         compare_models(self.run, policy, facts, front.model_facts())
         parity = await self._parity(ranks, engines)
         learner = LearnerFront(self.run, ranks, worlds, front)
@@ -68,7 +81,7 @@ class RemoteRuntime(Runtime):
 
         front.replace_with(replace, learner.resend)
         parts = PolicyParts(policy, learner, front, precisions(self.run.config, 0), parity)
-        self._built[policy.name] = ranks, engines, parts
+        self._built.append((ranks, learner, parts))
         return parts
 
     def recovers(self, error: Exception) -> bool:
@@ -76,8 +89,10 @@ class RemoteRuntime(Runtime):
 
     async def recover(self, lost: WorkerLost) -> None:
         """Make all ranks of the policy that lost one anew, with the weights they started with."""
-        for ranks, _, parts in self._built.values():
+        for ranks, learner, parts in self._built:
             if lost.worker in ranks.names:
+                if self.run.config.run.colocate:
+                    await parts.engine.sleep()
                 while True:
                     self.restarts.spend(lost)
                     try:
@@ -87,8 +102,7 @@ class RemoteRuntime(Runtime):
                         break
                     except WorkerLost as again:
                         lost = again
-                assert isinstance(parts.learner, LearnerFront)
-                parts.learner.renewed(worlds)
+                learner.renewed(worlds)
                 parts.precisions = precisions(self.run.config, 0)
                 return
         raise lost
@@ -100,7 +114,7 @@ class RemoteRuntime(Runtime):
         return {name: self.busy.open(name) for workers in self._placed for name in workers.names}
 
     async def close(self) -> None:
-        for _, _, parts in self._built.values():
+        for _, _, parts in self._built:
             await parts.engine.stop()
         for workers in self._placed:
             with suppress(Exception):  # the run has ended; who does not answer now is ended all the same

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from miles_core.errors import WorkerLost
+from miles_core.errors import CheckpointError, ConfigError, MilesError, PlanError, PluginError, WorkerLost
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Workers(ABC):
         """``send``, and WorkerLost for a worker that does not answer in time; messages call the call ``named``."""
         name = self.names[number]
         try:
-            with self.busy.at(name):
+            with self.naming(number), self.busy.at(name):
                 async with asyncio.timeout(self.patience) as limit:
                     return await self.send(number, method, *args)
         except TimeoutError:
@@ -116,6 +116,22 @@ class Workers(ABC):
             if lost.worker:
                 raise
             raise WorkerLost(name, lost.cause, lost.lines, self.trains) from None
+
+    @contextmanager
+    def naming(self, number: int) -> Iterator[None]:
+        """Errors of the body that a user can mend say which worker they are of."""
+        try:
+            yield
+        except (ConfigError, PlanError, PluginError, CheckpointError) as error:
+            raise type(error)(f"worker {self.names[number]}: {error}") from None
+        except Exception as error:
+            if not short_of_memory(error):
+                raise
+            first = str(error).strip().partition("\n")[0]
+            raise MilesError(
+                f"worker {self.names[number]} has not enough memory ({first}): lower --max-tokens-per-gpu or --micro-batch-size where it "
+                "trains, --max-running-requests where it generates, or give it more processes"
+            ) from error
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """What each worker answers, all asked at once."""
@@ -141,6 +157,11 @@ class Restarts:
             ) from lost
         self.used += 1
         log.warning("%s; it is replaced (%d of %d times)", lost, self.used, self.limit)
+
+
+def short_of_memory(error: BaseException | None) -> bool:
+    """Whether an error means that a process found too little memory, of its machine or of a GPU."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 async def gathered(calls: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from miles_core.data.means import means
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError
 from miles_core.observe.progress import Progress
+from miles_core.rollout.partial import partial_rollout
 from miles_core.rollout.queue import Prompt, PromptQueue
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Collector:
             await self.drop()
             raise
         groups = self.pop(want)
-        if not options.partial_rollout:
+        if not partial_rollout(self.run.config):
             await self.drop()
         return groups
 

@@ -19,6 +19,7 @@ from miles_core.data.sample import Sample, Status
 from miles_core.errors import ConfigError, DataError, MilesError
 from miles_core.reward.custom import load_function
 from miles_core.rollout.continuation import cut_at_stop, joined, usable
+from miles_core.rollout.partial import partial_rollout
 from miles_core.rollout.record import Record
 from miles_core.rollout.versions import mask_older
 
@@ -101,7 +102,7 @@ class Generator:
             parts.append(response)
             cut_at_stop(parts, sampling.stop, self.run.fields, self._decode)
             mixed = len({version for part in parts for _, version in part.weight_versions}) > 1
-            if mixed and not self.run.config.rollout.partial_rollout:
+            if mixed and not partial_rollout(self.run.config):
                 parts.clear()
                 fruitless += 1
             elif parts[-1].finish != "abort":

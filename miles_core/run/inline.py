@@ -12,6 +12,7 @@ from miles_core.contracts.engine import Engine
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
+from miles_core.contracts.trainer import TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.mismatch.parity import check_sides
@@ -37,9 +38,14 @@ class InlineRuntime(Runtime):
         trainer = run.hooks.make("trainer", options.trainer, run=run, policy=policy)
         rank = Rank(run, policy, trainer)
         self.ranks.append(rank)
+        if options.colocate:  # an engine may take as much memory as it finds when it starts
+            rank.sleep()
         engine: Engine = run.hooks.make("engine", options.engine, run=run, policy=policy)
         self.engines.append(engine)
         await engine.start()
+        if options.colocate:
+            await engine.sleep(["cache"])
+            rank.wake()
         check_same_model(run, policy, trainer, engine)
         parity = check_sides(run, policy, trainer, engine)
         rank.connect(engine)
@@ -102,6 +108,12 @@ class InlineLearner(LearnerHandle):
 
     async def stage(self, version: int | None) -> None:
         await self.rank.stage(version)
+
+    async def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        self.rank.sleep(parts)
+
+    async def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        self.rank.wake(parts)
 
     async def save(self, directory: Path) -> None:
         self.rank.save(directory)

@@ -12,6 +12,7 @@ from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.observe.hints import for_error
 from miles_core.plugin.hint import Hint
 from miles_core.rollout.collect import Interrupted
+from miles_core.run.colocated import colocated
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ async def built(run: Run, runtime: Runtime | None = None) -> AsyncIterator[list[
     """Learner and engine of every policy, made by a runtime (the run's by default) and released in every case."""
     runtime = runtime or runtime_of(run)
     try:
-        parts = [await runtime.build(policy) for policy in run.policies]
+        parts = [colocated(run, await runtime.build(policy)) for policy in run.policies]
         # A full collection looks at every object of every imported module, tenths of a second each few steps.
         gc.collect()
         gc.freeze()

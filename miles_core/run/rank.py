@@ -17,7 +17,7 @@ from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
-from miles_core.contracts.trainer import Trainer
+from miles_core.contracts.trainer import Trainer, TrainerPart
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.means import add, means
 from miles_core.data.sample import Sample
@@ -60,6 +60,7 @@ class Rank:
         self.codec = make_codec(run, policy)
         self.snapshot: Snapshot | None = None
         self._engine: Engine | None = None
+        self._asleep: set[TrainerPart] = set()
         self._transport: Transport | None = None
 
     @property
@@ -111,8 +112,14 @@ class Rank:
         if plain:
             self._transport.close()
             self._transport = CopyTransport(self._engine)
+        asleep = "weights" in self._asleep  # an engine died in its turn and has none
+        if asleep:
+            self.wake(["weights"])
         units = self.learner.units(self._transport.everywhere)
-        return await self._transport.send(self.codec.encode(units, self._transport.room), version)
+        report = await self._transport.send(self.codec.encode(units, self._transport.room), version)
+        if asleep:
+            self.sleep(["weights"])
+        return report
 
     async def stage(self, version: int | None) -> None:
         """See ``LearnerHandle.stage``."""
@@ -122,6 +129,18 @@ class Rank:
         if version is not None:
             units = self.learner.units(self._transport.everywhere)
             await self._transport.stage(self.codec.encode(units, self._transport.room), version)
+
+    def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """See ``LearnerHandle.sleep``."""
+        shared = self._transport is not None and self._transport.shares
+        given = [part for part in parts if part != "weights" or not shared]
+        self._asleep |= {*given}
+        self.trainer.sleep(given)
+
+    def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """See ``LearnerHandle.wake``."""
+        self._asleep -= {*parts}
+        self.trainer.wake(parts)
 
     def close(self) -> None:
         """Release transport and trainer."""

@@ -4,9 +4,10 @@ Groups are generated into a buffer all the time and a step takes the oldest that
 ``--max-weight-staleness N``, (N + 1) B groups are in flight or ready at most before a step takes its own, and N B until the
 weights trained on them are served: so what is sent now is trained on at most N versions later, in the order it was sent.
 
-At a push, groups in flight are finished first, each under the version it began with; with ``--partial-rollout`` they go on under
-the new weights instead. A response that lives through several pushes can then be older than N versions: its group is
-dropped and its prompt sent again, or trained on all the same (``--stale-samples``).
+At a push, what is in flight goes on under the new weights (``--partial-rollout``, which is this schedule's default); with
+``--no-partial-rollout`` it is finished first, each group under the version it began with. A response that lives through several
+pushes can then be older than N versions: its group is dropped and its prompt sent again, or trained on all the same
+(``--stale-samples``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
+from miles_core.rollout.partial import partial_rollout
 from miles_core.rollout.versions import age, staleness
 from miles_core.schedule.paused import paused
 from miles_core.schedule.uncorrected import warn_uncorrected
@@ -70,7 +72,7 @@ class AsyncSchedule(Schedule):
 
     @asynccontextmanager
     async def quiet(self, parts: PolicyParts) -> AsyncIterator[None]:
-        if not self.run.config.rollout.partial_rollout:
+        if not partial_rollout(self.run.config):
             await self._drained()
         async with paused(self.run, parts):
             yield
@@ -152,9 +154,9 @@ class AsyncSchedule(Schedule):
 def make_schedule(run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> AsyncSchedule:
     """The provider of ``--schedule async``."""
     warn_uncorrected(run)
-    if not run.config.rollout.partial_rollout:
+    if not partial_rollout(run.config):
         log.warning(
-            "--schedule async without --partial-rollout waits for the longest response in flight before every push, and is then "
+            "--schedule async with --no-partial-rollout waits for the longest response in flight before every push, and is then "
             "no faster than --schedule ahead"
         )
     return AsyncSchedule(run, collector)

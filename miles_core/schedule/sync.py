@@ -14,6 +14,7 @@ from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group
+from miles_core.rollout.partial import partial_rollout
 from miles_core.rollout.versions import staleness
 from miles_core.schedule.paused import paused
 from miles_core.schedule.wrapped import wrapped
@@ -32,7 +33,7 @@ class SyncSchedule(Schedule):
         groups = await self._collect(step)
         self.collector.used()
         self.seconds = time.perf_counter() - start
-        if self.run.config.rollout.partial_rollout:
+        if partial_rollout(self.run.config):
             for each in self.parts:
                 await each.engine.pause(self.run.config.rollout.pause_generation_mode)
             self._taken = staleness([sample for group in groups for sample in group], step)
@@ -50,7 +51,7 @@ class SyncSchedule(Schedule):
         return self.collector.state()
 
     def load_state(self, position: Position) -> None:
-        self.collector.load_state(position, keep=self.run.config.rollout.partial_rollout)
+        self.collector.load_state(position, keep=partial_rollout(self.run.config))
 
     async def close(self) -> None:
         await self.collector.drop()

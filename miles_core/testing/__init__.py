@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from miles_core.testing.quantized_engine_contract import QuantizedEngineContract
     from miles_core.testing.ranked_trainer_contract import RankedTrainerContract
     from miles_core.testing.ranks import RankError, Ranks
+    from miles_core.testing.runtime_contract import RuntimeContract
     from miles_core.testing.tiny import tiny_checkpoint, tiny_tokenizer
     from miles_core.testing.trainer_contract import Setup, TrainerContract
 
@@ -29,6 +30,7 @@ __all__ = [
     "RankError",
     "RankedTrainerContract",
     "Ranks",
+    "RuntimeContract",
     "Setup",
     "ToyRun",
     "TrainerContract",
@@ -49,6 +51,7 @@ __getattr__, __dir__ = looked_up(
         "miles_core.testing.quantized_engine_contract": "QuantizedEngineContract",
         "miles_core.testing.ranked_trainer_contract": "RankedTrainerContract",
         "miles_core.testing.ranks": "RankError Ranks",
+        "miles_core.testing.runtime_contract": "RuntimeContract",
         "miles_core.testing.tiny": "tiny_checkpoint tiny_tokenizer",
         "miles_core.testing.trainer_contract": "Setup TrainerContract",
     },

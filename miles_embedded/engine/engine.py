@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from miles_core.contracts.engine import Engine, PauseMode, Request, Response
+from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
 from miles_core.precision.codec import Codec
@@ -26,7 +26,7 @@ from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.decoder import one_each
-from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks
+from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks, not_recorded
 from miles_embedded.engine.runner import Fed, Runner
 from miles_embedded.engine.scheduler import Row, Scheduler
 from miles_embedded.engine.settings import Settings
@@ -76,7 +76,7 @@ class EmbeddedEngine(Engine):
 
     async def stop(self) -> None:
         await self.pause("abort")
-        await self.sleep()
+        await self.sleep(["cache"])
         self._stopped = True
 
     async def generate(self, request: Request) -> Response:
@@ -137,12 +137,18 @@ class EmbeddedEngine(Engine):
         self._paused = False
         self._wake()
 
-    async def sleep(self) -> None:
-        """Free the cache; the weights stay, so that nothing has to come back before the next update."""
+    async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         if self.rows:
             raise RuntimeError(f"sleep with {len(self.rows)} requests in the cache: abort or retract them first")
-        self.runner.clear()
-        self._prefixes.clear()
+        if "cache" in parts:  # it comes back by itself
+            self.runner.clear()
+            self._prefixes.clear()
+        if "weights" in parts:
+            self._weights.sleep()
+
+    async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        if "weights" in parts:
+            self._weights.wake()
 
     async def rebuild(self, precision: str) -> None:
         self._quiet("rebuild")
@@ -237,7 +243,7 @@ class EmbeddedEngine(Engine):
     def _step(self) -> None:
         if not self._weights.complete:
             raise MilesError(
-                "the engine has no complete weights (an update failed part-way, or its layout changed); it cannot "
+                "the engine has no complete weights (an update failed part-way, its layout changed, or they slept); it cannot "
                 "generate until an update succeeds"
             )
         self._leave([row for row in self.rows if row.future.done()])
@@ -272,7 +278,7 @@ class EmbeddedEngine(Engine):
         found = self._prefixes.compute(wanted, lambda prompts: self.decoder.prompts(self, prompts))
         for row in joining:
             if lacking := row.fields - found[row.start].fields:
-                row.future.set_exception(_not_recorded(lacking))
+                row.future.set_exception(not_recorded(lacking))
         joining = [row for row in joining if not row.future.done()]
         if not joining:
             return
@@ -390,10 +396,3 @@ class EmbeddedEngine(Engine):
         if positions is None:
             positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=keys.device)
         return draw.uniform(self.settings.seed, keys, positions, stream)
-
-
-def _not_recorded(names: set[str]) -> MilesError:
-    return MilesError(
-        f"a request asks for {', '.join(sorted(names))}, but nothing in the engine's model recorded it; "
-        "the plugin that declares the field must hook the rollout model (on_model with role rollout or shared)"
-    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from miles_core.errors import MilesError
 from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.runner import Runner
@@ -74,6 +75,14 @@ class Prefixes:
         """The cache was emptied."""
         self._known.clear()
         self._slots.clear()
+
+
+def not_recorded(names: set[str]) -> MilesError:
+    """What a request is told that asks for fields which no prefix has."""
+    return MilesError(
+        f"a request asks for {', '.join(sorted(names))}, but nothing in the engine's model recorded it; "
+        "the plugin that declares the field must hook the rollout model (on_model with role rollout or shared)"
+    )
 
 
 def chunks(lengths: Sequence[int]) -> list[list[int]]:

@@ -60,8 +60,10 @@ class Runner:
         self._mask = window_mask(0) if self.device.type == "cpu" and not has_windows(model) else None
 
     def clear(self) -> None:
-        """Forget every row and give the cache's memory back."""
+        """Forget every row and give the cache's memory back, to other processes too."""
         self.cache = Cache()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def prefixes(

@@ -15,6 +15,7 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.product import Products
 from miles_core.sync.inbox import Inbox
 from miles_embedded.model.load_units import Update
+from miles_embedded.model.released import Released
 from miles_embedded.quantized.activation import RoundedInputs
 
 
@@ -65,6 +66,17 @@ class Weights:
         self._inbox = Inbox()
         self._arriving: _Arriving | None = None
         self._staged: _Arriving | None = None
+        self._released = Released(keep=False)
+
+    def sleep(self) -> None:
+        """Give the memory of the model's parameters back, all but that of the trainer; an update must come before they are read."""
+        self.complete, self._arriving, self._staged = False, None, None
+        self.inputs.drop(list(self.inputs.layers))
+        self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._released.restore()
 
     def rebuild(self, precision: str) -> None:
         """Read the next update, which has to come, in another precision."""
@@ -77,6 +89,8 @@ class Weights:
 
     def update(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
         """Take a whole update at once; ``share`` as for ``Update``. Returns how many bytes were copied."""
+        if self._released:
+            raise RuntimeError("these weights sleep: wake them before they are updated")
         self.complete, self._arriving, self._staged = False, None, None
         update = Update(self.model, self.codec.decode, self._shared, share)
         update.take(self.inputs.taking(units))
@@ -92,6 +106,8 @@ class Weights:
         Raises:
             SyncError: a bucket is not what was sent, or did not come.
         """
+        if self._released:
+            raise RuntimeError("these weights sleep: wake them before they are updated")
         staged = bool(message.get("staged"))
         self.complete = self.complete and staged
         if message.get("switch"):

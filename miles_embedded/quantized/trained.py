@@ -31,6 +31,12 @@ class TrainedPrecision:
         self._models.append(quantizer)
         return quantizer
 
+    def forget(self) -> None:
+        """Give up what was quantised; it is made again when it is needed."""
+        for quantizer in self._models:
+            for source in quantizer.sources:
+                quantizer.drop(source)
+
     def switch(self, precision: str) -> None:
         """From the next pass on compute in ``precision``: ``train.precision`` or ``bf16``."""
         mine = PLAIN if self.codec.format is None else self.codec.format.name

@@ -12,14 +12,14 @@ import json
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load as load_arrays
 from safetensors.torch import save as save_tensors
 
 from miles_core import errors
-from miles_core.contracts.engine import Engine, PauseMode, Request, Response
+from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.testing import frames
@@ -104,10 +104,10 @@ class ProcessEngine(Engine):
     async def resume(self) -> None:
         await self._call("resume")
 
-    async def sleep(self) -> None:
-        await self._call("sleep")
+    async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        await self._call("sleep", {"parts": list(parts)})
 
-    async def wake(self, parts: Sequence[Literal["weights", "cache"]] = ("weights", "cache")) -> None:
+    async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         await self._call("wake", {"parts": list(parts)})
 
     async def _call(

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from miles_core.train.steps import step_count
+from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import build_model
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer.data_parallel import Alone, Replicated, world_here
 from miles_embedded.trainer.fully_shard import FullyShard
-from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 
@@ -46,19 +45,8 @@ def data_parallel(strategy: str, device: torch.device) -> Alone:
 def trainer_config(config: Any) -> TrainerConfig:
     """From the run's configuration groups ``train`` and ``rollout``."""
     train, rollout = config.train, config.rollout
-    steps = rollout.num_rollout * step_count(rollout.batch_size * rollout.n_samples_per_prompt, train)
     return TrainerConfig(
-        optimizer=OptimizerConfig(
-            lr=train.lr,
-            schedule=train.lr_schedule,
-            warmup_steps=train.lr_warmup_iters,
-            decay_steps=train.lr_decay_iters or steps,
-            min_lr=train.min_lr,
-            weight_decay=train.weight_decay,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_eps,
-            clip_grad=train.clip_grad,
-        ),
+        optimizer=OptimizerConfig.of(config),
         temperature=rollout.temperature,
         micro_batch_size=None if train.use_dynamic_batch_size else train.micro_batch_size,
         max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,

@@ -8,51 +8,17 @@ parameter that is divided among processes, the master is what this process holds
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from miles_core.errors import NonFiniteError
+from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.sharded import Held, held
 from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.optimizer_group import OptimizerGroup, group_of
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """Attributes:
-    lr: peak learning rate.
-    schedule: what follows the linear warm-up.
-    warmup_steps: optimiser steps of warm-up; step s of them uses ``lr * (s + 1) / warmup_steps``.
-    decay_steps: optimiser steps, warm-up included, until ``min_lr`` is reached.
-    min_lr: where the decay ends.
-    weight_decay: decoupled; not on biases, norms and other 1-D parameters.
-    clip_grad: bound of the gradient's global norm; 0 is off.
-    """
-
-    lr: float = 1e-6
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    decay_steps: int = 1
-    min_lr: float = 0.0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-8
-    clip_grad: float = 1.0
-
-
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The rate of optimiser step ``step`` (from 0)."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    span = max(config.decay_steps - config.warmup_steps, 1)
-    done = min((step - config.warmup_steps) / span, 1.0)
-    remaining = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return config.min_lr + (config.lr - config.min_lr) * remaining
 
 
 class Optimizer:
@@ -119,7 +85,7 @@ class Optimizer:
                 torch._foreach_mul_(grads[group], bound / norm)
             if group is not None and group.renewed:
                 self._renew(group)
-        rate = learning_rate(self.config, self.step_number) if self.fixed_lr is None else self.fixed_lr
+        rate = self.config.rate(self.step_number) if self.fixed_lr is None else self.fixed_lr
         for each in self._adam.param_groups:
             own = each["miles_group"]
             each["lr"] = rate if own is None or own.lr is None else own.lr
@@ -158,6 +124,13 @@ class Optimizer:
             f"the gradient norm of optimiser step {self.step_number + 1} is {norm}, {where}; nothing was changed by "
             "this step: try a lower --lr, or look at this step's rewards and log-probs"
         )
+
+    def memory(self) -> Iterator[Tensor]:
+        """What it holds where the model is, beside the parameters; nothing of it is needed between two steps."""
+        for name, master in self.masters.items():
+            if name in self.apart:
+                yield master
+            yield from (value for key, value in self._adam.state.get(master, {}).items() if key != "step")
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments and their step counts, and masters where they are apart from the model copy, by ``exp_avg.<parameter>``

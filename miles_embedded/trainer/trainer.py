@@ -7,7 +7,7 @@ never its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.emulation import Emulation
-from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer
+from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer, TrainerPart
 from miles_core.data.batch import Batch, Ragged
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.means import add, as_floats
@@ -28,9 +28,12 @@ from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_core.precision.snapshot import Snapshot
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
+from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.load import backbone, decoder_layers, facts_of
 from miles_embedded.model.logprobs import scatter, token_log_probs
+from miles_embedded.model.released import Released
+from miles_embedded.model.sharded import held
 from miles_embedded.model.views import export
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
@@ -41,7 +44,7 @@ from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.emulate import emulating
 from miles_embedded.trainer.expert_loads import Loads
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
-from miles_embedded.trainer.optimizer import Optimizer, OptimizerConfig
+from miles_embedded.trainer.optimizer import Optimizer
 from miles_embedded.trainer.packing import Packing, pack
 from miles_embedded.trainer.split import idle_sample, split
 
@@ -80,7 +83,7 @@ class EmbeddedTrainer(Trainer):
         parallel: how it trains with other processes, each of which has such a trainer and is called alike.
     """
 
-    capabilities = frozenset({"entropy", "sampling_support", "rebuild"})
+    capabilities = frozenset({"entropy", "sampling_support", "rebuild", "sleep"})
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class EmbeddedTrainer(Trainer):
         if config.recompute:
             _recompute_layers(model)
         self._scored: nn.Module | None = None
+        self._asleep: dict[TrainerPart, Released] = {"weights": Released(keep=True), "optimizer": Released(keep=True)}
         self._attached: dict[str, Any] = {}
         self.callbacks = Callbacks(self.forward, _no_loss, self.optimizer_step)
 
@@ -278,6 +282,22 @@ class EmbeddedTrainer(Trainer):
         if self.precision is None:
             raise RuntimeError("this trainer was built without a precision that can change")
         self.precision.switch(precision)
+
+    def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """See ``Trainer.sleep``."""
+        self.optimizer.zero_grad()
+        if "weights" in parts and not self._asleep["weights"]:
+            if self.precision is not None:
+                self.precision.forget()
+            models = [m for m in (self.model, self._reference) if m is not None]
+            self._asleep["weights"].release(held(p).tensor for m in models for p in m.parameters())
+        if "optimizer" in parts and not self._asleep["optimizer"]:
+            self._asleep["optimizer"].release(self.optimizer.memory())
+
+    def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """See ``Trainer.wake``."""
+        for part in parts:
+            self._asleep[part].restore()
 
     def quantizer(self, format: Format) -> FormatItself:
         """There is no other code here than the format's own."""

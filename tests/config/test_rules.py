@@ -96,9 +96,10 @@ def test_relations_name_options_of_core():
         (["--fully-async", "--max-weight-staleness", "0"], "--schedule sync trains on none that is older"),
         (["--fully-async", "--over-sampling-batch-size", "64"], "--max-weight-staleness bounds what is asked for"),
         (["--partial-rollout"], "a collection that asks for no more prompts than it needs leaves nothing unfinished"),
-        (["--fully-async", "--pause-generation-mode", "in_place"], "it needs rollout.partial_rollout"),
+        (["--pause-generation-mode", "in_place"], "it needs rollout.partial_rollout or schedule == async"),
         (["--mask-offpolicy-in-partial-rollout"], "only then is a response in flight while weights change"),
-        (["--fully-async", "--stale-samples", "train"], "it needs schedule == async and rollout.partial_rollout"),
+        (["--stale-samples", "train"], "it needs schedule == async"),
+        (["--fully-async", "--no-partial-rollout", "--stale-samples", "train"], "every response is finished before"),
     ],
 )
 def test_options_of_schedules_that_would_do_nothing(words, says):
@@ -107,5 +108,5 @@ def test_options_of_schedules_that_would_do_nothing(words, says):
 
 def test_options_of_schedules_that_go_together():
     load(["--partial-rollout", "--over-sampling-batch-size", "64"], manifests=[])
-    config = load(["--fully-async", "--partial-rollout", "--stale-samples", "train"], manifests=[])
+    config = load(["--fully-async", "--stale-samples", "train", "--pause-generation-mode", "in_place"], manifests=[])
     assert config.run.schedule == "async" and config.rollout.max_weight_staleness is None

@@ -98,8 +98,7 @@ def test_it_computes_what_one_process_does(survive, toy_run, tmp_path):
 @pytest.mark.parametrize("schedule", ["sync", "ahead", "async"])
 @pytest.mark.parametrize("engines", [1, 2])
 def test_an_engine_that_dies_in_a_rollout_loses_nothing(survive, toy_run, tmp_path, schedule, engines):
-    options = {"schedule": schedule, "partial_rollout": schedule == "async"}
-    done = survive([("rollout", 1, "engine-0"), ("rollout", 2, "engine-0")], apart_engines=engines, **options)
+    done = survive([("rollout", 1, "engine-0"), ("rollout", 2, "engine-0")], apart_engines=engines, schedule=schedule)
     check(done, tmp_path)
     assert apart.latest().restarts.used == 2
     if schedule == "sync":  # the same tokens under the same weights

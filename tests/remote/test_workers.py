@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from miles_core.errors import WorkerLost
+from miles_core.errors import MilesError, PlanError, WorkerLost
 from miles_core.remote.workers import Busy, Restarts, agreed
 
 
@@ -26,6 +26,21 @@ def test_a_timeout_inside_of_a_call_is_its_own(recorded):
 
     with pytest.raises(TimeoutError, match="a judge"):
         asyncio.run(recorded(["engine-0"], {"generate": late}, patience=5).call(0, "generate"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (PlanError("made by another version"), (PlanError, "worker engine-0: made by another version")),
+        (MemoryError("Tried to allocate 2 GiB"), (MilesError, r"worker engine-0 has not enough memory \(Tried to")),
+    ],
+)
+def test_what_a_user_can_mend_names_the_worker(recorded, raised, told):
+    def fail(number):
+        raise raised
+
+    with pytest.raises(told[0], match=told[1]):
+        asyncio.run(recorded(["engine-0"], {"build": fail}).call(0, "build"))
 
 
 def test_overlapping_calls_count_once():

@@ -33,7 +33,7 @@ def versions_of(run):
 
 @pytest.mark.parametrize("bound", [1, 3])
 def test_no_sample_is_older_than_the_bound(watched, bound):
-    run = watched(schedule="async", max_weight_staleness=bound, steps=8)
+    run = watched(schedule="async", partial_rollout=False, max_weight_staleness=bound, steps=8)
     for step, samples in enumerate(versions_of(run)):
         assert all(len(found) == 1 and step - bound <= min(found) <= step for found in samples)
     assert max(m["rollout/staleness_max"] for m in run.metrics) == bound
@@ -41,7 +41,7 @@ def test_no_sample_is_older_than_the_bound(watched, bound):
 
 
 def test_a_long_response_is_finished_before_a_push(watched, long):
-    run = watched(**long, max_weight_staleness=2)
+    run = watched(**long, max_weight_staleness=2, partial_rollout=False)
     assert all(len(found) == 1 for samples in versions_of(run) for found in samples)
     assert max(m["rollout/length_max"] for m in run.metrics) == 90
 
@@ -49,7 +49,7 @@ def test_a_long_response_is_finished_before_a_push(watched, long):
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 @pytest.mark.parametrize("plugins", [[], ["r3", "tis"]], ids=["bare", "r3+tis"])
 def test_a_long_response_goes_on_under_new_weights(watched, long, mode, plugins):
-    given = {"partial_rollout": True, "stale_samples": "train", "pause_generation_mode": mode}
+    given = {"stale_samples": "train", "pause_generation_mode": mode}
     run = watched(plugins, **long, **given)
     samples = run.run.stash["samples"]
     mixed = [samples[i] for batch in run.run.stash["trained"] for i in batch if samples[i].response_length == 90]
@@ -68,7 +68,7 @@ def test_a_long_response_goes_on_under_new_weights(watched, long, mode, plugins)
 
 
 def test_groups_that_got_too_old_are_dropped_and_their_prompts_sent_again(watched, long):
-    run = watched(**long, partial_rollout=True)
+    run = watched(**long)
     assert sum(m["rollout/dropped_groups"] for m in run.metrics) == 1
     samples, trained = run.run.stash["samples"], [i for batch in run.run.stash["trained"] for i in batch]
     assert samples[4].response_length == 90 and 4 not in trained  # of group 1
@@ -77,7 +77,7 @@ def test_groups_that_got_too_old_are_dropped_and_their_prompts_sent_again(watche
 
 
 def test_off_policy_tokens_can_be_left_out_of_the_loss(watched, long):
-    run = watched(**long, partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+    run = watched(**long, mask_offpolicy_in_partial_rollout=True)
     samples = run.run.stash["samples"]
     trained = [samples[i] for batch in run.run.stash["trained"] for i in batch]
     (sample, *_) = [s for s in trained if s.response_length == 90]
@@ -97,7 +97,7 @@ def test_the_engine_is_paused_while_weights_change(watched, long, monkeypatch):
         await plain(self, units, version)
 
     monkeypatch.setattr(EmbeddedEngine, "update_weights", update)
-    watched(**long, partial_rollout=True, pause_generation_mode="in_place")
+    watched(**long, pause_generation_mode="in_place")
     assert all(paused for paused, _ in seen) and any(rows for _, rows in seen)
 
 
@@ -111,7 +111,7 @@ def test_samples_that_are_ready_are_in_the_checkpoint(toy_run, tmp_path):
 
 
 def test_verification_holds_while_other_requests_are_in_flight(watched, long):
-    run = watched(**long, partial_rollout=True, verify_logprobs=True, verify_logprobs_tolerance=1e-3)
+    run = watched(**long, verify_logprobs=True, verify_logprobs_tolerance=1e-3)
     assert max(m["verify/abs_log_prob"] for m in run.metrics) < 1e-4
 
 

@@ -42,7 +42,7 @@ MODES = {
     "ahead": {"schedule": "ahead"},
     "ahead partial": {"schedule": "ahead", "partial_rollout": True, "over_sampling_batch_size": 3},
     "async": {"schedule": "async", "max_weight_staleness": 2},
-    "async partial": {"schedule": "async", "max_weight_staleness": 2, "partial_rollout": True},
+    "async whole": {"schedule": "async", "max_weight_staleness": 2, "partial_rollout": False},
 }
 
 

@@ -7,10 +7,10 @@ from miles_core.contracts.trainer import Callbacks
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.trainer_contract import Setup, TrainerContract
 from miles_core.testing.yardstick import make_batch, weighted, weights
+from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded import active_context
 from miles_embedded.model.load import load_model
 from miles_embedded.testing.staged_trainer import StagedTrainer
-from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 

@@ -83,7 +83,8 @@ class ApartWorkers(Workers):
     async def renew(self, number: int) -> None:
         self.kill(number)
         self.made += 1
-        _ALIVE[self.number, self.names[number]] = Process(self.kind, self.order, self.policy)
+        with self.naming(number):
+            _ALIVE[self.number, self.names[number]] = Process(self.kind, self.order, self.policy)
 
     async def end(self) -> None:
         for number in range(len(self)):
@@ -124,9 +125,11 @@ class ApartRuntime(RemoteRuntime):
         self.workers: dict[str, ApartWorkers] = {}
 
     async def place(self, policy: Policy) -> tuple[Workers, Workers]:
-        engines = [f"engine-{n}" for n in range(self.options.engines)]
         made = []
-        for kind, names in ((RankWorker, ["trainer-0"]), (EngineWorker, engines)):
+        for kind, names in (
+            (RankWorker, self.names(policy, "trainer", 1)),
+            (EngineWorker, self.names(policy, "engine", self.options.engines)),
+        ):
             workers = ApartWorkers(kind, names, self.order, policy.name, self.patience, self.busy)
             self.workers |= dict.fromkeys(names, workers)
             for number in range(len(names)):

@@ -14,6 +14,7 @@ plugin = Plugin(
     provides={"runtime": {"ray": "miles_ray.runtime:make_runtime"}},
     capabilities={"runtime": ("remote",)},
     modules={"ray": "pip install 'ray>=2.50'"},
+    review="miles_ray.review:review",
     requires=(
         Rule(needs="runtime == ray", because="the plugin is a runtime, and its options say where the parts run"),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miles_core import option
+from miles_ray.sizes import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,13 @@ class RayConfig:
     actor_num_gpus_per_node: int = option(
         1, flag="--actor-num-gpus-per-node", help="GPUs of each of them, with a trainer rank on each", metavar="N", ge=1
     )
-    rollout_num_gpus: int = option(1, flag="--rollout-num-gpus", help="GPUs of all engines together", metavar="N", ge=1)
+    rollout_num_gpus: int | None = option(
+        None,
+        flag="--rollout-num-gpus",
+        help="GPUs of all engines together (default: those of one engine; with --colocate the trainer's)",
+        metavar="N",
+        ge=1,
+    )
     rollout_num_gpus_per_engine: int = option(
         1, flag="--rollout-num-gpus-per-engine", help="GPUs of one engine, on one machine", metavar="N", ge=1
     )
@@ -28,7 +35,8 @@ class RayConfig:
         "ray job submit sets, else a cluster of this machine alone that ends with the run)",
     )
 
-    @property
-    def ranks(self) -> int:
-        """Trainer ranks."""
-        return self.actor_num_nodes * self.actor_num_gpus_per_node
+    def sizes(self, colocate: bool) -> Sizes:
+        """What a run with these options takes."""
+        ranks, per_engine = self.actor_num_nodes * self.actor_num_gpus_per_node, self.rollout_num_gpus_per_engine
+        rollout = self.rollout_num_gpus or (ranks if colocate else per_engine)
+        return Sizes(self.actor_num_nodes, self.actor_num_gpus_per_node, rollout // per_engine, per_engine, colocate)

@@ -10,7 +10,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from miles_core import ConfigError, Policy
 from miles_core.backend import RemoteRuntime, Run, Workers
 from miles_ray.cluster import Cluster
-from miles_ray.config import RayConfig
 from miles_ray.workers import Place, RayWorkers
 
 #: Seconds that a cluster may take to have free what it has.
@@ -22,31 +21,35 @@ class RayRuntime(RemoteRuntime):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.options: RayConfig = run.config.plugin("ray")
         self.cluster = Cluster(run)
         self.groups: list[PlacementGroup] = []
 
     async def place(self, policy: Policy) -> tuple[Workers, Workers]:
-        options, unit = self.options, self.cluster.unit
-        per_node, per_engine = options.actor_num_gpus_per_node, options.rollout_num_gpus_per_engine
+        sizes, unit = self.cluster.sizes, self.cluster.unit
+        beside = sizes.per_node // sizes.per_engine if sizes.colocate else 0
         trainer = await self._group(
-            [self._bundle(per_node, per_node)] * options.actor_num_nodes,
+            [self._bundle(sizes.per_node, sizes.per_node + beside)] * sizes.nodes,
             "STRICT_SPREAD",
-            f"--actor-num-nodes {options.actor_num_nodes} x --actor-num-gpus-per-node {per_node}",
-        )
-        count = options.rollout_num_gpus // per_engine
-        engine = await self._group(
-            [self._bundle(per_engine, 1)] * count,
-            "PACK",
-            f"--rollout-num-gpus {options.rollout_num_gpus}, {per_engine} an engine",
+            f"--actor-num-nodes {sizes.nodes} x --actor-num-gpus-per-node {sizes.per_node}",
         )
         rank = {"CPU": 1.0, unit: 1.0}
-        ranks = [Place(trainer, number // per_node, rank) for number in range(options.ranks)]
-        engines = [Place(engine, number, self._bundle(per_engine, 1)) for number in range(count)]
-        started = await asyncio.gather(
-            self._started("trainer", ranks, policy), self._started("engine", engines, policy)
+        ranks = [Place(trainer, number // sizes.per_node, rank) for number in range(sizes.ranks)]
+        if sizes.colocate:  # an engine finds its GPUs through the ranks that Ray gave them to
+            started = await self._started("trainer", ranks, policy)
+            process = {"CPU": 1.0} if unit == "GPU" else {}
+            engines = [
+                Place(trainer, sizes.node_of(e), process, started.devices(sizes.ranks_of(e)))
+                for e in range(sizes.engines)
+            ]
+            return started, await self._started("engine", engines, policy)
+        engine = await self._group(
+            [self._bundle(sizes.per_engine, 1)] * sizes.engines,
+            "PACK",
+            f"--rollout-num-gpus {sizes.engines * sizes.per_engine}, {sizes.per_engine} an engine",
         )
-        return started[0], started[1]
+        engines = [Place(engine, number, self._bundle(sizes.per_engine, 1)) for number in range(sizes.engines)]
+        both = await asyncio.gather(self._started("trainer", ranks, policy), self._started("engine", engines, policy))
+        return both[0], both[1]
 
     def _bundle(self, units: int, processes: int) -> dict[str, float]:
         """What so many units take, with a CPU for each process."""
@@ -60,7 +63,7 @@ class RayRuntime(RemoteRuntime):
                 await group.ready()
         except TimeoutError:
             nodes = [node["Resources"].get(self.cluster.unit, 0) for node in ray.nodes() if node["Alive"]]
-            have = ", ".join(f"{count:g}" for count in nodes)
+            have = ", ".join(f"{count:g}" for count in nodes if count)
             raise ConfigError(
                 f"{self.cluster.name} has no room for {wanted}: its machines have {have} {self.cluster.unit}s in all, and others may "
                 f"use them (ray status shows it); waited {PLACING:g} s"
@@ -69,10 +72,9 @@ class RayRuntime(RemoteRuntime):
 
     async def _started(self, kind: str, places: list[Place], policy: Policy) -> RayWorkers:
         run = self.run
-        prefix = f"{policy.name}-" if len(run.policies) > 1 else ""
         workers = RayWorkers(
             kind,
-            [f"{prefix}{kind}-{number}" for number in range(len(places))],
+            self.names(policy, kind, len(places)),
             places,
             self.order,
             policy.name,

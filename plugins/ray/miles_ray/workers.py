@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +17,19 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from miles_core import MilesError
-from miles_core.backend import Order, Workers, last_lines
-from miles_ray.actor import Actor
+from miles_core.backend import Order, Workers, last_lines, short_of_memory
+from miles_ray.actor import Actor, Found
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one actor runs and what it takes there: a bundle of a placement group, and resources of it."""
+    """Where one actor runs and what it takes there: a bundle of a placement group, and resources of it. ``devices`` are the
+    numbers of GPUs that it uses without taking them from Ray, because another actor did."""
 
     group: PlacementGroup
     bundle: int
     resources: Mapping[str, float]
+    devices: tuple[str, ...] = ()
 
 
 class RayWorkers(Workers):
@@ -58,7 +60,7 @@ class RayWorkers(Workers):
         self.kind, self.places, self.order, self.policy = kind, tuple(places), order, policy
         self.environment, self.level = dict(environment), level
         self.actors: list[Any] = [None] * len(names)
-        self.found: list[tuple[str, str, int] | None] = [None] * len(names)
+        self.found: list[Found | None] = [None] * len(names)
 
     async def send(self, number: int, method: str, *args: Any) -> Any:
         return await self._answer(number, self.actors[number].answer.remote(method, *args))
@@ -73,10 +75,15 @@ class RayWorkers(Workers):
         }
         if self.environment:
             options["runtime_env"] = {"env_vars": self.environment}
-        made = ray.remote(Actor).options(**options).remote(self.names[number], self.order.directory, self.level)
+        made = (
+            ray.remote(Actor)
+            .options(**options)
+            .remote(self.names[number], self.order.directory, self.level, place.devices)
+        )
         self.actors[number] = made
         self.found[number] = await self._answer(number, made.where.remote())
-        await self._answer(number, made.make.remote(self.kind, self.order, self.policy))
+        with self.naming(number):
+            await self._answer(number, made.make.remote(self.kind, self.order, self.policy))
 
     async def end(self) -> None:
         await asyncio.gather(*(self._kill(number) for number in range(len(self))))
@@ -87,7 +94,11 @@ class RayWorkers(Workers):
 
     async def host(self) -> str:
         assert self.found[0] is not None
-        return self.found[0][0]
+        return self.found[0].address
+
+    def devices(self, numbers: Iterable[int]) -> tuple[str, ...]:
+        """The numbers of the GPUs that Ray gave these workers."""
+        return tuple(gpu for number in numbers if (found := self.found[number]) is not None for gpu in found.gpus)
 
     def lines(self, number: int) -> tuple[str, ...]:
         return last_lines(self.order.directory, self.names[number])
@@ -96,7 +107,7 @@ class RayWorkers(Workers):
         try:
             return await answer
         except exceptions.RayTaskError as error:
-            if isinstance(error.cause, MilesError):
+            if isinstance(error.cause, MilesError) or short_of_memory(error.cause):
                 raise error.cause from None
             raise
         except (exceptions.RayActorError, exceptions.OutOfMemoryError, exceptions.ObjectLostError) as error:
@@ -109,10 +120,9 @@ class RayWorkers(Workers):
         ray.kill(actor)
         found, self.found[number] = self.found[number], None
         if found is not None:  # a process that is stopped does not hear that it should end
-            _, node, process = found
             try:
-                strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-                await _end.options(scheduling_strategy=strategy).remote(process)
+                strategy = NodeAffinitySchedulingStrategy(found.node, soft=False)
+                await _end.options(scheduling_strategy=strategy).remote(found.process)
             except exceptions.RayError:
                 pass  # the node is gone, and its processes with it
 
@@ -128,6 +138,6 @@ def _cause(error: Exception) -> str:
     text = str(error)
     if isinstance(error, exceptions.OutOfMemoryError) or "running low on memory" in text:
         return "its machine ran out of memory, and Ray ended it"
-    if "node died" in text or "node is dead" in text:
+    if any(phrase in text for phrase in ("node died", "node has died", "node is dead")):
         return "its machine died or left the cluster"
     return "its process died (a crash, a kill, or the kernel where memory is short)"

@@ -18,6 +18,7 @@ from miles_core.backend import (
     Codec,
     Encoded,
     Engine,
+    EnginePart,
     FormatItself,
     Layout,
     PauseMode,
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 #: Formats that a running SGLang takes tensor by tensor, because it keeps them as they are sent. Others it packs into a layout
 #: of its own after loading, and 0.5.17 cannot load into that again.
 IN_PLACE = frozenset({"", "fp8"})
+#: SGLang's names of what gives its memory back.
+_TAGS: dict[EnginePart, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
 @dataclass(frozen=True)
@@ -238,19 +241,18 @@ class SglangEngine(Engine):
         self._paused = None
         self._open.set()
 
-    async def sleep(self) -> None:
-        """Free the cache; and, where SGLang was started with its memory saver, give weights and cache back."""
+    async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        """Free the cache; and, where SGLang was started with its memory saver, give the parts' memory back."""
         if any(call.sent for call in self._calls.values()):
             raise RuntimeError("sleep with requests in flight: abort them first")
         await self._ask("flush_cache", {})
         if self.settings.memory_saver:
-            await self._ask("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
-            self._usable = False
+            await self._ask("release_memory_occupation", {"tags": [_TAGS[part] for part in parts]})
+            self._usable = self._usable and "weights" not in parts
 
-    async def wake(self, parts: Sequence[Literal["weights", "cache"]] = ("weights", "cache")) -> None:
+    async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         if self.settings.memory_saver:
-            tags = [{"weights": "weights", "cache": "kv_cache"}[part] for part in parts]
-            await self._ask("resume_memory_occupation", {"tags": tags})
+            await self._ask("resume_memory_occupation", {"tags": [_TAGS[part] for part in parts]})
 
     async def _ask(self, endpoint: str, body: Mapping[str, Any]) -> Any:
         """``Link.call`` of this SGLang, or of the one that replaces it."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_core.backend import Callbacks
+from miles_core.backend import Callbacks, OptimizerConfig
 from miles_core.testing.ranked_trainer_contract import SHARES, WHOLE, part
 from miles_core.testing.yardstick import weighted
 from miles_embedded import load_model
 from miles_embedded.trainer.build import data_parallel
-from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_speculative.config import SpeculativeConfig
 from miles_speculative.head import attach

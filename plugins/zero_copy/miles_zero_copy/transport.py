@@ -35,6 +35,8 @@ def make_transport(run: Run, engine: Engine, world: World = ALONE) -> Transport:
 class SharedStorage(Transport):
     """Engine and trainer hold one storage of what is not quantised."""
 
+    shares = True
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 

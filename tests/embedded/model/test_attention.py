@@ -16,12 +16,12 @@ from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_core.errors import CheckpointError
 from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
+from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.attention import AttentionOptions, attend_padded, causal, with_sinks
 from miles_embedded.model.load import load_model, prepare
-from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 COMMON = {k: v for k, v in FAMILIES["qwen3"][1].items() if k != "head_dim"}

@@ -13,11 +13,11 @@ from miles_core.testing.ranked_trainer_contract import SHARES, WHOLE, RankedTrai
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.trainer_contract import Setup
 from miles_core.testing.yardstick import make_batch, weighted
+from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import load_model
 from miles_embedded.quantized.activation import encoded_views
 from miles_embedded.quantized.weights import install
 from miles_embedded.trainer.build import data_parallel
-from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 

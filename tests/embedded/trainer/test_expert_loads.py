@@ -8,9 +8,9 @@ from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_core.observe.hints import HINTS
 from miles_core.testing.tiny import tiny_checkpoint
+from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import load_model
 from miles_embedded.trainer.balance import routers
-from miles_embedded.trainer.optimizer import OptimizerConfig
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 NAME = "train/expert_imbalance"

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from miles_core.errors import MilesError
-from miles_embedded.trainer.optimizer import Optimizer, OptimizerConfig, learning_rate
+from miles_core.train.optimizer import OptimizerConfig
+from miles_embedded.trainer.optimizer import Optimizer
 from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
 
 
@@ -32,9 +33,9 @@ def test_schedules(schedule, expected):
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, decay_steps=6, min_lr=0.1)
     for step, rate in enumerate(expected):
         if rate is not None:
-            assert learning_rate(config, step) == pytest.approx(rate)
+            assert config.rate(step) == pytest.approx(rate)
     if schedule != "constant":
-        assert learning_rate(config, 6) == learning_rate(config, 100) == pytest.approx(0.1)
+        assert config.rate(6) == config.rate(100) == pytest.approx(0.1)
 
 
 def test_only_matrices_decay():

@@ -1,0 +1,65 @@
+"""What core's options say of AdamW, for every trainer: its settings, and the learning rate of a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from miles_core.train.steps import step_count
+
+if TYPE_CHECKING:
+    from miles_core.config.config import Config
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Settings of AdamW, and a learning rate that warms up and decays.
+
+    Attributes:
+        lr: peak learning rate.
+        schedule: what follows the linear warm-up.
+        warmup_steps: optimiser steps of warm-up; step s of them uses ``lr * (s + 1) / warmup_steps``.
+        decay_steps: optimiser steps, warm-up included, until ``min_lr`` is reached.
+        min_lr: where the decay ends.
+        weight_decay: decoupled; not on biases, norms and other 1-D parameters.
+        betas, eps: of the moments.
+        clip_grad: bound of the gradient's global norm; 0 is off.
+    """
+
+    lr: float = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    decay_steps: int = 1
+    min_lr: float = 0.0
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+    @classmethod
+    def of(cls, config: Config) -> OptimizerConfig:
+        """From a run's options; the decay ends with the run unless ``--lr-decay-iters`` says otherwise."""
+        train, rollout = config.train, config.rollout
+        steps = rollout.num_rollout * step_count(rollout.batch_size * rollout.n_samples_per_prompt, train)
+        return cls(
+            lr=train.lr,
+            schedule=train.lr_schedule,
+            warmup_steps=train.lr_warmup_iters,
+            decay_steps=train.lr_decay_iters or steps,
+            min_lr=train.min_lr,
+            weight_decay=train.weight_decay,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_eps,
+            clip_grad=train.clip_grad,
+        )
+
+    def rate(self, step: int) -> float:
+        """The learning rate of optimiser step ``step`` (from 0)."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        done = min((step - self.warmup_steps) / max(self.decay_steps - self.warmup_steps, 1), 1.0)
+        remaining = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.min_lr + (self.lr - self.min_lr) * remaining

@@ -1,0 +1,124 @@
+"""What the plan refuses of a run under Ray: numbers that contradict each other, and more than this machine has."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+from miles_core import Facts, Problem, Review, described
+from miles_ray.config import RayConfig
+from miles_ray.sizes import Sizes
+
+#: Seconds in which a cluster must answer.
+PATIENCE = 10.0
+START = "start one with: ray start --head"
+
+
+def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
+    """See ``miles_core.Plugin.review``."""
+    if facts.value("runtime") != "ray":
+        return Review()
+    options = RayConfig(**{f.name: facts.value(f"ray.{f.name}") for f in fields(RayConfig)})
+    sizes = options.sizes(bool(facts.value("colocate")))
+    problems = [*_contradictions(facts, options, sizes)]
+    address = options.address or os.environ.get("RAY_ADDRESS")
+    if address:
+        if not answers(address):
+            problems.append(_silent(facts, address))
+    elif not _initialised():
+        problems += _this_machine(facts, sizes)
+    return Review(problems=tuple(problems))
+
+
+def _contradictions(facts: Facts, options: RayConfig, sizes: Sizes) -> list[Problem]:
+    found = []
+    rollout, per_engine = options.rollout_num_gpus, sizes.per_engine
+    if rollout is not None and rollout % per_engine:
+        found.append(
+            _problem(
+                facts,
+                f"whole engines, and --rollout-num-gpus {rollout} are not a multiple of --rollout-num-gpus-per-engine {per_engine}",
+                "an engine runs on all of its GPUs",
+                "rollout_num_gpus",
+                "rollout_num_gpus_per_engine",
+            )
+        )
+    if sizes.colocate and (sizes.per_node % per_engine or (rollout or 0) > sizes.ranks):
+        found.append(
+            _problem(
+                facts,
+                f"with --colocate, engines of {per_engine} GPUs within the {sizes.per_node} of a machine, {sizes.ranks} in all",
+                "they take the trainer's GPUs, and an engine those of one machine",
+                "rollout_num_gpus",
+                "rollout_num_gpus_per_engine",
+                "actor_num_gpus_per_node",
+            )
+        )
+    return found
+
+
+def _this_machine(facts: Facts, sizes: Sizes) -> list[Problem]:
+    """Without an address the cluster is this machine alone; processes on its CPUs are not limited."""
+    found = []
+    if sizes.nodes > 1:
+        because = (
+            f"no cluster was named, and this machine is one: {START} on one of them, ray start --address HEAD:6379 on the others, "
+            "and give --ray-address"
+        )
+        found.append(_problem(facts, f"{sizes.nodes} machines", because, "actor_num_nodes"))
+    count, device = facts.lookup("gpu.count"), facts.value("model.device")
+    if device == "cpu" or count.value is None or (device == "auto" and not count.value):
+        return found
+    if sizes.devices > count.value:
+        engines = "on the same ones" if sizes.colocate else f"and {sizes.engines} x {sizes.per_engine} to generate"
+        because = f"the trainer takes {sizes.nodes} x {sizes.per_node} {engines}, and this machine has {count.value}"
+        found.append(
+            Problem(
+                "ray",
+                f"{sizes.devices} GPUs",
+                because,
+                tuple(
+                    described(facts.lookup(n))
+                    for n in ("ray.actor_num_gpus_per_node", "ray.rollout_num_gpus", "gpu.count")
+                ),
+                choices=("ray.actor_num_gpus_per_node", "ray.rollout_num_gpus"),
+            )
+        )
+    return found
+
+
+def _silent(facts: Facts, address: str) -> Problem:
+    origin = "--ray-address" if facts.value("ray.address") else "RAY_ADDRESS"
+    because = (
+        f"nobody listens at {address} ({origin}): {START}, or leave the address out for a cluster of this machine alone"
+    )
+    return Problem("ray", "a cluster that answers", because, choices=("ray.address",))
+
+
+def _problem(facts: Facts, needs: str, because: str, *names: str) -> Problem:
+    paths = tuple(f"ray.{name}" for name in names)
+    return Problem("ray", needs, because, tuple(described(facts.lookup(path)) for path in paths), choices=paths)
+
+
+@lru_cache
+def answers(address: str) -> bool:
+    """Whether somebody listens at HOST:PORT, which Ray itself finds out after minutes; believed of other addresses."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return True
+    try:
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+    except OSError:
+        return False
+    return True
+
+
+def _initialised() -> bool:
+    """Whether this process has joined a cluster already."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())

@@ -1,0 +1,27 @@
+"""What workers write, in the run's log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from miles_core.remote.output import Output, path_of
+
+LINES = """WARNING somewhere: a file is missing
+W1122 05:12:08.994000 1377{n} somewhere/else.py:630] an old name
+INFO miles_core.thing: ready
+Traceback (most recent call last):
+"""
+
+
+def test_what_a_library_has_every_worker_say_is_said_once(tmp_path, caplog):
+    output = Output(tmp_path)
+    path_of(tmp_path, "a").parent.mkdir()
+    for n, name in enumerate(("a", "b")):
+        path_of(tmp_path, name).write_text(LINES.replace("{n}", str(n)))
+    with caplog.at_level(logging.INFO, logger="miles_core"):
+        asyncio.run(output.close())
+    said = [record.getMessage() for record in caplog.records]
+    own = ["miles_core.thing: ready", "Traceback (most recent call last):"]
+    assert said[:2] == ["a: somewhere: a file is missing", "a: " + LINES.splitlines()[1].replace("{n}", "0")]
+    assert said[2:] == [f"{name}: {line}" for name in "ab" for line in own]

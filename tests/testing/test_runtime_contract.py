@@ -1,0 +1,19 @@
+"""The runtimes that keep everything in this process, held to the contract."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from miles_core.testing import RuntimeContract
+from miles_core.testing.doubles import apart
+
+
+class TestInline(RuntimeContract):
+    pass
+
+
+class TestApart(RuntimeContract):
+    plugins = ("r3", "tis", apart.__file__)
+    options: ClassVar = {"runtime": "apart", "apart_engines": 2}
+    rel = 1e-4
+    workers = ("trainer-0", "engine-0", "engine-1")
