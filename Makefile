@@ -2,6 +2,7 @@
 #   make demo    train a small MoE on this machine and write a report
 #   make test    lint, types and all tests
 #   make oldest  what touches Transformers' modules, on the oldest Transformers supported
+#   make docs    build the documentation as a site, in an environment of its own
 #   make wheels  build every wheel, install core + one plugin into an empty environment and run them there
 # TORCH chooses the build, e.g. `make demo TORCH=torch` or an index of your own in PIP_EXTRA_INDEX_URL.
 TORCH ?= torch==2.13.0
@@ -16,9 +17,10 @@ PROJECTS := pyproject.toml $(addsuffix /pyproject.toml,$(PLUGINS))
 STAMP := $(VENV)/.miles-installed
 
 OLDEST ?= .venv-oldest
+DOCS ?= .venv-docs
 JOBS ?= 2
 
-.PHONY: demo test oldest lint types wheels install clean
+.PHONY: demo test oldest lint types wheels docs install clean
 
 install: $(STAMP)
 
@@ -60,5 +62,15 @@ wheels:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; give one with make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) tests/packaging/check_wheels.py --python $(PYTHON) --torch "$(TORCH)"
 
+# Names are read from the source, so the environment needs no torch. Not a part of the tests: these find broken links without it.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo build/site/index.html
+
+$(DOCS)/.installed: Makefile
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material >=9.6' 'mkdocstrings[python] >=0.29' ruff
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist
+	rm -rf $(VENV) $(OLDEST) $(DOCS) build dist

@@ -11,6 +11,7 @@ its packages and the entry points of its ``pyproject.toml`` files come first on 
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import json
 import os
@@ -201,7 +202,7 @@ def compare(case: str, before: Side, after: Side) -> dict[str, Any]:
 
 def found(directory: Path) -> Iterator[tuple[str, Any]]:
     """(name, value or tensor) of everything to compare that a case left, its metrics first."""
-    for wanted in ("metrics.jsonl", "samples.jsonl", "printed.txt", "config.json", "*.safetensors"):
+    for wanted in ("metrics.jsonl", "*.jsonl.gz", "printed.txt", "config.json", "*.safetensors"):
         for path in sorted(directory.rglob(wanted)):
             name = str(path.relative_to(directory))
             if path.suffix == ".safetensors":
@@ -209,7 +210,8 @@ def found(directory: Path) -> Iterator[tuple[str, Any]]:
             elif path.suffix == ".json":
                 yield from leaves(name, json.loads(path.read_text()))
             else:
-                yield from leaves(name, [json.loads(line) for line in path.read_text().split("\n") if line[:1] == "{"])
+                text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+                yield from leaves(name, [json.loads(line) for line in text.split("\n") if line[:1] == "{"])
     for path in sorted(directory.glob("converted/*/*.safetensors")):
         yield f"{path.relative_to(directory)} sha256", hashlib.sha256(path.read_bytes()).hexdigest()
 

@@ -2,7 +2,8 @@
 
 What authors of plugins need, importable from here: what a manifest declares, what hooks are given, errors, and the pure
 functions of the algorithms. ``miles_core.format`` is for number formats, ``miles_core.backend`` for engines, trainers,
-transports and runtimes, ``miles_core.testing`` for tests. No other module is public.
+transports and runtimes, ``miles_core.testing`` for tests; ``miles_core.api`` is what programs and notebooks call to train.
+No other module is public.
 
 Names are looked up when they are first used, so that a manifest (``Plugin``, ``Rule``, ``option``, ...) imports no torch.
 """

@@ -10,7 +10,7 @@ from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response, Sampling
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
-from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime
+from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime, TrainedTokens
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.contracts.trainer import (
     GIVEN_ROUTES,
@@ -57,7 +57,7 @@ from miles_core.rollout.collect import Collector, Interrupted
 from miles_core.rollout.versions import age, staleness
 from miles_core.run.inline import InlineLearner, InlineRuntime
 from miles_core.run.prepare import accept
-from miles_core.run.rank import Rank, Share, combined, divided
+from miles_core.run.rank import Rank, Share, combined, divided, in_order
 from miles_core.schedule.paused import paused
 from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, rounded
@@ -139,6 +139,7 @@ __all__ = [
     "Store",
     "SyncReport",
     "SyncSchedule",
+    "TrainedTokens",
     "Trainer",
     "TrainerPart",
     "Transport",
@@ -158,6 +159,7 @@ __all__ = [
     "config_facts",
     "divided",
     "get_rng",
+    "in_order",
     "last_lines",
     "layout",
     "make_codec",

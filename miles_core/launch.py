@@ -49,11 +49,13 @@ class Launched:
     """A run that has ended, and what it was built of (released; empty when it ended before).
 
     Attributes:
+        ending: what the last lines of the run say.
         signal: the number of the signal that stopped it; 0 when it ran to its end.
     """
 
     run: Run
     parts: list[PolicyParts]
+    ending: Ending
     signal: int = 0
 
 
@@ -101,8 +103,9 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
                 log.error("the run ended", exc_info=error, extra=logs.FILE_ONLY)
                 _tell(ending(run, error=error), error)
                 raise
-        _tell(ending(run, signal=stopped[-1].name if stopped else None))
-        return Launched(run, parts, stopped[-1] if stopped else 0)
+        end = ending(run, signal=stopped[-1].name if stopped else None)
+        _tell(end)
+        return Launched(run, parts, end, stopped[-1] if stopped else 0)
 
 
 def _completed(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[PolicyParts]:

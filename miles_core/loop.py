@@ -6,6 +6,7 @@ which weights, is the schedule's business. ``miles_core.contracts.hooks`` is the
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 
 from miles_core.contracts.run import Run
@@ -18,7 +19,7 @@ from miles_core.rollout.summary import rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.inputs import Inputs
-from miles_core.run.log import RunLog
+from miles_core.run.log import Kept, RunLog
 from miles_core.run.parts import built, runtime_of, told
 from miles_core.run.recovery import recover
 from miles_core.run.warm_start import warm_start
@@ -81,11 +82,15 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
             groups = await schedule.take(run.step)
         metrics |= rollout_metrics(run, groups) | schedule.metrics()
         log.progress.phase("train")
+        kept: Kept = []
         for each in parts:
-            learned = await each.learner.learn(each.policy.own(groups), run.step)
+            own = each.policy.own(groups)
+            learned = await each.learner.learn(own, run.step)
+            kept += zip_longest(own, learned.tokens)
             metrics |= run.named(each.policy, learned.metrics)
             each.policy.trained += learned.steps
         run.step += 1
+        log.trained(run.step, kept)
         log.progress.phase("sync")
         await evaluation.done()  # of the weights that are now replaced
         for each in parts:
@@ -96,7 +101,6 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
     metrics |= await evaluation.due()
     run.hooks.on("on_step", run=run, metrics=metrics)
     log.record(run.step, metrics)
-    log.example(run.step, groups[0][0])
 
 
 async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, float]:

@@ -51,6 +51,7 @@ LAYERS: list[dict[str, str]] = [
     {
         "cli": "errors nearest version plugin config observe checkpoint precision contracts mismatch run launch convert demo",
         "testing": "errors lookup version data plugin config observe precision contracts sync mismatch run remote launch demo",
+        "api": "plugin config observe run launch",
     },
 ]
 

@@ -35,7 +35,7 @@ FEATURES |= {"embedded", "sglang", "megatron", "ray", "transformer_engine", "tra
 NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", re.IGNORECASE)
 
 #: The modules that plugins and examples may import; the others may change without notice.
-PUBLIC = ("miles_core", "miles_core.format", "miles_core.backend", "miles_core.testing")
+PUBLIC = ("miles_core", "miles_core.api", "miles_core.format", "miles_core.backend", "miles_core.testing")
 PUBLIC_OF_A_BACKEND = ("miles_embedded", "miles_embedded.testing")
 OUTSIDE = sorted(path for where in ("plugins/*/miles_*/**/*.py", "examples/**/*.py") for path in ROOT.glob(where))
 

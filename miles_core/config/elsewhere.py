@@ -32,8 +32,39 @@ def explain_flag(flag: str, schema: Schema) -> str:
     for pattern, sentence in _table()["flags"].items():
         if fnmatchcase(spelling, pattern):
             return f"{flag} does not exist here: {sentence}"
+    if known := from_elsewhere(flag):
+        return known
     nearest = did_you_mean(flag, schema.spellings(), "; ") or "; miles train --help lists all flags"
     return f"unknown flag {flag}{nearest} (the flags of a plugin exist once it is installed)"
+
+
+def explain_word(word: str) -> str:
+    """One sentence about a word that is neither a flag nor a flag's value."""
+    known = from_elsewhere(word.partition("=")[0]) if "=" in word else ""
+    return known or f"unexpected argument {word!r}; values of a list are separated by commas, without spaces"
+
+
+def from_elsewhere(name: str) -> str:
+    """One sentence about an option of another program, with or without dashes before it; empty for one that is not known."""
+    for program, names in others().items():
+        for theirs, here in names.items():
+            if _plain(theirs) == _plain(name):
+                return f"{name} is an option of {program}; here: {here}"
+    return ""
+
+
+def others() -> dict[str, dict[str, str]]:
+    """Program -> its options -> what to use here."""
+    return {program: table["names"] for program, table in _table()["from"].items()}
+
+
+def about(program: str) -> str:
+    """What ``others`` lists of this program, in a sentence or two."""
+    return str(_table()["from"][program]["about"])
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("_", "-").lower()
 
 
 def explain_environment(environment: Mapping[str, str], schema: Schema) -> list[str]:

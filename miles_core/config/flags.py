@@ -211,7 +211,9 @@ def parse(schema: Schema, argv: Sequence[str]) -> Given:
         return given
     given.files = namespace.config or []
     for token in _unknown(extras):
-        given.problems.append(elsewhere.explain_flag(token, schema) if token.startswith("-") else _stray(token))
+        given.problems.append(
+            elsewhere.explain_flag(token, schema) if token.startswith("-") else elsewhere.explain_word(token)
+        )
     return given
 
 
@@ -221,10 +223,6 @@ def _needs_value(error: argparse.ArgumentError) -> str:
         return f"{names[0]} needs a value; one that begins with a dash is written {names[0]}=VALUE"
     bare = names[0].removeprefix("--no-").removeprefix("--")
     return f"{names[0]} takes no value ({error.message}); write --{bare} or --no-{bare}"
-
-
-def _stray(token: str) -> str:
-    return f"unexpected argument {token!r}; values of a list are separated by commas, without spaces"
 
 
 def _unknown(extras: Sequence[str]) -> list[str]:

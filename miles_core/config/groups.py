@@ -57,6 +57,12 @@ class Run:
     keep: int | None = option(
         None, help="keep the last N checkpoints and delete older ones (default: keep all)", metavar="N", ge=1
     )
+    save_rollouts: bool = option(
+        True, help="keep every sample of training and evaluation in the run directory, for the report and for reading"
+    )
+    save_rollouts_size: int = option(
+        2**30, help="bytes of samples kept; beyond, those of the oldest steps are deleted", metavar="BYTES", ge=1
+    )
     export_hf: Path | None = option(None, help="write the trained model here in Hugging Face layout at the end")
     verify_logprobs: bool = option(
         False, help="after every weight sync engine and trainer score the same tokens; stop when they disagree"

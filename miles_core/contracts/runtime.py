@@ -45,11 +45,32 @@ Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
+class TrainedTokens:
+    """What training saw of one sample's response tokens, [response_length] float32 each; what it did not compute is None.
+
+    Attributes:
+        log_probs: under the policy before its first optimiser step on this rollout (with ``--use-rollout-logprobs``: before
+            the step that trained the sample); 0 where the loss mask is 0.
+        advantages: as they entered the loss.
+    """
+
+    log_probs: np.ndarray | None
+    advantages: np.ndarray | None
+
+
+@dataclass(frozen=True)
 class Learned:
-    """What training on one rollout did: its metrics, and how many optimiser steps it made."""
+    """What training on one rollout did.
+
+    Attributes:
+        metrics: its metrics.
+        steps: how many optimiser steps it made.
+        tokens: what it saw of each sample, in the order they were given; empty where the run keeps no samples.
+    """
 
     metrics: Metrics
     steps: int
+    tokens: Sequence[TrainedTokens] = ()
 
 
 class LearnerHandle(ABC):

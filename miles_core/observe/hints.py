@@ -69,7 +69,7 @@ HINTS = (
         "reward/all_equal",
         above(0.9, 5),
         "in {value} of the groups all rewards are equal, and no gradient comes from those",
-        "check the reward on some responses (samples.jsonl), use easier or harder prompts, or raise "
+        "check the reward on some responses (miles report shows them), use easier or harder prompts, or raise "
         "--n-samples-per-prompt",
         unless=SOLVED,
     ),

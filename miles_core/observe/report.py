@@ -1,7 +1,7 @@
 """The report of a run: one HTML file that needs nothing else, and its plots as PNG files.
 
 It reads what a run directory holds (``metrics.jsonl``, ``plan.json``, ``config.yaml``, ``environment.json``,
-``samples.jsonl``) and copes with any of them missing, with a run of one step, of none, and with one still running.
+``rollouts/``) and copes with any of them missing, with a run of one step, of none, and with one still running.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from miles_core.observe.hints import hints_of, review
 from miles_core.observe.metrics import names, read, series
 from miles_core.observe.mismatch_plots import draw_budget
 from miles_core.observe.plots import Panel, draw, panels
+from miles_core.observe.samples import browser
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.plan import Plan
 from miles_core.version import __version__
@@ -38,7 +39,6 @@ IMAGES = "report"
 #: Metrics that have a better direction; the others show their range only.
 UPWARD = ("reward/mean", "eval/accuracy", "eval/reward", "rollout/tokens_per_second")
 DOWNWARD = ("mismatch/abs_log_prob", "mismatch/kl_k3", "sft/loss")
-SAMPLES = 12
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def report(run_dir: Path | str) -> Path:
         sections=_sections(chosen, images),
         budget=_budget(run_dir),
         rows=[_row(name, records) for name in names(records)],
-        samples=_samples(run_dir / "samples.jsonl"),
+        samples=browser(run_dir, _lookup(config, "reward", "reward_key")),
         changed=_changed(config),
         version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M"),
@@ -187,40 +187,6 @@ def _row(name: str, records: Sequence[Mapping[str, Any]]) -> Row:
     best = high if name in UPWARD else low if name in DOWNWARD else None
     best_text = f"{_number(best[0])} (step {best[1]})" if best else ""
     return Row(name, _number(values[0]), _number(values[-1]), best_text, _number(low[0]), _number(high[0]), note)
-
-
-def _samples(path: Path) -> list[dict[str, Any]]:
-    """Some of the samples the run wrote down, spread over its steps.
-
-    A line torn by a crash is left out with a warning; what a run wrote after the step it was resumed from counts once.
-    """
-    if not path.is_file():
-        return []
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        try:
-            row = dict(json.loads(line))
-        except (ValueError, TypeError):
-            log.warning("line %d of %s is not a sample and is left out: %.40s", number, path, line)
-            continue
-        if rows and row.get("step", 0) < rows[-1].get("step", 0):
-            rows = [r for r in rows if r.get("step", 0) < row.get("step", 0)]
-        rows.append(row)
-    if len(rows) > SAMPLES:
-        rows = [rows[round(i * (len(rows) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
-    return [{**row, "prompt": _prompt(row.get("prompt", "")), "reward": _reward(row.get("reward"))} for row in rows]
-
-
-def _prompt(prompt: Any) -> str:
-    if isinstance(prompt, list):
-        return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in prompt)
-    return str(prompt)
-
-
-def _reward(reward: Any) -> str:
-    if isinstance(reward, dict):
-        return ", ".join(f"{key} {_reward(value)}" for key, value in reward.items())
-    return _number(reward) if isinstance(reward, int | float) else "" if reward is None else str(reward)
 
 
 def _changed(config: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from miles_core.errors import MilesError, SyncError, WorkerLost
 from miles_core.precision.schedule import Precisions
 from miles_core.remote.engine_front import EngineFront
 from miles_core.remote.workers import Workers, gathered
-from miles_core.run.rank import combined, divided
+from miles_core.run.rank import combined, divided, in_order
 
 #: Seconds in which the death of a rank becomes known after its peers failed; that of a whole machine takes a cluster half a minute.
 GRACE = 60.0
@@ -55,9 +55,11 @@ class LearnerFront(LearnerHandle):
         self._intact = False
         answers = await self._each("learn", lambda world: (sent[world.replica], step))
         self._intact, self._holds = True, step + 1
-        clocks = [seconds for _, seconds in answers]
+        clocks = [seconds for _, seconds, _ in answers]
         self.run.clock.waited({name: max(c.get(name, 0.0) for c in clocks) for name in clocks[0]})
-        return Learned(combined([pairs for pairs, _ in self._one_each(answers)]), divided_to[0].count)
+        tokens = [self._first([seen for _, _, seen in answers], replica) for replica in range(self.replicas)]
+        metrics = combined([pairs for pairs, _, _ in self._one_each(answers)])
+        return Learned(metrics, divided_to[0].count, in_order(divided_to, tokens))
 
     async def intact(self) -> bool:
         """Whether every rank has the weights of a completed ``learn``."""
@@ -172,6 +174,11 @@ class LearnerFront(LearnerHandle):
                         self._intact = False
                         raise error from None
                 raise
+
+    def _first(self, answers: Sequence[Any], replica: int) -> Any:
+        """The first answer of a rank of this replica that says something."""
+        found = [answer for world, answer in zip(self.worlds, answers, strict=True) if world.replica == replica]
+        return next(filter(None, found), [])
 
     def _one_each(self, answers: Sequence[Any]) -> list[Any]:
         """The answer of one rank of each replica."""

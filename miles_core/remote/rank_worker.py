@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.world import World
 from miles_core.mismatch.parity import check_side, real_layer
 from miles_core.precision.quantizer import SideParity
@@ -72,12 +73,15 @@ class RankWorker(Worker):
         bucket = self.run.config.run.sync_bucket_size
         self.part.connect(EngineFront(engines, said, bucket, self.part.world))
 
-    def learn(self, share: Share, step: int) -> tuple[Pairs, dict[str, float]]:
-        """(sum, weight) pairs, and the seconds of this rank's clock by phase."""
+    def learn(self, share: Share, step: int) -> tuple[Pairs, dict[str, float], list[TrainedTokens]]:
+        """(sum, weight) pairs, the seconds of this rank's clock by phase, and what training saw of each sample (nothing on a rank
+        that computes no loss)."""
         self.run.clock.metrics()
         pairs = self.part.learn(share, step)
         seconds = self.run.clock.metrics()
-        return pairs, {name.removeprefix("time/"): s for name, s in seconds.items() if name != "time/step"}
+        seen = self.part.learner.tokens
+        told = [] if any(tokens.log_probs is None for tokens in seen) else seen
+        return pairs, {name.removeprefix("time/"): s for name, s in seconds.items() if name != "time/step"}, told
 
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""

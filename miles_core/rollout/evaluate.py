@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample, Status
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
 
 #: Evaluation samples are numbered from here, so that they share no random number with training samples.
 FIRST_INDEX = 1 << 40
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation: its metrics, and the answers by data set."""
+
+    metrics: dict[str, float]
+    samples: dict[str, list[Sample]]
 
 
 class Evaluator:
@@ -45,17 +54,18 @@ class Evaluator:
         """Samples of one evaluation."""
         return sum(map(len, self.sets.values())) * self.run.config.evaluation.n_samples
 
-    async def __call__(self) -> dict[str, float]:
+    async def __call__(self) -> Evaluated:
         """``eval/reward`` (mean over samples), ``eval/accuracy`` (fraction with reward >= 1) and ``eval/length_mean`` over
         all samples, and ``eval/NAME/...`` for each named data set."""
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
+        answers: dict[str, list[Sample]] = {}
         for name, source in self.sets.items():
-            found = await self._samples(source, first=FIRST_INDEX + len(samples))
+            answers[name] = found = await self._samples(source, first=FIRST_INDEX + len(samples))
             samples += found
             if name:
                 metrics |= self._metrics(found, f"eval/{name}")
-        return self._metrics(samples, "eval") | metrics
+        return Evaluated(self._metrics(samples, "eval") | metrics, answers)
 
     async def _samples(self, source: Prompts, first: int) -> list[Sample]:
         groups: list[Group] = []

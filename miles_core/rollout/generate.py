@@ -34,11 +34,11 @@ FRUITLESS = 100
 
 
 class Args:
-    """The flat option namespace plus ``generate``, made anew for every sample."""
+    """The flat option namespace plus ``generate`` and the model's ``tokenizer``, made anew for every sample."""
 
-    def __init__(self, options: Any, generate: Callable[..., Awaitable[Response]]) -> None:
+    def __init__(self, options: Any, generate: Callable[..., Awaitable[Response]], tokenizer: Any) -> None:
         self._options = options
-        self.generate = generate
+        self.generate, self.tokenizer = generate, tokenizer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._options, name)
@@ -148,7 +148,9 @@ class Generator:
 
         where = self.run.config.rollout.custom_generate_function_path
         try:
-            made = await self.custom(Args(self.run.config.args, ask), sample, dataclasses.asdict(self.sampling))
+            made = await self.custom(
+                Args(self.run.config.args, ask, self.run.tokenizer), sample, dataclasses.asdict(self.sampling)
+            )
         except SystemExit as error:
             raise DataError(
                 f"{where} called sys.exit({error.code!r}) on sample {sample.index}; raise an error, or return the sample with "

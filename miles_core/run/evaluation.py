@@ -37,7 +37,9 @@ class Evaluation:
             return {}
         self.log.progress.phase("evaluation", total=self.evaluator.count)
         with run.clock.phase("evaluation"):
-            return await self.evaluator()
+            found = await self.evaluator()
+        self.log.evaluated(run.step, found.samples)
+        return found.metrics
 
     async def done(self) -> None:
         """Wait for an evaluation that runs beside the loop; one that the user stops is given up."""
@@ -60,4 +62,5 @@ class Evaluation:
     async def _recorded(self, evaluator: Evaluator, step: int) -> None:
         start = time.perf_counter()
         found = await evaluator()
-        self.log.record(step, found | {"time/evaluation": time.perf_counter() - start})
+        self.log.evaluated(step, found.samples)
+        self.log.record(step, found.metrics | {"time/evaluation": time.perf_counter() - start})

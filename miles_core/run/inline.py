@@ -19,7 +19,7 @@ from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
 from miles_core.plugin.detect import gpu_facts, model_facts
 from miles_core.precision.schedule import Precisions
-from miles_core.run.rank import Rank, combined, divided
+from miles_core.run.rank import Rank, combined, divided, in_order
 from miles_core.train.learner import Learner
 
 
@@ -74,9 +74,9 @@ class InlineLearner(LearnerHandle):
 
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
         (share,) = divided(samples, self.rank.run.config.train, replicas=1)
-        learned = combined([self.rank.learn(share, step)])
+        metrics = combined([self.rank.learn(share, step)])
         self._holds = step + 1
-        return Learned(learned, share.count)
+        return Learned(metrics, share.count, in_order([share], [self.learner.tokens]))
 
     async def intact(self) -> bool:
         return self.rank.learner.intact

@@ -1,42 +1,41 @@
-"""What a run tells: metrics on disk, progress on the screen, hints, an example of every step, profiles."""
+"""What a run tells: metrics and samples on disk, progress on the screen, hints, profiles."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from miles_core.contracts.run import Run
-from miles_core.contracts.runtime import Runtime
+from miles_core.contracts.runtime import Runtime, TrainedTokens
 from miles_core.data.sample import Sample
 from miles_core.observe.hints import Hints
 from miles_core.observe.metrics import MetricLog
 from miles_core.observe.progress import Progress
 from miles_core.observe.timer import Profiler
+from miles_core.run.rollouts import RolloutFiles
 
 log = logging.getLogger(__name__)
 
-#: A sample of every step's first group, for the report.
-EXAMPLES = "samples.jsonl"
+#: The samples of a step, each with what training saw of it.
+Kept = list[tuple[Sample, TrainedTokens | None]]
 
 
 class RunLog:
     """Where the numbers of a run go.
 
     Args:
-        directory: the run's.
         metrics: the metric log.
         progress: what a person watches.
         hints: what is said about numbers that look wrong.
         profiler: traces of the steps that ``--profile`` asks for.
+        rollouts: where samples are kept; None with ``--no-save-rollouts``.
     """
 
     def __init__(
-        self, directory: Path, metrics: MetricLog, progress: Progress, hints: Hints, profiler: Profiler
+        self, metrics: MetricLog, progress: Progress, hints: Hints, profiler: Profiler, rollouts: RolloutFiles | None
     ) -> None:
-        self.directory, self.metrics, self.progress = directory, metrics, progress
+        self.metrics, self.progress, self.rollouts = metrics, progress, rollouts
         self.hints, self.profiler = hints, profiler
         self._runtime: Runtime | None = None
 
@@ -50,8 +49,10 @@ class RunLog:
         return self._runtime.metrics() if self._runtime is not None else {}
 
     def roll_back(self, step: int) -> None:
-        """Forget the metrics of all steps after ``step``: they will be made again."""
+        """Forget the metrics and samples of all steps after ``step``: they will be made again."""
         self.metrics.roll_back(step)
+        if self.rollouts is not None:
+            self.rollouts.roll_back(step)
 
     @contextmanager
     def step(self, run: Run) -> Iterator[None]:
@@ -66,18 +67,17 @@ class RunLog:
         for hint in self.hints.of(metrics, step):
             log.warning("%s", hint)
 
-    def example(self, step: int, sample: Sample) -> None:
-        """Keep one sample of a step, for the report."""
-        entry = {
-            "step": step,
-            "prompt": sample.prompt,
-            "response": sample.response,
-            "label": sample.label,
-            "reward": sample.reward,
-            "status": str(sample.status),
-        }
-        with (self.directory / EXAMPLES).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, default=str, ensure_ascii=False) + "\n")
+    def trained(self, step: int, samples: Kept) -> None:
+        """Keep the samples that ``step`` trained on."""
+        if self.rollouts is not None:
+            files = self.rollouts
+            files.write("train", step, (files.row(sample, tokens) for sample, tokens in samples))
+
+    def evaluated(self, step: int, sets: Mapping[str, Sequence[Sample]]) -> None:
+        """Keep the answers to held-out prompts, by data set, of the weights after ``step``."""
+        if self.rollouts is not None:
+            files = self.rollouts
+            files.write("eval", step, (files.row(s, data_set=name) for name, found in sets.items() for s in found))
 
     def close(self) -> None:
         """Close the metric log."""

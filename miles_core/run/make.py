@@ -19,6 +19,7 @@ from miles_core.observe.timer import Profiler
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
 from miles_core.run.log import RunLog
+from miles_core.run.rollouts import RolloutFiles
 
 
 def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], directory: Path) -> Run:
@@ -42,17 +43,14 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
 
 def make_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, start: int | None) -> RunLog:
     """The log of a run that starts at step ``start`` (None: anew), with the hints of every plugin in ``manifests``."""
-    options = run.config.run
+    options, resume_step = run.config.run, -1 if start is None else start
+    keep = options.save_rollouts
     return RunLog(
-        run.directory,
-        MetricLog(
-            run.directory / "metrics.jsonl",
-            resume_step=-1 if start is None else start,
-            sinks=sinks(run.config, run.directory),
-        ),
+        MetricLog(run.directory / "metrics.jsonl", resume_step=resume_step, sinks=sinks(run.config, run.directory)),
         progress,
         Hints(hints_of(manifests.values(), run.plan.holds)),
         Profiler(options.profile_dir or run.directory / "profile", count=int(options.profile)),
+        RolloutFiles(run.directory, run.tokenizer, options.save_rollouts_size, resume_step) if keep else None,
     )
 
 

@@ -17,6 +17,7 @@ from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.trainer import Trainer, TrainerPart
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.means import add, means
@@ -37,11 +38,13 @@ Pairs = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Share:
-    """What one replica gets of a rollout: its samples, the optimiser step of each, and how many steps there are."""
+    """What one replica gets of a rollout: its samples, the optimiser step of each, how many steps there are, and the samples'
+    positions in the rollout."""
 
     samples: list[Sample]
     step_of: list[int]
     count: int
+    positions: list[int]
 
 
 class Rank:
@@ -168,9 +171,17 @@ def divided(samples: Sequence[Sample], options: TrainOptions, replicas: int) -> 
     """One share a replica: whole groups, the same number of optimiser steps for everybody."""
     step_of, count = optimiser_steps(samples, options)
     return [
-        Share([samples[i] for i in mine], [step_of[i] for i in mine], count)
+        Share([samples[i] for i in mine], [step_of[i] for i in mine], count, mine)
         for mine in shares(samples, step_of, replicas)
     ]
+
+
+def in_order(parts: Sequence[Share], seen: Sequence[Sequence[TrainedTokens]]) -> list[TrainedTokens]:
+    """What each replica saw of its share, in the order of the rollout; empty where nothing was recorded."""
+    found: dict[int, TrainedTokens] = {}
+    for share, tokens in zip(parts, seen, strict=True):
+        found |= zip(share.positions, tokens, strict=bool(tokens))
+    return [found[at] for at in sorted(found)]
 
 
 def combined(replicas: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:

@@ -49,6 +49,13 @@ class ToyRun:
         return self.run.directory
 
     @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The samples that it trained on, as it kept them on disk."""
+        from miles_core.observe.rollouts import read_rollouts
+
+        return list(read_rollouts(self.directory))
+
+    @property
     def engine(self) -> Any:
         """The engine of the first policy."""
         return self.parts[0].engine

@@ -20,6 +20,7 @@ from miles_core.algorithm.kl import engine_gap, kl_estimate
 from miles_core.algorithm.overlong import overlong_penalty
 from miles_core.algorithm.reduction import loss_weights
 from miles_core.checkpoint.store import Store
+from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.trainer import Callbacks, Trainer
 from miles_core.data.batch import Batch, collate
 from miles_core.data.means import add, as_floats
@@ -29,6 +30,7 @@ from miles_core.errors import ConfigError, NonFiniteError
 from miles_core.plugin.load import compose
 from miles_core.train.correction import check_rollout_log_probs, correction_inputs
 from miles_core.train.loss import policy_loss, supervised_loss
+from miles_core.train.recorder import TokenRecorder
 
 if TYPE_CHECKING:
     from miles_core.contracts.policy import Policy
@@ -43,10 +45,13 @@ class Learner:
     Attributes:
         intact: False from the first optimiser step of a ``learn`` or ``supervise`` until it is done: then weights and
             optimiser are those of no completed step.
+        tokens: what the last ``learn`` saw of each of its samples, where the run keeps samples (``--save-rollouts``).
     """
 
     def __init__(self, run: Run, policy: Policy, trainer: Trainer) -> None:
         self.intact = True
+        self.tokens: list[TrainedTokens] = []
+        self._recorder = TokenRecorder() if run.config.run.save_rollouts else None
         self.run, self.policy, self.trainer = run, policy, trainer
         hooks, options = run.hooks, run.config.algorithm
         self.corrections = hooks.chain("wrap_correction", run=run)
@@ -60,12 +65,13 @@ class Learner:
         self.advantage: Callable[[AdvantageInputs], Tensor] = ADVANTAGES.get(options.advantage_estimator) or hooks.make(
             "advantage", options.advantage_estimator, run=run
         )
+        loss = compose(
+            policy_loss(options, self.correct if self.corrections else None), hooks.chain("wrap_loss", run=run)
+        )
         trainer.bind(
             Callbacks(
                 forward=compose(trainer.forward, hooks.chain("wrap_forward", run=run, policy=policy)),
-                loss=compose(
-                    policy_loss(options, self.correct if self.corrections else None), hooks.chain("wrap_loss", run=run)
-                ),
+                loss=loss if self._recorder is None else self._recorder.watched(loss),
                 optimizer_step=compose(
                     self._optimizer_step, hooks.chain("wrap_optimizer_step", run=run, policy=policy)
                 ),
@@ -93,9 +99,14 @@ class Learner:
         with self.run.clock.phase("prepare"):
             self._log_probs(batch, steps=len(steps), metrics=metrics)
             batch.columns["advantages"] = self._advantages(batch)
+        if self._recorder is not None:
+            known = "old_log_probs" in batch.columns and not self.run.config.algorithm.use_rollout_logprobs
+            self._recorder.start(batch, batch.column("old_log_probs") if known else None)
         with self.run.clock.phase("train"):
             for number, rows in enumerate(steps):
                 add(metrics, self._optimise(batch.select(rows), first=number == 0))
+        if self._recorder is not None:
+            self.tokens = self._recorder.tokens(batch)
         self.intact = True
         return metrics
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.config import elsewhere
+from miles_core.config import coming_from, elsewhere
 from miles_core.config.load import load
 from miles_core.config.schema import collect
 from miles_core.errors import ConfigError
@@ -17,10 +17,11 @@ from miles_core.plugin.manifest import Plugin
     ("flag", "says"),
     [
         ("--moe-capacity-factor", "does not exist here: "),
-        ("--colocate", "drop the flag"),
         ("--rollout_batch_size", "it is spelt --rollout-batch-size"),
         ("--use-kl-loss", "--kl-loss-coef"),
         ("--batch-size", "did you mean"),
+        ("--learning_rate", "--learning_rate is an option of TRL; here: --lr X"),
+        ("--report-to", "here: --use-wandb, --use-tensorboard"),
         ("--zzz", "miles train --help lists all flags (the flags of a plugin exist once it is installed)"),
     ],
 )
@@ -60,10 +61,32 @@ def test_every_flag_that_a_sentence_recommends_exists():
     table = tomllib.loads(Path(elsewhere.__file__).with_suffix(".toml").read_text())
     known = {*collect([]).spellings(), *table["flags"]}
     sentences = [*table["flags"].values(), *(text for values in table["values"].values() for text in values.values())]
+    sentences += [here for names in elsewhere.others().values() for here in names.values()]
     for sentence in sentences:
         assert sentence.strip() and not sentence.endswith(".")
         for flag in re.findall(r"--[a-z0-9-]+", sentence):
             assert flag in known, (flag, sentence)
+
+
+def test_an_option_of_another_program_is_translated():
+    given = ["actor_rollout_ref.actor.optim.lr=1e-6", "--num_generations", "4", "word"]
+    with pytest.raises(ConfigError, match="3 problems") as raised:
+        load(given, manifests=[])
+    message = str(raised.value)
+    assert "actor_rollout_ref.actor.optim.lr is an option of verl; here: --lr X" in message
+    assert "--num_generations is an option of TRL; here: --n-samples-per-prompt N" in message
+    assert "unexpected argument 'word'" in message
+    page = Path(__file__).parents[2] / "docs/coming-from.md"
+    assert page.read_text() == coming_from.page(), "run: python -m miles_core.config.coming_from > docs/coming-from.md"
+
+
+def test_an_option_that_has_another_meaning_here_is_told_apart():
+    """Nobody is told of it on the command line, where core's option is taken."""
+    core = set(collect([]).spellings())
+    for names in elsewhere.others().values():
+        for theirs, here in names.items():
+            flag = "--" + theirs.lstrip("-").replace("_", "-")
+            assert flag not in core or flag in here, theirs
 
 
 def test_a_variable_that_no_installed_plugin_reads_is_refused():

@@ -60,7 +60,7 @@ def test_an_engine_with_another_model_is_refused_before_the_run(toy_run, tmp_pat
     text = str(refused.value)
     assert difference in text and "\n" not in text
     assert f"the engine ({flags.get('engine', 'embedded')})" in text and "--hf-checkpoint" in text
-    assert not (tmp_path / "run" / "metrics.jsonl").read_text() and not (tmp_path / "run" / "samples.jsonl").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text() and not (tmp_path / "run" / "rollouts").exists()
 
 
 def test_weights_of_another_model_are_refused(toy_run):

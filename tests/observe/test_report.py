@@ -122,39 +122,6 @@ def test_values_that_are_not_finite_and_hints(tmp_path):
     assert "1 of 5 values not finite" in text
 
 
-def test_samples_of_a_resumed_run_count_once(tmp_path, caplog):
-    run_dir = make_run(tmp_path / "run", 2)
-    steps = [1, 2, 3, 4, 3, 4, 5]
-    lines = [json.dumps({"step": s, "prompt": "p", "response": f"r{i}"}) for i, s in enumerate(steps)]
-    lines.insert(4, lines[3][:9])
-    (run_dir / "samples.jsonl").write_text("\n".join(lines) + "\n")
-    page = report(run_dir).read_text()
-    assert re.findall(r">r(\d+)<", page) == ["0", "1", "4", "5", "6"]
-    assert "line 5 of" in caplog.text
-
-
-def test_samples_are_shown_escaped_and_a_torn_line_is_skipped(tmp_path):
-    run_dir = make_run(tmp_path / "run", 2)
-    rows = [
-        {
-            "step": s,
-            "prompt": [{"role": "user", "content": "<b>1+1</b>"}],
-            "response": f"r{s}",
-            "label": 2,
-            "reward": {"exact": 1.0},
-            "status": "completed",
-        }
-        for s in range(40)
-    ]
-    (run_dir / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 4')
-    page = report(run_dir).read_text()
-    assert "user: &lt;b&gt;1+1&lt;/b&gt;" in page
-    shown = re.findall(r">r(\d+)<", page)
-    assert len(shown) == 12
-    assert (shown[0], shown[-1]) == ("0", "39")
-    assert "exact 1" in page
-
-
 def test_environment_is_shown(tmp_path):
     run_dir = make_run(tmp_path / "run", 1)
     environment.write_environment(run_dir)

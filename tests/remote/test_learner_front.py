@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from miles_core.config.load import load
+from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.data.world import World
@@ -45,7 +46,9 @@ def front(recorded, said):
 
 def learn(number, share, step):
     weight = float(len(share.samples))
-    return {"train/loss": (weight * number, weight)}, {"prepare": 0.1, "train": 0.1 + number}
+    # the last rank of a replica computes the loss, the first one sees no token
+    seen = [TrainedTokens(np.full(2, s.index), np.full(2, number)) for s in share.samples] if number % 2 else []
+    return {"train/loss": (weight * number, weight)}, {"prepare": 0.1, "train": 0.1 + number}, seen
 
 
 def test_groups_are_divided_over_replicas_and_one_rank_of_each_is_counted(front):
@@ -65,6 +68,7 @@ def test_groups_are_divided_over_replicas_and_one_rank_of_each_is_counted(front)
         for a, b in [(shares[0], shares[2])]
     )
     assert learned.steps == 1 and learned.metrics == {"train/loss": pytest.approx((1 * 4 + 3 * 4) / 8)}
+    assert [tokens.log_probs[0] for tokens in learned.tokens] == list(range(8))
     seconds = made.run.clock.metrics()
     assert seconds["time/train"] == pytest.approx(3.1) and seconds["time/prepare"] == pytest.approx(0.1)
     assert sum(v for k, v in seconds.items() if k != "time/step") == pytest.approx(seconds["time/step"], abs=0.01)

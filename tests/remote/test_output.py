@@ -9,7 +9,7 @@ from miles_core.remote.output import Output, path_of
 
 LINES = """WARNING somewhere: a file is missing
 W1122 05:12:08.994000 1377{n} somewhere/else.py:630] an old name
-INFO miles_core.thing: ready
+INFO miles_thing.work: ready
 Traceback (most recent call last):
 """
 
@@ -22,6 +22,6 @@ def test_what_a_library_has_every_worker_say_is_said_once(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="miles_core"):
         asyncio.run(output.close())
     said = [record.getMessage() for record in caplog.records]
-    own = ["miles_core.thing: ready", "Traceback (most recent call last):"]
+    own = ["miles_thing.work: ready", "Traceback (most recent call last):"]
     assert said[:2] == ["a: somewhere: a file is missing", "a: " + LINES.splitlines()[1].replace("{n}", "0")]
     assert said[2:] == [f"{name}: {line}" for name in "ab" for line in own]

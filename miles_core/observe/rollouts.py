@@ -1,0 +1,69 @@
+"""Rollouts on disk: where the samples of each step are, and how they are read.
+
+``RUN/rollouts/train/00000012.jsonl.gz`` holds the samples that step 12 trained on, ``RUN/rollouts/eval/00000012.jsonl.gz`` the answers
+to the held-out prompts after it: one JSON object a line, compressed with gzip. A file is there with all samples of its step or not at
+all. ``miles_core.run.rollouts`` writes them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from miles_core.errors import MilesError
+
+log = logging.getLogger(__name__)
+
+DIRECTORY = "rollouts"
+KINDS = ("train", "eval")
+SUFFIX = ".jsonl.gz"
+
+
+def rollout_file(run_dir: Path | str, kind: str, step: int) -> Path:
+    """Where the samples of a step are or would be."""
+    return Path(run_dir) / DIRECTORY / kind / f"{step:08d}{SUFFIX}"
+
+
+def rollout_files(run_dir: Path | str, kind: str = "train") -> dict[int, Path]:
+    """Step -> file of the steps whose samples are on disk, ascending."""
+    found = (Path(run_dir) / DIRECTORY / kind).glob(f"*{SUFFIX}")
+    steps = {int(number): path for path in found if (number := path.name.removesuffix(SUFFIX)).isdigit()}
+    return dict(sorted(steps.items()))
+
+
+def read_rollouts(run_dir: Path | str, kind: str = "train", step: int | None = None) -> Iterator[dict[str, Any]]:
+    """The samples that a run kept on disk, one mapping each, in the order of their steps.
+
+    Args:
+        run_dir: the run directory, the one ``--save`` named.
+        kind: ``train``, or ``eval`` for the answers to held-out prompts.
+        step: only this one; by default every step that is there.
+
+    Raises:
+        MilesError: no such kind, or no samples of that step on disk.
+    """
+    if kind not in KINDS:
+        raise MilesError(f"rollouts of kind {kind!r} do not exist; it is one of {', '.join(KINDS)}")
+    files = rollout_files(run_dir, kind)
+    if step is not None:
+        if step not in files:
+            have = f"those of steps {min(files)} to {max(files)} are" if files else "none are"
+            raise MilesError(f"{run_dir}: the {kind} samples of step {step} are not on disk; {have}")
+        files = {step: files[step]}
+    for path in files.values():
+        yield from read_file(path)
+
+
+def read_file(path: Path) -> list[dict[str, Any]]:
+    """The samples of one file; none, with a warning, where a machine that lost its power left it damaged."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
+            return [dict(json.loads(line)) for line in file]
+    except (OSError, EOFError, zlib.error, ValueError, TypeError) as error:
+        log.warning("%s cannot be read (%s); the samples of that step are left out", path, error)
+        return []
