@@ -30,7 +30,7 @@ from typing import Any
 
 from measure import finish, installed, options
 
-from miles_core.testing.toy import toy_arguments
+from miles_core.testing.toy import toy_arguments, toy_files
 
 VICTIMS = ("engine", "rank", "driver")
 PHASES = ("rollout", "train", "sync", "save", "evaluation")
@@ -233,6 +233,7 @@ def main() -> None:
         for first in range(0, chosen.kills, chosen.kills_a_run)
         for victim, phase in sorted(cells, key=lambda cell: cell[0] != "driver")  # the longest first
     ]
+    toy_files()  # once, and not in several threads
     with ThreadPoolExecutor(chosen.jobs) as pool:
         runs = list(pool.map(lambda task: None if time.time() > end else counted(task, chosen.log), tasks))
     matrix = {

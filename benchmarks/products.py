@@ -1,6 +1,7 @@
-"""float32 products of the shapes a training step has: torch.mm (MKL) against oneDNN, taking turns.
+"""float32 products by one library or the other, taking turns: torch.mm (MKL) against oneDNN for the shapes of a training step, and
+for the few rows of a decode step the weights as right against left operand.
 
-Backs ``miles_embedded/model/onednn.py``. The last line is one JSON object with GFLOP/s (medians) and their ratio a shape.
+Backs ``miles_embedded/model/onednn.py``. The last line is one JSON object with GFLOP/s, and with microseconds a product of few rows (medians).
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import torch
 from measure import finish, installed, options
 
 SHAPES = ((7859, 128, 128), (1965, 128, 256), (1965, 256, 128), (512, 128, 128))
+#: Rows, inner and columns of a decode step's products; of each so many weights that a processor's cache does not hold them.
+FEW = tuple((rows, inner, 1536 - inner) for inner in (384, 1152) for rows in (1, 2, 4, 8, 16))
+MATRICES = 24
 
 
 def rate(product, flops: int) -> float:
@@ -19,6 +23,27 @@ def rate(product, flops: int) -> float:
     started = time.perf_counter()
     product()
     return flops / (time.perf_counter() - started) / 1e9
+
+
+def few_rows(turns: int) -> dict[str, dict[str, float]]:
+    """Microseconds a product, by shape."""
+    found = {}
+    for rows, inner, columns in FEW:
+        x, weights = torch.randn(rows, inner), [torch.randn(columns, inner) for _ in range(MATRICES)]
+        twice = x if rows > 1 else torch.cat([x, x])
+        sides = {
+            "right": lambda x=x, weights=weights: [torch.nn.functional.linear(x, w) for w in weights],
+            "left": lambda x=twice, weights=weights: [torch.mm(w, x.t()).t().contiguous() for w in weights],
+        }
+        seen: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(turns):
+            for name, products in sides.items():
+                started = time.perf_counter()
+                products()
+                seen[name].append((time.perf_counter() - started) / MATRICES * 1e6)
+        times = {name: round(statistics.median(values), 1) for name, values in seen.items()}
+        found[f"{rows}x{inner}x{columns}"] = times | {"ratio": round(times["right"] / times["left"], 2)}
+    return found
 
 
 def main() -> None:
@@ -39,7 +64,7 @@ def main() -> None:
                 seen[name].append(rate(product, 2 * rows * inner * columns))
         found = {name: round(statistics.median(values), 1) for name, values in seen.items()}
         shapes[f"{rows}x{inner}x{columns}"] = found | {"ratio": round(found["onednn"] / found["mkl"], 2)}
-    result = {"threads": chosen.threads, "gflops": shapes}
+    result = {"threads": chosen.threads, "gflops": shapes, "few_rows": few_rows(chosen.turns)}
     finish("products", result, chosen.save, lambda: installed("miles-core", "torch"))
 
 

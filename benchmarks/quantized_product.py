@@ -228,7 +228,7 @@ def generating(
 async def all_of(engine: EmbeddedEngine, requests: list[Request]) -> Sequence[Response]:
     await engine.start()
     found = await asyncio.gather(*(engine.generate(r) for r in requests))
-    await engine.sleep()
+    await engine.sleep(["cache"])
     return found
 
 

@@ -38,7 +38,7 @@ VOCABULARY = 32000
 def make_model(kind: str, directory: Path) -> Path:
     """A random checkpoint with a tokenizer of one word an id."""
     import transformers
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     common = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": 1}
     common |= {
@@ -61,6 +61,7 @@ def make_model(kind: str, directory: Path) -> Path:
     model.save_pretrained(directory)
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w0").save_pretrained(
         directory
     )

@@ -5,10 +5,13 @@ A model with random weights is no use as it is: every draft of it is a guess. So
 
 - ``speedup``: tokens a second of the engine with k drafts, with ``auto`` and with trees, over those without, for each batch size and
   temperature: the median over turns in which every side runs once.
+- ``grid``: ``auto`` for each batch size with drafts of several qualities: the draft's own, and ones whose distribution was flattened
+  (``--sharpness``, a factor of its logits; 0 drafts any token).
 - ``moving``: the policy learns another language; after every ``--move`` steps the acceptance of the draft as it was and of one that was
   trained on the policy's own tokens (soft targets), and their speed-up at ``--moving-lookahead`` drafts.
 
-On a GPU: ``--device cuda --dtype bfloat16 --layers 28 --hidden 1024 --vocab 32768 --batches 1,8,64,256``.
+On a GPU: ``--device cuda --dtype bfloat16 --layers 28 --hidden 1024 --vocab 32768 --batches 1,8,64,256``. ``--checkpoint DIR`` takes a real
+model instead, and trains an MTP layer for it on what it writes itself.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from miles_core.backend import Request, Sampling
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_embedded import load_model
+from miles_embedded import decoder_layers, load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.logprobs import logits_of
@@ -54,16 +57,19 @@ def main() -> None:
         checkpoint = make_checkpoint(given, Path(scratch))
         model = load_model(checkpoint, given.dtype, given.device)
         head = attach(model, checkpoint)
-    language = Language(given.vocab, seed=1)
+    given.layers, given.vocab = len(decoder_layers(model)), len(model.get_output_embeddings().weight)
+    language: Any = Prompts(given.checkpoint) if given.checkpoint else Language(given.vocab, seed=1)
     result: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "draft_parameters": sum(p.numel() for p in head.parameters.values()),
         "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
         "threads": given.threads,
-        "pretrain": train(model, head, language, given.pretrain, given, policy=True),
     }
+    lessons = Rollouts(model, language, 256) if given.checkpoint else language
+    result["pretrain"] = train(model, head, lessons, given.pretrain, given, policy=not given.checkpoint)
     say(result)
     result["speedup"] = speedups(model, head, language, given)
+    result["grid"] = grid(model, head, language, given)
     if given.rounds:
         result["moving"] = moving(model, head, given)
     finish("speculative", result, given.save, lambda: installed("torch", "transformers"), given.device)
@@ -87,6 +93,8 @@ def parse() -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--batches", default="1,4,16")
+    parser.add_argument("--sharpness", default="", help="factors of the draft's logits for the grid, as 1,0.3,0")
+    parser.add_argument("--checkpoint", help="a Hugging Face checkpoint instead of the synthetic model")
     parser.add_argument(
         "--lookaheads", default="1,2,4,auto", help="K, auto, or KxN for a tree of depth K with N candidates at each"
     )
@@ -120,8 +128,29 @@ class Language:
         return out
 
 
+class Prompts:
+    """Chats for a real model."""
+
+    def __init__(self, checkpoint: str) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self.count = 0
+
+    def batch(self, count: int, length: int) -> list[list[int]]:
+        """``count`` prompts of about as many tokens as they have; ``length`` is not looked at."""
+        asked = ("Explain how {} works.", "Write a short story about {}.", "What is {}? Answer in a list.")
+        things = ("rain", "a clock", "the heart", "a market", "salt", "an engine", "the moon", "bread", "a library")
+        self.count += count
+        chosen = range(self.count - count, self.count)
+        chats = [[{"role": "user", "content": asked[i % 3].format(things[i // 3 % 9])}] for i in chosen]
+        return [self.tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+
+
 def make_checkpoint(given: argparse.Namespace, scratch: Path) -> Path:
-    """A dense Qwen3 with an MTP layer."""
+    """A dense Qwen3, or the real model, with an MTP layer."""
+    if given.checkpoint:
+        return with_mtp(given.checkpoint, scratch / "mtp")
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from miles_core.testing.tiny import tiny_tokenizer
@@ -156,10 +185,9 @@ def train(
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     last = {}
     for _ in range(steps):
-        tokens = language.batch(8, 96)
+        tokens = [list(map(int, row)) for row in language.batch(8, 96)]
         samples = [
-            Sample(tokens=row.tolist(), response_length=len(row) - 1, index=i, group_index=i)
-            for i, row in enumerate(tokens)
+            Sample(tokens=row, response_length=len(row) - 1, index=i, group_index=i) for i, row in enumerate(tokens)
         ]
         batch = collate(samples).to(given.device)
         packing = pack(batch, share=False)
@@ -180,7 +208,7 @@ def train(
     return last
 
 
-def decoder(draft: Head, name: str) -> SpeculativeDecoder | None:
+def decoder(draft: Any, name: str) -> SpeculativeDecoder | None:
     """``plain``, ``auto``, ``K`` or ``KxN``."""
     if name == "plain":
         return None
@@ -189,7 +217,7 @@ def decoder(draft: Head, name: str) -> SpeculativeDecoder | None:
     return TreeDecoder(draft, lookahead, int(width)) if width else SpeculativeDecoder(draft, lookahead)
 
 
-def speedups(model: Any, head: Head, language: Language, given: argparse.Namespace) -> list[dict[str, Any]]:
+def speedups(model: Any, head: Head, language: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry a batch size and temperature."""
     found = []
     for rows in map(int, given.batches.split(",")):
@@ -201,8 +229,35 @@ def speedups(model: Any, head: Head, language: Language, given: argparse.Namespa
     return found
 
 
+class Flat:
+    """A draft whose distribution is flatter than it was."""
+
+    def __init__(self, draft: Head, sharpness: float) -> None:
+        self.draft, self.sharpness = draft, sharpness
+        self.policy, self.parameters = draft.policy, draft.parameters
+
+    def __call__(self, *given: Any) -> Tensor:
+        return self.draft(*given)
+
+    def logits(self, out: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
+        return self.draft.logits(out) * self.sharpness
+
+
+def grid(model: Any, head: Head, language: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """``auto`` at temperature 1, one entry a batch size and sharpness."""
+    found = []
+    for sharpness in map(float, filter(None, given.sharpness.split(","))):
+        for rows in map(int, given.batches.split(",")):
+            entry = {"rows": rows, "sharpness": sharpness}
+            entry |= compared(model, Flat(head, sharpness), language, given, rows, 1.0, ["auto"])
+            say(entry)
+            found.append(entry)
+    return found
+
+
 def compared(
-    model: Any, head: Head, language: Any, given: argparse.Namespace, rows: int, temperature: float, names: list[str]
+    model: Any, head: Any, language: Any, given: argparse.Namespace, rows: int, temperature: float, names: list[str]
 ) -> dict[str, Any]:
     """Every side once a turn, after one turn that is not counted; a side keeps its decoder, and ``auto`` what it learned."""
     decoders = {name: decoder(head, name) for name in ("plain", *names)}
@@ -229,7 +284,7 @@ def generate(
     if made is not None:
         settings.decoder = made
     engine = EmbeddedEngine(model, settings)
-    prompts = language.batch(rows, 16).tolist()
+    prompts = [list(map(int, prompt)) for prompt in language.batch(rows, 16)]
     sampling = Sampling(given.tokens, temperature=temperature, ignore_eos=True)
     start = time.perf_counter()
     responses = ask(engine, [Request(p, sampling, key=i) for i, p in enumerate(prompts)])
@@ -252,18 +307,19 @@ def ask(engine: EmbeddedEngine, requests: list[Request]) -> list[Any]:
 
 
 class Rollouts:
-    """What the policy itself generates, as a language to train a draft on."""
+    """What the policy itself generates, as a language to train a draft on: ``count`` responses, of which each batch has some."""
 
-    def __init__(self, model: Any, language: Language) -> None:
-        self.model, self.language = model, language
+    def __init__(self, model: Any, language: Any, count: int = 64, length: int = 96) -> None:
+        engine = EmbeddedEngine(model, Settings(lambda tokens: "", eos=[1], max_running_requests=count))
+        prompts = [list(map(int, prompt)) for prompt in language.batch(count, 16)]
+        requests = [Request(p, Sampling(length - 16, ignore_eos=True), key=i) for i, p in enumerate(prompts)]
+        self.rows = [p + r.tokens for p, r in zip(prompts, ask(engine, requests), strict=True)]
+        self.given = 0
 
-    def batch(self, count: int, length: int) -> Tensor:
-        """[count, length] ids: prompts and what the policy continues them with."""
-        engine = EmbeddedEngine(self.model, Settings(lambda tokens: "", eos=[1], max_running_requests=count))
-        prompts = self.language.batch(count, 16).tolist()
-        sampling = Sampling(length - 16, ignore_eos=True)
-        responses = ask(engine, [Request(p, sampling, key=i) for i, p in enumerate(prompts)])
-        return torch.tensor([p + r.tokens for p, r in zip(prompts, responses, strict=True)])
+    def batch(self, count: int, length: int) -> list[list[int]]:
+        """``count`` sequences; ``length`` is not looked at."""
+        self.given += count
+        return [self.rows[i % len(self.rows)] for i in range(self.given - count, self.given)]
 
 
 def moving(model: Any, head: Head, given: argparse.Namespace) -> list[dict[str, Any]]:

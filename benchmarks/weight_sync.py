@@ -1,11 +1,14 @@
 """Weights from a trainer to an engine: every path of the plugin ``zero_copy`` and core's copy, against one copy of memory.
 
     python benchmarks/weight_sync.py --save
-    python benchmarks/weight_sync.py --device cuda --megabytes 1000,8000,30000 --precision bf16,fp8 --save
+    python benchmarks/weight_sync.py --device cuda --side 8192 --megabytes 1000,8000,30000 --precision bf16,fp8 --save
+    python benchmarks/weight_sync.py --device cuda --side 8192 --megabytes 1000,8000 --only NCCL --save   # two GPUs
 
-Random matrices of [4096, 4096] (smaller ones for few megabytes) are encoded and sent as a run sends them, checksums included. The
-receiver of buckets is another process that copies each tensor into its own, codes as codes. ``of_limit`` is the speed in
-units of one plain copy of as many bytes within one memory, measured beside it. One storage is measured on a Llama of that size.
+Random matrices of [side, side] (smaller ones for few megabytes) are encoded and sent as a run sends them, checksums included. The
+receiver of buckets is another process that copies each tensor into its own, codes as codes; on a second GPU where there is one and NCCL is measured.
+``of_limit`` is the speed in units of one plain copy of as many bytes within one memory, measured beside it, or for NCCL of a broadcast alone;
+``of_copy`` compares seconds with those of a copy of the BF16 weights. One storage is measured on a Llama of that size, Ray's object store as
+the plain copy under Ray uses it. Messages carry everything here (``weight_delta.py`` has differences).
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import argparse
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
@@ -23,33 +28,51 @@ import torch
 from measure import finish, installed
 from torch import nn
 
+from miles_core import SyncError
 from miles_core.backend import Codec, CopyTransport, Encoded, Inbox, Unit
 from miles_core.precision.installed import format_class
 from miles_zero_copy import paths
-from miles_zero_copy.sender import Sender
+from miles_zero_copy.sender import Sender, Sent
 
 
-def matrices(megabytes: int, device: str) -> dict[str, torch.Tensor]:
+def matrices(megabytes: int, device: str, side: int) -> dict[str, torch.Tensor]:
     """Named BF16 matrices of about so many megabytes."""
-    side = 4096 if megabytes >= 64 else 512 if megabytes >= 4 else 256
+    side = side if megabytes >= 64 else 512 if megabytes >= 4 else 256
     count = max(megabytes * 10**6 // (2 * side * side), 1)
     one = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     return {f"model.layers.{i}.self_attn.q_proj.weight": (one * (1 + i / count)) for i in range(count)}
 
 
-def receiver(connection: Connection, device: str) -> None:
+class Own:
+    """Tensors of the receiver's own, into which it copies what came."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.tensors = device, dict[str, torch.Tensor]()
+
+    def take(self, units: Iterable[Encoded]) -> None:
+        """Copy all of them."""
+        for unit in units:
+            for name, tensor in unit.parts.items():
+                if name not in self.tensors:
+                    self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                self.tensors[name].copy_(tensor)
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+    def read(self, data: Any) -> None:
+        """Copy what is in bytes."""
+        self.take(Encoded.read(data))
+
+
+def receiver(connection: Connection, device: str, gpu: int) -> None:
     """Another process: takes messages and copies what is in them into tensors of its own."""
     torch.set_num_threads(1)
-    inbox, own = Inbox(), dict[str, torch.Tensor]()
+    if device != "cpu":
+        torch.cuda.set_device(gpu)
+    inbox, own = Inbox(), Own(device)
     while (message := connection.recv()) is not None:
         try:
-            for unit in inbox.open(message):
-                for name, tensor in unit.parts.items():
-                    if name not in own:
-                        own[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                    own[name].copy_(tensor)
-            if device != "cpu":
-                torch.cuda.synchronize()
+            own.take(inbox.open(asyncio.run(inbox.fetched(message))))
             connection.send("")
         except Exception as error:  # is told to the sender
             connection.send(f"{type(error).__name__}: {error}")
@@ -58,10 +81,10 @@ def receiver(connection: Connection, device: str) -> None:
 class Elsewhere:
     """The receiver as an engine: ``receive`` returns when it has acknowledged."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, gpu: int = 0) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, there = context.Pipe()
-        self.process = context.Process(target=receiver, args=(there, device), daemon=True)
+        self.process = context.Process(target=receiver, args=(there, device, gpu), daemon=True)
         self.process.start()
 
     async def receive(self, message: Any, last: bool) -> None:
@@ -80,14 +103,12 @@ class Elsewhere:
 class Here:
     """An engine in this process that copies each tensor into its own."""
 
-    def __init__(self) -> None:
-        self.own: dict[str, torch.Tensor] = {}
+    def __init__(self, device: str) -> None:
+        self.own = Own(device)
 
     async def update_weights(self, units: Iterator[Encoded], version: int) -> None:
         """Take them."""
-        for unit in units:
-            for name, tensor in unit.parts.items():
-                self.own.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+        self.own.take(units)
 
 
 def timed(send: Any, repeats: int, device: str) -> float:
@@ -102,34 +123,64 @@ def timed(send: Any, repeats: int, device: str) -> float:
     return median(seconds[1:])
 
 
-def through_buckets(path: paths.Path, bucket: int, tensors: Any, codec: Codec, repeats: int, device: str) -> dict:
-    """A path to another process."""
-    engine = Elsewhere(device)
+def through_buckets(way: Any, bucket: int, stream: Any, repeats: int, device: str, gpu: int) -> dict:
+    """A path to another process, which has such a GPU."""
+    path = way()
+    engine = Elsewhere(device, gpu)
     with asyncio.Runner() as runner:
-        sender = Sender(path.make, bucket, (0, 1))
-        encoded = 0
+        sender, sent = Sender(path, bucket, (0, 1)), Sent()
+        try:
+            runner.run(sender.greet(engine.receive, 0))
+            limit = None if path.limit else runner.run(sender.speed(engine.receive, 0))
 
-        def send() -> None:
-            nonlocal encoded
-            stream = codec.encode((Unit({name: t}, lasting=True) for name, t in tensors.items()), sender.room)
-            encoded = runner.run(sender.send(stream, engine.receive)).nbytes
+            def send() -> None:
+                nonlocal sent
+                if isinstance(path.make, partial) and "sent" in path.make.keywords:
+                    path.make.keywords["sent"].clear()  # no difference to what was sent before
+                sent = runner.run(sender.send(stream(sender.room), engine.receive, 1))
 
-        seconds = timed(send, repeats, device)
-        sender.close()
-        engine.close()
-    return {"seconds": seconds, "bytes": encoded}
+            found = {"seconds": timed(send, repeats, device), "bytes": sent.travelled, "buckets": sent.buckets}
+        finally:
+            sender.close()
+            engine.close()
+    return found | ({"limit": limit} if limit else {})
 
 
-def copied(tensors: Any, codec: Codec, repeats: int, device: str) -> dict:
+def through_ray(stream: Any, repeats: int) -> dict:
+    """The plain copy under Ray: tensors as bytes, put into its object store, copied out by an actor."""
+    import numpy as np
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    own = ray.remote(Own).options(num_cpus=0).remote("cpu")
+    nbytes = 0
+
+    def send() -> None:
+        nonlocal nbytes
+        nbytes, waiting, pieces = 0, [], list[bytes]()
+        for unit in [*stream(None), None]:
+            if unit is not None:
+                pieces.append(unit.to_bytes())
+                nbytes += unit.nbytes
+            if pieces and (unit is None or sum(map(len, pieces)) >= 64 << 20):
+                waiting.append(own.read.remote(ray.put(np.frombuffer(b"".join(pieces), np.uint8))))
+                pieces = []
+        ray.get(waiting)
+
+    try:
+        return {"seconds": timed(send, repeats, "cpu"), "bytes": nbytes}
+    finally:
+        ray.shutdown()
+
+
+def copied(stream: Any, repeats: int, device: str) -> dict:
     """Core's copy, within the process."""
-    transport = CopyTransport(Here())  # type: ignore[arg-type]
+    transport = CopyTransport(Here(device))  # type: ignore[arg-type]
     report: Any = None
 
     def send() -> None:
         nonlocal report
-        report = asyncio.run(
-            transport.send(codec.encode(Unit({name: t}, lasting=True) for name, t in tensors.items()), 1)
-        )
+        report = asyncio.run(transport.send(stream(None), 1))
 
     seconds = timed(send, repeats, device)
     return {"seconds": seconds, "bytes": report.nbytes}
@@ -169,24 +220,40 @@ def measured(megabytes: int, precision: str, options: argparse.Namespace) -> dic
     """All paths for one size and number format."""
     device, repeats = options.device, options.repeats
     codec = Codec() if precision == "bf16" else Codec(format_class(precision)())
-    tensors = matrices(megabytes, device)
+    tensors = matrices(megabytes, device, options.side)
+    whole = sum(t.numel() * 2 for t in tensors.values())
     limit = paths.copy_speed(min(megabytes * 10**6, 2 * 10**9), device)
     rows: dict[str, dict] = {}
-    for path in paths.paths(torch.device(device)):
-        if path.name in options.skip.split(","):
+
+    def stream(room: Any) -> Iterator[Encoded]:
+        return codec.encode((Unit({name: t}, lasting=True) for name, t in tensors.items()), room)
+
+    def wanted(name: str) -> bool:
+        return options.only in name
+
+    for name, way in paths.paths(torch.device(device)).items():
+        if not wanted(name):
             continue
-        rows[path.name] = through_buckets(path, options.bucket, tensors, codec, repeats, device)
-    rows["copy within the process"] = copied(tensors, codec, repeats, device)
-    del tensors
-    if precision == "bf16":
+        try:
+            gpu = 1 if "NCCL" in name and torch.cuda.device_count() > 1 else 0
+            rows[name] = through_buckets(way, options.bucket, stream, repeats, device, gpu)
+        except SyncError as error:
+            print(f"{name} is not measured: {error}", flush=True)
+    if wanted("copy within the process"):
+        rows["copy within the process"] = copied(stream, repeats, device)
+    if wanted("Ray") and device == "cpu" and find_spec("ray"):
+        rows["Ray's object store"] = through_ray(stream, repeats)
+    tensors.clear()
+    if precision == "bf16" and wanted("one storage"):
         rows["one storage"] = shared(megabytes, repeats, device)
     for row in rows.values():
         row["gb_per_second"] = row["bytes"] / row["seconds"] / 1e9
-        row["of_limit"] = row["bytes"] / row["seconds"] / limit
+        row["of_limit"] = row["bytes"] / row["seconds"] / row.get("limit", limit)
+        row["of_copy"] = row["seconds"] / (whole / limit)
     for name, row in rows.items():
         print(
             f"{megabytes:>6} MB {precision:>5}  {name:36} {row['seconds']:9.4f} s {row['gb_per_second']:9.2f} GB/s "
-            f"{row['of_limit']:6.2f} of a copy",
+            f"{row['of_limit']:6.2f} of its limit, {row['of_copy']:6.2f} x a copy of BF16",
             flush=True,
         )
     return {"megabytes": megabytes, "precision": precision, "limit_gb_per_second": limit / 1e9, "paths": rows}
@@ -196,11 +263,12 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--megabytes", default="1,16,128,1000", help="sizes of the BF16 weights")
+    parser.add_argument("--megabytes", default="1,16,128,1000,4000", help="sizes of the BF16 weights")
     parser.add_argument("--precision", default="bf16,fp8")
-    parser.add_argument("--bucket", type=int, default=64 << 20, help="bytes of a bucket")
+    parser.add_argument("--bucket", type=int, default=512 << 20, help="bytes of a bucket, at most")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--skip", default="", help="paths to leave out, by name")
+    parser.add_argument("--only", default="", help="paths whose name has this in it")
+    parser.add_argument("--side", type=int, default=2048, help="rows and columns of a matrix")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)

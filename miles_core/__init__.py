@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from miles_core.plugin.manifest import Capability, Pair, Plugin, Rule, Set
     from miles_core.plugin.marker import hookimpl
     from miles_core.plugin.option import option
+    from miles_core.plugin.panel import Panel
     from miles_core.plugin.problem import Problem, Review, described
     from miles_core.stash import StashKey
 
@@ -78,6 +79,7 @@ __getattr__, __dir__ = looked_up(
         "miles_core.plugin.manifest": "Capability Pair Plugin Rule Set",
         "miles_core.plugin.marker": "hookimpl",
         "miles_core.plugin.option": "option",
+        "miles_core.plugin.panel": "Panel",
         "miles_core.plugin.problem": "Problem Review described",
         "miles_core.stash": "StashKey",
     },
@@ -108,6 +110,7 @@ __all__ = [
     "NonFiniteError",
     "Output",
     "Pair",
+    "Panel",
     "PlanError",
     "Plugin",
     "PluginError",

@@ -78,11 +78,13 @@ def train(*, quiet: bool = False, **options: Any) -> Result:
     from miles_core.config.load import load
     from miles_core.launch import launch
     from miles_core.observe.metrics import read
-    from miles_core.run.prepare import applied, prepare
+    from miles_core.run.checks import planned
+    from miles_core.run.prepare import localised
 
-    config = load(arguments(options))
-    accepted, catalogue = prepare(config)
-    done = launch(applied(config, accepted), accepted, catalogue, Console(quiet=True) if quiet else None)
+    given = load(arguments(options))
+    config, accepted, catalogue = planned(given)
+    localised(given)  # the weights too, now that the plan is accepted
+    done = launch(config, accepted, catalogue, Console(quiet=True) if quiet else None)
     end, directory = done.ending, done.run.directory
     return Result(
         directory=directory,

@@ -60,9 +60,12 @@ from miles_core.run.prepare import accept
 from miles_core.run.rank import Rank, Share, combined, divided, in_order
 from miles_core.schedule.paused import paused
 from miles_core.schedule.sync import SyncSchedule
+from miles_core.sync.arrivals import Arrival, Arrivals
+from miles_core.sync.broadcast import Broadcast
 from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, rounded
 from miles_core.sync.copy import CopyTransport
-from miles_core.sync.device_memory import DeviceMemory
+from miles_core.sync.delta import difference
+from miles_core.sync.device_memory import DeviceMemory, Loan
 from miles_core.sync.inbox import Inbox
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
@@ -80,7 +83,10 @@ __all__ = [
     "PLAIN",
     "SAMPLING_SUPPORT",
     "VALUES",
+    "Arrival",
+    "Arrivals",
     "Batch",
+    "Broadcast",
     "Bucket",
     "Callbacks",
     "Codec",
@@ -105,6 +111,7 @@ __all__ = [
     "Learner",
     "LearnerFront",
     "LearnerHandle",
+    "Loan",
     "Loss",
     "LossFunction",
     "OptimizerConfig",
@@ -157,6 +164,7 @@ __all__ = [
     "collate",
     "combined",
     "config_facts",
+    "difference",
     "divided",
     "get_rng",
     "in_order",

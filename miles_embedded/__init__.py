@@ -3,13 +3,14 @@
 It registers itself by this manifest like any other backend. ``model`` is what both sides share, ``engine`` generates,
 ``trainer`` trains, ``quantized`` is the forward of quantised layers on both sides.
 
-What plugins may import from here, looked up when it is first used: ``load_model``, ``decoder_layers``, ``is_embedded`` and, inside
-of a layer, ``active_context`` for those that hook modules; ``make_engine`` and ``make_trainer`` for those that wrap a whole
-side; ``Decoder``, ``Emitted``, ``Prompts``, ``one_each`` and ``pick`` for those that decode; ``new_layer``, ``add_layer``,
-``read_layer`` and ``run_layer`` for those that put layers behind a model's own, ``OptimizerGroup`` and ``optimizer_group`` for
-those that train parameters in their own way; ``Operations`` (its functions' types beside it) with
-``operations_of`` and ``use_operations``, and the calls that attention works on, for those that compute a model's steps in
-another way. ``miles_embedded.testing`` is public too.
+What plugins may import from here, looked up when it is first used: ``load_model``, ``decoder_layers``, ``is_embedded``,
+``routed_blocks`` (of ``Routed``, one by one ``routed``) and, inside of a layer, ``active_context`` for those that hook modules;
+``make_engine`` and ``make_trainer`` for those that wrap a whole side; ``Decoder``, ``Emitted``, ``Prompts``, ``one_each`` and
+``pick`` for those that decode; ``new_layer``, ``add_layer``, ``read_layer`` and ``run_layer`` for those that put layers behind
+a model's own, ``checkpoint_config``, ``unloaded_model`` and ``prepare`` for those that build a model beside it,
+``OptimizerGroup`` and ``optimizer_group`` for those that train parameters in their own way; ``Operations`` (its functions'
+types beside it) with ``operations_of`` and ``use_operations``, and the calls that attention works on, for those that compute a
+model's steps in another way. ``miles_embedded.testing`` is public too.
 """
 
 from typing import TYPE_CHECKING
@@ -26,9 +27,19 @@ if TYPE_CHECKING:
     from miles_embedded.engine.sampling import pick
     from miles_embedded.model.attention import AttentionOptions
     from miles_embedded.model.call import Call, active_context
+    from miles_embedded.model.configuration import text_configuration
     from miles_embedded.model.export import export_checkpoint
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
-    from miles_embedded.model.load import backbone, decoder_layers, has_windows, is_embedded, load_model
+    from miles_embedded.model.load import (
+        backbone,
+        checkpoint_config,
+        decoder_layers,
+        has_windows,
+        is_embedded,
+        load_model,
+        prepare,
+        unloaded_model,
+    )
     from miles_embedded.model.logprobs import logits_of
     from miles_embedded.model.onednn import available
     from miles_embedded.model.operations import (
@@ -39,6 +50,7 @@ if TYPE_CHECKING:
         operations_of,
         use_operations,
     )
+    from miles_embedded.model.routers import Routed, routed, routed_blocks
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
     from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
@@ -59,10 +71,12 @@ __all__ = [
     "PackedCall",
     "Packing",
     "Prompts",
+    "Routed",
     "active_context",
     "add_layer",
     "available",
     "backbone",
+    "checkpoint_config",
     "decoder_layers",
     "export_checkpoint",
     "has_windows",
@@ -77,8 +91,13 @@ __all__ = [
     "optimizer_group",
     "pick",
     "plugin",
+    "prepare",
     "read_layer",
+    "routed",
+    "routed_blocks",
     "run_layer",
+    "text_configuration",
+    "unloaded_model",
     "use_operations",
 ]
 
@@ -95,10 +114,12 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
-        "miles_embedded.model.load": "backbone decoder_layers has_windows is_embedded load_model",
+        "miles_embedded.model.configuration": "text_configuration",
+        "miles_embedded.model.load": "backbone checkpoint_config decoder_layers has_windows is_embedded load_model prepare unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
+        "miles_embedded.model.routers": "Routed routed routed_blocks",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
         "miles_embedded.trainer.optimizer_group": "OptimizerGroup optimizer_group",

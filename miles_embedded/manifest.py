@@ -1,9 +1,109 @@
 """What this backend provides and can do, as any backend declares it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from miles_core import Plugin, __version__, option
+from miles_core import Facts, Plugin, Problem, Review, __version__, described, option
+
+_STATE = (
+    "its layers keep a recurrent state (linear attention, Mamba, convolutions): the embedded backend caches keys and values, and packs "
+    "sequences in one row, where such a state would run from one sequence into the next; use another engine and trainer"
+)
+_NO_LAYERS = (
+    "its code has no list of decoder layers that attend through Transformers' attention interface, which is where the embedded "
+    "backend attends; use another engine and trainer"
+)
+_OWN_ATTENTION = (
+    "its attention does something that packed sequences or cached keys do not allow (two attentions in one cache slot, a mask or "
+    "positions of its own, a compressed or indexed cache); use another engine and trainer"
+)
+#: Why -> the model types that are refused. ``docs/families.md`` lists them; one that is in neither list there has not been tried, and
+#: is held against its plain forward when an engine is built.
+REFUSED: dict[str, tuple[str, ...]] = {
+    _STATE: (
+        *(
+            "bailing_hybrid",
+            "bamba",
+            "falcon_h1",
+            "falcon_mamba",
+            "inkling_text",
+            "inkling2_text",
+            "jamba",
+            "kimi_linear",
+        ),
+        *(
+            "lfm2",
+            "lfm2_moe",
+            "lfm3",
+            "mamba",
+            "mamba2",
+            "minimax",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5",
+            "qwen3_5_text",
+        ),
+        *(
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "qwen3_next",
+            "qwen4_exp",
+            "qwen4_exp_text",
+            "recurrent_gemma",
+            "rwkv",
+            "xlstm",
+        ),
+        *("zamba", "zamba2"),
+    ),
+    _NO_LAYERS: (
+        *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
+        *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
+        *(
+            "gpt_bigcode",
+            "gpt_neo",
+            "gptj",
+            "hrm_text",
+            "marian",
+            "mbart",
+            "megatron-bert",
+            "mpt",
+            "mvp",
+            "openai-gpt",
+            "opt",
+        ),
+        *("pegasus", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm", "xlm-roberta"),
+        *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm"),
+    ),
+    _OWN_ATTENTION: (
+        *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "modernbert-decoder"),
+    ),
+}
+#: Kinds of layers that are computed (``layer_types`` of a configuration); the last two are one thing in different releases.
+LAYER_TYPES = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "deepseek_sparse_attention",
+}
+
+
+def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
+    """See ``miles_core.Plugin.review``: families that neither engine nor trainer can run, known by their ``config.json``."""
+    kind = facts.lookup("model.type")
+    values = (described(kind),)
+    for why, types in REFUSED.items():
+        if kind.value in types:
+            return Review(problems=(Problem("embedded", f"a model of type {kind.value}", why, values, "cannot run"),))
+    text = (model or {}).get("text_config")
+    listed = {**(model or {}), **(text if isinstance(text, dict) else {})}.get("layer_types")
+    unknown = sorted({str(x) for x in listed} - LAYER_TYPES) if isinstance(listed, list) else []
+    if unknown:
+        found = f"layers of type {', '.join(unknown)} (layer_types in config.json)"
+        because = "the embedded backend does not compute them; use another engine and trainer"
+        return Review(problems=(Problem("embedded", found, because, values, "cannot run"),))
+    return Review()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,4 +148,5 @@ plugin = Plugin(
         "trainer": ("entropy", "sampling_support", "routing_replay", "rebuild", "sleep"),
     },
     defaults={"engine": "embedded", "trainer": "embedded"},
+    review="miles_embedded.manifest:review",
 )

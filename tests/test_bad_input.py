@@ -168,7 +168,7 @@ def test_checkpoints_that_cannot_be_continued(refused, tmp_path):
 
 
 def test_plugins_that_are_broken(refused, file):
-    assert "no plugin 'nothing' is installed; try: pip install" in refused(plugins=["nothing"])
+    assert "no plugin 'nothing' is installed; `miles plugins` lists" in refused(plugins=["nothing"])
     assert "did you mean nvfp4?" in refused(plugins=["nvfp"])
     assert "no such file" in refused(plugins=["./nothing.py"])
     text = refused(plugins=[str(file("empty_plugin.py", "x = 1\n"))])
@@ -203,6 +203,28 @@ def test_wrong_flags(refused, file):
 def test_a_combination_that_cannot_work_is_refused_with_the_reason(refused):
     text = refused(plugins=["r3"], family="qwen3")
     assert "there is no router to replay in a dense model" in text and "drop r3" in text
+
+
+def test_a_refused_plan_and_wrong_inputs_are_told_together(refused, file, tmp_path):
+    text = refused(
+        plugins=["r3"],
+        rollout_top_p=0.5,
+        prompt_data="/no/prompts.jsonl",
+        custom_rm_path="/no/reward.py:f",
+        export_hf=file("taken", ""),
+        hf_checkpoint=toy_files("llama") / "model",
+    )
+    assert "this run cannot start (1 problem)" in text and "r3 needs" in text
+    assert "/no/prompts.jsonl" in text and "/no/reward.py" in text and "--export-hf" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_says_no_to_a_model_that_a_format_cannot_store(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("MILES_DEBUG", raising=False)
+    model = toy_files(hidden_size=40) / "model"
+    words = ["--hf-checkpoint", str(model), "--rollout-int4", "--int4-group-size", "32", "--emulate-precision"]
+    assert main(["plan", *words]) == 2
+    assert "int4" in capsys.readouterr().err
 
 
 def test_generate_functions_that_cannot_be_loaded(refused, file):

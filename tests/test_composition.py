@@ -11,6 +11,7 @@ import pytest
 
 from miles_core.errors import PlanError
 from miles_core.plugin.discovery import discover
+from miles_core.testing.toy import toy_files
 
 #: Without backends, which are in every run.
 MANIFESTS = {name: found for name, found in discover().items() if not {"engine", "trainer"} & found.provides.keys()}
@@ -21,7 +22,6 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"r3"}), "llama", "", "there is no router to replay in a dense model"),
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 is for the matrices of experts, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
-    (frozenset({"speculative"}), "", "", "drafts come from the checkpoint's MTP layer"),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
@@ -29,6 +29,9 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
 OPTIONS: dict[str, dict[str, object]] = {"int4": {"int4_group_size": 32}, "cpu_kernels": {"device": "cpu"}}
 
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}  # whole blocks of 32 weights
+#: Plugins that draft, with a model of their own; they are tried with one family, in the cells that have one format on both sides.
+DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "online_sft_interval": 1}}
+DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}
 TOGETHER = [(name,) for name in MANIFESTS] + list(combinations(MANIFESTS, 2))
 
 
@@ -45,6 +48,7 @@ CASES = [
     for cell in cells(names)
     for family in ("qwen3_moe", "llama")
     if family == "qwen3_moe" or len(names) == 1 or cell == cells(names)[0]
+    if not DRAFTS.keys() & set(names) or (cell[0] == cell[1] and family == "qwen3_moe")
 ]
 
 
@@ -65,6 +69,8 @@ def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, names, cell,
     options = {"rollout_precision": rollout, "train_precision": train, "emulate_precision": cell != ("bf16", "bf16")}
     for name in names:
         options |= OPTIONS.get(name, {})
+        if name in DRAFTS:
+            options |= DRAFTS[name] | {"draft_model_path": toy_files("llama", **DRAFT) / "model"}
     if reasons:
         with pytest.raises(PlanError) as refused:
             toy_run(names, family=family, steps=1, sizes=SIZES, **options)
@@ -75,6 +81,7 @@ def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, names, cell,
     assert run.run.plan.order and set(names) <= set(run.run.plan.order)
     for record in run.metrics:
         assert record["train/grad_norm"] > 0 and record["rollout/samples"] == 8
+        assert not DRAFTS.keys() & set(names) or record["speculative/accept_length"] > 1
         # one format on both sides, or none: what the engine sampled is what the trainer computes
         if rollout == train:
             assert record["mismatch/abs_log_prob"] < 1e-3, (names, cell)

@@ -28,7 +28,10 @@ LAYERS: list[dict[str, str]] = [
         "reward": "errors data",
         "precision": "errors nearest data plugin config checkpoint",
     },
-    {"contracts": "errors stash data plugin config observe checkpoint algorithm precision"},
+    {
+        "contracts": "errors stash data plugin config observe checkpoint algorithm precision",
+        "convert": "errors data checkpoint precision",
+    },
     {
         "rollout": "errors data config observe reward contracts",
         "train": "errors data plugin config checkpoint algorithm contracts",
@@ -37,7 +40,7 @@ LAYERS: list[dict[str, str]] = [
     {"schedule": "plugin contracts rollout"},
     {"mismatch": "errors stash version data plugin observe precision contracts rollout sync"},
     {
-        "run": "errors version data plugin config observe checkpoint reward precision contracts rollout train sync mismatch"
+        "run": "errors version data plugin config observe checkpoint reward precision contracts convert rollout train sync mismatch"
     },
     {
         "loop": "errors contracts rollout sync mismatch run",
@@ -45,7 +48,6 @@ LAYERS: list[dict[str, str]] = [
     },
     {
         "launch": "errors plugin config observe checkpoint contracts run loop",
-        "convert": "errors data checkpoint precision",
         "demo": "errors plugin observe",
     },
     {
@@ -53,12 +55,13 @@ LAYERS: list[dict[str, str]] = [
         "testing": "errors lookup version data plugin config observe precision contracts sync mismatch run remote launch demo",
         "api": "plugin config observe run launch",
     },
+    {"__main__": "cli"},
 ]
 
 #: The rooms of ``miles_embedded``, the same way, and behind ``core:`` what each may import of the table above.
 ROOMS: list[dict[str, str]] = [
     {"manifest": "core: miles_core"},
-    {"model": "core: errors data plugin observe precision contracts convert"},
+    {"model": "manifest core: errors data plugin observe checkpoint precision contracts convert"},
     {"quantized": "model core: errors data precision contracts sync"},
     {
         "engine": "manifest model quantized core: errors data precision contracts sync",

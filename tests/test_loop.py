@@ -91,7 +91,7 @@ def test_a_warm_start_teaches_the_answers_before_the_first_rollout(toy_run, tmp_
     pairs = lines(tmp_path / "pairs.jsonl", [{"input": c, "response": "bb"} for c in "abcdefgh"])
     run = toy_run(sft_data=pairs, sft_steps=30, sft_batch_size=8, sft_lr=1e-2, lr=0.0, eval_temperature=None)
     start = run.metrics[0]
-    assert start["step"] == 0 and start["sft/loss"] < 0.5 and start["time/warm_start"] > 0
+    assert start["step"] == 0 and start["sft/loss"] < 0.5 < start["sft/loss_first"] and start["time/warm_start"] > 0
     responses = [s["response"] for s in run.samples]
     assert responses.count("bb") > 12, responses
 

@@ -7,6 +7,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -33,6 +34,8 @@ TEXTS = [
 FEATURES = {p.name for p in (ROOT / "plugins").iterdir() if (p / "pyproject.toml").is_file()}
 FEATURES |= {"embedded", "sglang", "megatron", "ray", "transformer_engine", "transformerengine"}
 NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", re.IGNORECASE)
+
+PROJECTS = sorted(p for where in ("", "plugins/*/", "examples/*/") for p in ROOT.glob(f"{where}pyproject.toml"))
 
 #: The modules that plugins and examples may import; the others may change without notice.
 PUBLIC = ("miles_core", "miles_core.api", "miles_core.format", "miles_core.backend", "miles_core.testing")
@@ -149,3 +152,17 @@ def test_every_option_of_core_is_used():
         if not re.search(rf"\.{field.name}\b", text)
     ]
     assert not idle
+
+
+@pytest.mark.parametrize(
+    "project",
+    sorted(p for where in ("", "plugins/*/", "examples/*/") for p in ROOT.glob(f"{where}pyproject.toml")),
+    ids=lambda p: p.parent.name,
+)
+def test_every_distribution_can_be_published(project):
+    """Licence and classifiers are in each of them, and a readme whose links lead somewhere outside of here too."""
+    said = tomllib.loads(project.read_text())["project"]
+    assert said["license"] == "Apache-2.0" and said["license-files"] == ["LICENSE"] and len(said["classifiers"]) > 4
+    assert (project.parent / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    links = re.findall(r"\]\(([^)]+)\)", (project.parent / said["readme"]).read_text(encoding="utf-8"))
+    assert not [link for link in links if not link.startswith(("https://", "#"))]

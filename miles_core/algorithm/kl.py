@@ -40,7 +40,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 def engine_gap(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """How far trainer and engine disagree on the sampled tokens: mean |delta log p|, and k1 and k3 estimates of
-    KL(rollout || train), as (sum, count). All arguments are [tokens]."""
+    KL(rollout || train), as (sum, count). All arguments are [tokens]. A token counts with at most 20 nats, so that one which is
+    impossible on one side leaves a number that can be plotted."""
     delta = torch.where(mask.bool(), train - rollout, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     return {
         "mismatch/abs_log_prob": masked_sum(delta.abs(), mask),

@@ -57,7 +57,7 @@ class Difference:
 FATAL = ("model.type", "model.hidden_size", "model.layers", "model.num_experts", "model.vocab_size", "train.precision")
 
 #: Options that say where a run is and what it shows, not what it does.
-WHERE = {"save", "load", "plugins", "log_level", "keep", "save_interval"}
+WHERE = {"save", "load", "plugins", "log_level", "keep", "save_interval", "save_rollouts", "save_rollouts_size"}
 
 
 class Checkpoints:
@@ -78,7 +78,8 @@ class Checkpoints:
         """The steps that have a checkpoint, ascending."""
         if not self.directory.is_dir():
             return []
-        found = (_STEP.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir())
+        there = (entry for entry in self.directory.iterdir() if entry.is_dir() and any(entry.iterdir()))
+        found = (_STEP.fullmatch(entry.name) for entry in there)  # an empty directory is nobody's checkpoint
         return sorted(int(match[1]) for match in found if match)
 
     def latest(self) -> int | None:
@@ -128,7 +129,7 @@ class Checkpoints:
         except BaseException as error:
             written = _size(work)
             shutil.rmtree(work, ignore_errors=True)
-            if isinstance(error, CheckpointError) or not _is_io(error):
+            if isinstance(error, CheckpointError) or not is_io(error):
                 raise
             raise self._cannot_save(step, written, error) from error
 
@@ -210,7 +211,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["format"]
         files = {name: {"size": int(e["size"]), "blake2b": str(e["blake2b"])} for name, e in manifest["files"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        plan = manifest.get("plan")
+        if not files:
+            raise ValueError("it lists no file")
+        if plan is not None:
+            compare_plans(plan, plan)  # reads all that is compared later
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged ({error!r}); use an earlier checkpoint") from error
     if version != FORMAT:
         raise CheckpointError(
@@ -341,5 +347,6 @@ def _no_space(error: BaseException) -> bool:
     return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
 
 
-def _is_io(error: BaseException) -> bool:
+def is_io(error: BaseException) -> bool:
+    """Whether a disk refused, as Python, safetensors or tokenizers say it."""
     return isinstance(error, OSError) or type(error).__name__ == "SafetensorError" or _no_space(error)

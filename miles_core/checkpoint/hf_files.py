@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -144,14 +145,18 @@ def read_header(file: Path) -> list[Entry]:
             header = json.loads(source.read(length))
             header.pop("__metadata__", None)
             entries = [_entry(file, name, said, 8 + length) for name, said in header.items()]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            entries.sort(key=lambda e: (e.offset, e.nbytes))
+            for before, after in pairwise(entries):
+                if after.offset < before.offset + before.nbytes:
+                    raise ValueError(f"{before.name} and {after.name} share bytes")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{file}: its header is damaged or truncated ({type(error).__name__}: {error}); copy it again"
             ) from error
     needed = max((e.offset + e.nbytes for e in entries), default=8 + length)
     if file.stat().st_size < needed:
         raise CheckpointError(f"{file} is truncated: {file.stat().st_size:,} of {needed:,} bytes; copy it again")
-    return sorted(entries, key=lambda e: e.offset)
+    return entries
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -159,9 +164,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path.parent} holds no {path.name}, so it is not a Hugging Face checkpoint")
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not an object; copy it again")
+    return content
 
 
 def _entry(file: Path, name: str, said: dict[str, Any], base: int) -> Entry:
@@ -169,6 +177,8 @@ def _entry(file: Path, name: str, said: dict[str, Any], base: int) -> Entry:
     if code not in DTYPES:
         raise CheckpointError(f"{file}: {name} has the dtype {code}, which torch does not have")
     dtype = DTYPES[code]
+    if any(type(n) is not int or n < 0 for n in (*shape, first, last)):
+        raise ValueError(f"{name} has the shape {list(shape)} and the bytes {first} to {last}")
     if math.prod(shape) * dtype.itemsize != last - first:
         raise ValueError(f"{name} {list(shape)} {code} cannot be {last - first} bytes")
     return Entry(name, dtype, shape, file, base + first, last - first)

@@ -45,6 +45,10 @@ def run(argv: Sequence[str]) -> int:
     for note in conversion.notes:
         print(f"note: {note}", file=sys.stderr)
     if options.dry_run:
+        if options.save_dir:
+            from miles_core.convert.conversion import check_places
+
+            check_places(conversion, options.save_dir)
         print(_as_json(conversion) if options.json else _listing(conversion, options.verbose))
         return 0
     from miles_core.convert.conversion import run as convert

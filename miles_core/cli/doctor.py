@@ -151,6 +151,7 @@ def plugin_states(model: str | None) -> list[dict[str, str]]:
     from miles_core.config.load import load
     from miles_core.errors import PluginError
     from miles_core.plugin.check import check
+    from miles_core.plugin.explain import emulated_here
     from miles_core.run.prepare import catalogue_for, facts_for
 
     config = load(["--hf-checkpoint", model] if model else [])
@@ -167,7 +168,8 @@ def plugin_states(model: str | None) -> list[dict[str, str]]:
             continue
         row |= {"version": plugin.version, "summary": plugin.summary}
         reasons = [f"{p.headline}, because {p.because}" for p in check([name], catalogue, facts).problems]
-        rows.append({**row, "state": "not here" if reasons else "usable", "why": "; ".join(reasons)})
+        why = "with --emulate-precision: this machine lacks its tensor cores" if emulated_here(plugin, facts) else ""
+        rows.append({**row, "state": "not here" if reasons else "usable", "why": "; ".join(reasons) or why})
     return rows
 
 
@@ -207,9 +209,7 @@ def show(
     if rows:
         console.print(_table("Plugins", ("plugin", "version", "state", "what it does, or why not here"), rows))
     else:
-        console.print(
-            "No plugins are installed; the core trains without any (pip install miles-plugin-NAME adds one).\n"
-        )
+        console.print("No plugins are installed; the core trains without any.\n")
     if model is not None:
         console.print(_table(f"Model {model.directory}", ("", ""), _model_rows(model, found)))
     for problem in problems:

@@ -6,6 +6,7 @@ module ``miles_core.cli.<name>`` with ``run(argv) -> int``, imported only when i
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ COMMANDS = {
     "verify": "do engine and trainer agree about the same tokens, and if not, why",
     "report": "an HTML report of a run",
     "doctor": "environment, versions, hardware, and what each plugin can do here",
+    "completion": "a script that completes commands and flags in bash, zsh or fish",
 }
 DEBUG = "MILES_DEBUG"
 
@@ -43,9 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message = str(error)
         print(message if message.startswith("error:") else f"error: {message}", file=sys.stderr)
-        for note in getattr(error, "__notes__", ()):
-            print(note, file=sys.stderr)
-        return 2
+        return _told(error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get(DEBUG, "0") not in ("", "0"):
+            raise  # a defect
+        where = f": {error.filename}" if error.filename else ""
+        print(f"error: the disk is full{where} ({error.strerror}); free space there", file=sys.stderr)
+        return _told(error)
+
+
+def _told(error: BaseException) -> int:
+    """What belongs behind an error's sentence; the exit code of a user's mistake."""
+    for note in getattr(error, "__notes__", ()):
+        print(note, file=sys.stderr)
+    return 2
 
 
 def _dispatch(words: list[str]) -> int:

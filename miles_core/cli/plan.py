@@ -32,8 +32,14 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import describe
     from miles_core.plugin.scan import implemented
-    from miles_core.run.prepare import prepare
+    from miles_core.run.prepare import applied, prepare
 
-    plan, _ = prepare(load(rest), given(options))
-    print(plan.to_json() if options.json else describe(plan, implemented(plan, HOOKS)))
+    config = load(rest)
+    plan, catalogue = prepare(config, given(options))
+    hooks = implemented(plan, HOOKS)
+    if config.model.hf_checkpoint is not None:
+        from miles_core.run.checks import check_model  # with torch, for the headers of weights
+
+        check_model(applied(config, plan), plan, catalogue)
+    print(plan.to_json() if options.json else describe(plan, hooks))
     return 0

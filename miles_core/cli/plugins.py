@@ -55,7 +55,7 @@ def _list(argv: Sequence[str]) -> int:
 
 def _row(name: str, catalogue: Catalogue, facts: Facts, enabled: Sequence[str]) -> dict[str, str]:
     from miles_core.plugin.check import check
-    from miles_core.plugin.rule import Truth, evaluate
+    from miles_core.plugin.explain import emulated_here
     from miles_core.plugin.scan import hooks_of
 
     row = {"name": name, "distribution": catalogue.sources[name]}
@@ -76,7 +76,7 @@ def _row(name: str, catalogue: Catalogue, facts: Facts, enabled: Sequence[str]) 
         }
     problems = check([name], catalogue, facts).problems
     state = "active" if name in enabled else "usable"
-    if any(r.hardware and evaluate(r.needs, facts.lookup) is Truth.FALSE for p in plugin.pairs for r in p.rules):
+    if emulated_here(plugin, facts):
         state += " with --emulate-precision here"
     return {
         **row,
@@ -101,13 +101,17 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 def _check(argv: Sequence[str]) -> int:
     """Resolve the given options, and look for mistakes in every installed manifest."""
     options, rest = parser(USAGE, "Resolve without running; find mistakes in manifests.").parse_known_args(list(argv))
+    from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.explain import lint
     from miles_core.plugin.render import notices
     from miles_core.plugin.resolve import resolve
     from miles_core.run.prepare import requested
 
     config, catalogue, facts = _situation(rest, options)
-    found = [f"{name}: {line}" for name, m in catalogue.items() for line in lint(m, catalogue, facts)]
+    found = [f"{name}: {line}" for name, m in catalogue.items() for line in lint(m, catalogue, facts, HOOKS)]
+    found += [
+        f"{name}: importing its manifest imports torch; name what needs it by 'module:name'" for name in catalogue.heavy
+    ]
     found += [f"{name}: {why}" for name, why in catalogue.broken.items()]
     plan = resolve(requested(config, facts, catalogue), catalogue, facts)
     print("\n".join([f"ok: {plan.header}", *notices(plan)]))

@@ -16,19 +16,20 @@ def run(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print_help(schema_for(argv), "miles train", SWITCHES)
         return 0
-    config = load([word for word in argv if word != DRY_RUN])
-    from miles_core.run.prepare import applied, prepare
+    given = load([word for word in argv if word != DRY_RUN])
+    from miles_core.run.checks import check_start, planned
 
-    plan, catalogue = prepare(config)
-    config = applied(config, plan)
+    config, plan, catalogue = planned(given)
     if DRY_RUN in argv:
         from miles_core.plugin.render import describe
-        from miles_core.run.checks import check_start
 
         run = check_start(config, plan, catalogue)
         print(describe(plan, run.hooks.implemented))
         return 0
     from miles_core.launch import launch
+    from miles_core.run.prepare import localised
+
+    localised(given)  # the weights too, now that the plan is accepted
 
     signal = launch(config, plan, catalogue).signal
     return 128 + signal if signal else 0

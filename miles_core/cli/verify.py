@@ -26,12 +26,12 @@ DESCRIPTION = (
 def run(argv: Sequence[str]) -> int:
     """Run the command; 0 within the tolerance, 1 beyond it."""
     made = parser(USAGE, DESCRIPTION)
-    made.add_argument("--budget", action="store_true", help="divide the gap among its causes (docs/mismatch.md)")
+    made.add_argument("--budget", action="store_true", help="divide the gap among its causes")
     options, rest = made.parse_known_args(list(argv))
     from miles_core.config.load import load
-    from miles_core.run.prepare import applied, prepare
+    from miles_core.run.prepare import applied, localised, prepare
 
-    config = load(rest)
+    config = localised(load(rest))
     plan, catalogue = prepare(config, given(options))
     config = applied(config, plan)
     import asyncio
@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
 
         console = Console()  # the log's is standard error
         for one in found:
-            for table in tables(one):
+            for table in tables(one, console):
                 console.print(table)
             console.print(verdict(one), markup=False)
         console.print(f"written to {page.resolve()}", markup=False, soft_wrap=True)

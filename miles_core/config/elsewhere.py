@@ -12,7 +12,7 @@ from typing import Any
 from miles_core.config.schema import CORE, Option, Schema
 from miles_core.config.value import listing
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.facts import distribution
+from miles_core.plugin.facts import COMES_WITH
 
 _OFF = ("", "0", "false", "off", "no", "f", "n")
 #: Parts that are usually called like the plugin that provides them.
@@ -81,19 +81,19 @@ def explain_environment(environment: Mapping[str, str], schema: Schema) -> list[
 
 def explain_value(option: Option, value: object, schema: Schema) -> str | None:
     """What to use instead of a value that an option does not take, or where it may come from, when that is known."""
+    if not isinstance(value, str):  # a file's list, table or number
+        return None
     sentence = _table()["values"].get(option.path, {}).get(value)
     if sentence:
         return f"{option.fact} cannot be {value!r}: {sentence}"
-    word = str(value)
-    named = option.owner == CORE and option.info.part in _NAMED_AFTER_PLUGINS and word.isidentifier()
-    if named and word not in schema.manifests and not did_you_mean(word, map(str, option.choices)):
+    named = option.owner == CORE and option.info.part in _NAMED_AFTER_PLUGINS and value.isidentifier()
+    if named and value not in schema.manifests and not did_you_mean(value, map(str, option.choices)):
         have = f"it is one of {listing(option.choices)}" if option.choices else "nothing provides one"
-        return f"{option.fact} cannot be {value!r}; {have}, others come with plugins: pip install {distribution(word)}"
+        return f"{option.fact} cannot be {value!r}; {have}; {COMES_WITH}"
     return None
 
 
 def explain_plugin(name: str, schema: Schema) -> str:
     """One sentence about a plugin that is asked for and not there."""
     nearest = did_you_mean(name, schema.manifests, "; ")
-    install = f"; try: pip install {distribution(name)}" if name.isidentifier() else ""
-    return f"no plugin {name!r} is installed{nearest or install}; `miles plugins` lists those that are"
+    return f"no plugin {name!r} is installed{nearest}; `miles plugins` lists those that are"

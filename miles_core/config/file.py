@@ -54,8 +54,9 @@ def read_yaml(text: str, path: str) -> list[Entry]:
     """The top-level entries of a text; ``path`` is what messages call it. ConfigError as for ``read``."""
     import yaml
 
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             return []
@@ -66,10 +67,13 @@ def read_yaml(text: str, path: str) -> list[Entry]:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line}: malformed YAML, {error.problem or error.context}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: it is nested too deeply, or an anchor in it holds itself") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: malformed YAML, {error}") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _shape(node: Any) -> str:
@@ -96,7 +100,9 @@ def _yaml_entries(loader: Any, node: Any, path: str) -> Iterator[Entry]:
 def _read_toml(text: str, path: str) -> list[Entry]:
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{path}: it is nested too deeply") from None
+    except ValueError as error:  # of the grammar, or a number of thousands of digits
         raise ConfigError(f"{path}: malformed TOML, {error}") from None
     return _toml_entries(content, text, 0)
 

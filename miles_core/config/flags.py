@@ -264,5 +264,5 @@ def natural(text: str) -> Any:
     """A pass-through value as number, true/false or JSON when it reads as one, else as text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -63,7 +63,10 @@ class Run:
     save_rollouts_size: int = option(
         2**30, help="bytes of samples kept; beyond, those of the oldest steps are deleted", metavar="BYTES", ge=1
     )
-    export_hf: Path | None = option(None, help="write the trained model here in Hugging Face layout at the end")
+    export_hf: Path | None = option(
+        None,
+        help="write the trained model here in Hugging Face layout at the end, in the dtype that is trained (--dtype)",
+    )
     verify_logprobs: bool = option(
         False, help="after every weight sync engine and trainer score the same tokens; stop when they disagree"
     )
@@ -73,7 +76,10 @@ class Run:
     log_level: LogLevel = option("info", help="how much to log")
     profile: bool = option(False, help="record a torch profiler trace of the second rollout step")
     profile_dir: Path | None = option(None, help="where traces go (default: the run directory)")
-    use_wandb: bool = option(False, help="also send metrics to Weights & Biases")
+    use_wandb: bool = option(False, help="also send metrics to Weights & Biases; a run that is continued goes on there")
+    wandb_project: str = option("miles", help="project of --use-wandb", metavar="NAME")
+    wandb_group: str | None = option(None, help="group of runs of --use-wandb", metavar="NAME")
+    wandb_name: str | None = option(None, help="the run's name there (default: the run directory's)", metavar="NAME")
     use_tensorboard: bool = option(False, help="also write metrics for TensorBoard into the run directory")
 
 
@@ -81,7 +87,9 @@ class Run:
 class Model:
     """The checkpoint, and how it is loaded."""
 
-    hf_checkpoint: str | None = option(None, help="Hugging Face checkpoint: a directory, or a hub name", metavar="DIR")
+    hf_checkpoint: str | None = option(
+        None, help="Hugging Face checkpoint: a directory, or a name on the hub (ORG/NAME)", metavar="DIR"
+    )
     model_name: str | None = option(None, help="label of the model in logs and in the run directory's name")
     ref_load: str | None = option(
         None, help="BF16 weights for trainer and reference model, when --hf-checkpoint is quantised", metavar="DIR"
@@ -103,7 +111,9 @@ class Model:
 class Data:
     """Prompts and the keys under which they are found."""
 
-    prompt_data: str | None = option(None, help="prompts: a JSONL or parquet file", metavar="FILE")
+    prompt_data: str | None = option(
+        None, help="prompts: a JSONL or parquet file, or hf://datasets/ORG/NAME/FILE", metavar="FILE"
+    )
     input_key: str = option("input", help="column with the prompt: a text, or a list of chat messages")
     label_key: str | None = option(None, help="column with the expected answer, given to the reward")
     metadata_key: str = option("metadata", help="column with a mapping that travels with each sample")

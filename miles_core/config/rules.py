@@ -42,6 +42,11 @@ RULES: tuple[Rule, ...] = (
         when="algorithm.loss_constant_length",
     ),
     Rule(
+        "algorithm.advantage_estimator != cispo",
+        "its loss has one bound of the ratio, above, and no other for negative advantages",
+        when="algorithm.eps_clip_c",
+    ),
+    Rule(
         f"algorithm.advantage_estimator not in {_NO_DISCOUNT}",
         "a KL in the reward needs an estimator with a reward per token, such as reinforce_plus_plus; "
         "--kl-loss-coef works with all",

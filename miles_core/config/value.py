@@ -10,6 +10,7 @@ import json
 import math
 import os
 import typing
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,8 @@ def check(option: Option, raw: Any, origin: str) -> Any:
         return None
     if option.is_list and isinstance(raw, (str, list, tuple)) and [*([raw] if isinstance(raw, str) else raw)] == [NONE]:
         return ()
+    if isinstance(raw, Mapping):
+        raw = _named(option, raw)
     if option.is_list:
         raw = as_list(raw)
     if isinstance(raw, str) and raw.startswith("~") and option.is_path:
@@ -47,6 +50,15 @@ def check(option: Option, raw: Any, origin: str) -> Any:
         if isinstance(item, (int, float)) and not _within(option, item):
             raise ConfigError(f"{origin}: {option.fact} cannot be {item:g}; it must be {option.info.bounds()}")
     return value
+
+
+def _named(option: Option, raw: Mapping[Any, Any]) -> Any:
+    """A file's table where a value is wanted: ``{name: file}`` for an option that takes NAME=FILE, or one file."""
+    if option.is_list and "=" in option.info.metavar:
+        return [f"{name}={item}" for name, item in raw.items()]
+    if option.is_path and not option.is_list and len(raw) == 1:
+        return next(iter(raw.values()))
+    return raw
 
 
 def listing(values: tuple[Any, ...]) -> str:

@@ -99,6 +99,8 @@ class Engine(ABC):
     kv_cache_dtype: str = ""
     #: whether tensor cores read the codes of its quantised layers, and it can emulate them (``emulated_products``)
     native_products: bool = False
+    #: how many processes take what this one is told to ``receive``
+    receivers: int = 1
     #: gives this engine the learner's weights again, under the version that they have; set by a runtime that has learner and
     #: engine in one process. An engine whose model lives in a process of its own, and dies there, starts it anew, awaits this
     #: and asks again for what was in flight; without it, it raises ``WorkerLost`` without a name.
@@ -126,8 +128,8 @@ class Engine(ABC):
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         """Take one message of a transport in another process: plain data whose meaning the two agree on (names and
         shapes of a bucket about to be broadcast, memory handles, a path). Sent between ``pause`` and ``resume``; with
-        ``last`` the engine serves ``version``. After a failure only a complete new update makes it usable. ``miles_core.backend.Inbox``
-        reads buckets of encoded tensors (transport ``buckets``). SyncError: they did not come as they were sent."""
+        ``last`` the engine serves ``version``. After a failure only a complete new update makes it usable. ``miles_core.backend.Arrivals``
+        takes buckets of encoded tensors (transport ``buckets``). SyncError: they did not come as they were sent."""
         raise NotImplementedError(f"{type(self).__name__} takes weights in its own process only")
 
     @property

@@ -131,13 +131,13 @@ def run(
 
     Raises:
         CheckpointError: the disk is full or cannot be written, ``save_dir`` holds something, another conversion is
-            writing it, or the source changed or ended while it was read.
+            writing it, or the source changed or ended while it was read; see also ``check_places``.
         MilesError: a weight holds NaN or Inf; names it.
     """
     start = time.monotonic()
+    final = check_places(conversion, save_dir)
     shards = plan_shards([job.targets for job in conversion.jobs], shard_bytes)
     resumed = 0
-    final = Path(os.path.abspath(save_dir))
     with WorkDirectory(final, _fingerprint(conversion, shards)) as work, told(work):
         notes = [work.restarted] if work.restarted else []
         _refuse_small_disk(work, [shard for shard, _ in shards])
@@ -154,6 +154,29 @@ def run(
         work.finish([shard for shard, _ in shards], conversion.texts, conversion.copies)
     seconds = time.monotonic() - start
     return Outcome(final, len(shards), conversion.before, conversion.after, resumed, seconds, tuple(notes))
+
+
+def check_places(conversion: Conversion, save_dir: Path | str) -> Path:
+    """Where a conversion to ``save_dir`` writes, links followed.
+
+    Raises:
+        CheckpointError: that is inside of the checkpoint that it reads, or a file that would be copied is a link out of it.
+    """
+    source, final = conversion.files.directory.resolve(), Path(os.path.realpath(save_dir))
+    if final.is_relative_to(source):
+        raise CheckpointError(
+            f"--save-dir {save_dir} lies inside of --model-dir {source}; choose a directory outside of it"
+        )
+    # A hub's cache keeps the files themselves under blobs, and links in snapshots.
+    inside = (source, source.parent.parent / "blobs") if source.parent.name == "snapshots" else (source,)
+    for name, file in conversion.copies.items():
+        target = file.resolve()
+        if not any(target.is_relative_to(place) for place in inside):
+            raise CheckpointError(
+                f"{conversion.files.directory / name} is a link to {target}, outside of the checkpoint; put the file itself "
+                "there if it belongs to it, or remove the link"
+            )
+    return final
 
 
 def copy_pieces(files: CheckpointFiles, name: str) -> list[Piece]:

@@ -25,7 +25,7 @@ from miles_core.convert.writer import Target, Write
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.precision.codec import COPY, Codec, coupled
-from miles_core.precision.format import part_name
+from miles_core.precision.format import Format, part_name
 from miles_core.precision.fused_experts import Expert, Family, is_joined
 from miles_core.precision.installed import recognise
 
@@ -75,6 +75,7 @@ def to_format(files: CheckpointFiles, codec: Codec) -> Conversion:
     if rounded:
         notes.append(f"{rounded} weights are not stored in BF16 and are rounded to it first: BF16 is what is quantised")
     notes += _divided(shapes, set(chosen))
+    notes += _cautions(format, chosen, shapes)
     if codec.family.joining and codec.family.joining.caution and any(w.expert for w in weights.values()):
         notes.append(codec.family.joining.caution)
     modules = unquantized_modules(shapes, chosen)
@@ -120,6 +121,16 @@ def _refuse_unstorable(codec: Codec, chosen: list[str], shapes: dict[str, tuple[
         more = f" ({len(bad)} weights like this)" if len(bad) > 1 else ""
         name, why = bad[0]
         raise ConfigError(f"{name} {list(shapes[name])} cannot be stored as {codec.format.name}: {why}{more}")
+
+
+def _cautions(format: Format, chosen: list[str], shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """The first weight of which the format has something to say, and how many there are."""
+    found = [(name, why) for name in chosen if (why := format.caution((shapes[name][0], shapes[name][1]))) is not None]
+    if not found:
+        return []
+    more = f" ({len(found)} weights like this)" if len(found) > 1 else ""
+    name, why = found[0]
+    return [f"{name} {list(shapes[name])} as {format.name}: {why}{more}"]
 
 
 def _divided(shapes: dict[str, tuple[int, ...]], chosen: set[str]) -> list[str]:

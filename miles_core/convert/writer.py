@@ -3,14 +3,12 @@
 What every file will hold is known before any weight is read (``plan_shards``), so a header is written first and each
 tensor goes to its place when it is made; memory is what is being made, not a file. Files are written into a hidden
 directory beside the final one. A journal there names the finished files with their digests and the fingerprint of the
-whole conversion: the same command later keeps files that still have their digest and goes on. The rename of the
-directory comes last.
+whole conversion: the same command later keeps files that still have their digest and goes on. The rename comes last.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +23,7 @@ import torch
 from torch import Tensor
 
 from miles_core.checkpoint.hf_files import CODES, INDEX
+from miles_core.checkpoint.placed import gathering, locked, place, taken
 from miles_core.errors import CheckpointError
 
 #: Bytes of one weight file.
@@ -116,10 +115,10 @@ def plan_shards(groups: Iterable[list[Target]], limit: int = SHARD_BYTES) -> lis
 
 
 class WorkDirectory:
-    """The hidden directory that a conversion fills, renamed to its final name when everything is in it.
+    """The hidden directory that a conversion fills; its files get their place when all of them are in it.
 
     Args:
-        final: what it becomes; must not exist, or be empty.
+        final: where that is; must not exist, or be empty.
         fingerprint: of the conversion: the same one continues, another starts anew.
 
     Attributes:
@@ -128,26 +127,26 @@ class WorkDirectory:
 
     def __init__(self, final: Path, fingerprint: str) -> None:
         self.final = final
-        self.path = final.parent / f".{final.name}.converting"
+        self.path = gathering(final, "converting")
         self.fingerprint = fingerprint
         self.restarted = ""
         self._done: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> WorkDirectory:
-        if self.final.exists() and (not self.final.is_dir() or any(self.final.iterdir())):
+        if taken(self.final, self.path, self._journal().get("placing", ())):
             raise CheckpointError(
                 f"--save-dir {self.final} already exists and is not empty; choose another directory, or delete it"
             )
         with told(self):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            raise CheckpointError(f"another conversion is writing {self.final} (in {self.path})") from error
-        with told(self):
-            self._resume()
+            try:
+                self._lock = locked(self.path)
+            except BlockingIOError as error:
+                raise CheckpointError(f"another conversion is writing {self.final} (in {self.path})") from error
+            try:
+                self._resume()
+            except BaseException:
+                os.close(self._lock)
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,19 +199,23 @@ class WorkDirectory:
         for entry in self.path.rglob("*"):
             if entry.is_file():
                 _flush(entry)
-        (self.path / JOURNAL).unlink()
-        os.replace(self.path, self.final)
+        self._write_journal(placing=[entry.name for entry in self.path.iterdir()])
+        place(self.path, self.final, without=JOURNAL)
         _flush(self.final.parent)
 
+    def _journal(self) -> dict[str, Any]:
+        """What an earlier attempt noted; empty without one."""
+        with suppress(OSError, ValueError, TypeError):
+            return dict(json.loads((self.path / JOURNAL).read_text()))
+        return {}
+
     def _resume(self) -> None:
-        path = self.path / JOURNAL
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            said = json.loads(path.read_text())
-            if said["fingerprint"] == self.fingerprint:
-                self._done = dict(said["done"])
-                for entry in self.path.glob("*.part"):
-                    entry.unlink()
-                return
+        said = self._journal()
+        if said.get("fingerprint") == self.fingerprint:
+            self._done = dict(said.get("done", {}))
+            for entry in self.path.glob("*.part"):
+                entry.unlink()
+            return
         if any(self.path.iterdir()):
             self.restarted = (
                 f"{self.path} held an unfinished conversion of other weights or with other options; starting anew"
@@ -221,9 +224,11 @@ class WorkDirectory:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         self._write_journal()
 
-    def _write_journal(self) -> None:
+    def _write_journal(self, placing: Iterable[str] = ()) -> None:
+        """``placing``: names that go to their place now; an attempt that is continued may replace them there."""
         temporary = self.path / f"{JOURNAL}.part"
-        temporary.write_text(json.dumps({"fingerprint": self.fingerprint, "done": self._done}, indent=1))
+        content = {"fingerprint": self.fingerprint, "done": self._done, "placing": list(placing)}
+        temporary.write_text(json.dumps(content, indent=1))
         _flush(temporary)
         temporary.replace(self.path / JOURNAL)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from miles_core.data import hub
 from miles_core.errors import DataError
 
 SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
@@ -33,7 +34,7 @@ class PromptFile(Protocol):
 
 
 def open_prompt_file(spec: str, columns: Sequence[str], check: Check) -> PromptFile:
-    """Open ``path`` or ``path@[a:b]``; ``check(row, place)`` is called once with every row.
+    """Open ``path`` or ``path@[a:b]``, where a path may be ``hf://datasets/ORG/NAME/FILE``; ``check(row, place)`` is called once with every row.
 
     Raises:
         DataError: no such file, unknown kind, a row that cannot be read, or what ``check`` raises.
@@ -42,7 +43,8 @@ def open_prompt_file(spec: str, columns: Sequence[str], check: Check) -> PromptF
     part = slice(None)
     if match:
         part = slice(*(int(match[name]) if match[name] else None for name in ("start", "stop")))
-    path = Path(match["path"] if match else spec)
+    named = match["path"] if match else spec
+    path = hub.file(named) if named.startswith("hf://") else Path(named)
     if not path.exists():
         raise DataError(f"there is no prompt file {path} (looked in {Path.cwd()})")
     if path.is_dir():
@@ -111,9 +113,11 @@ class ParquetFile:
     """A parquet file; values that JSON cannot express (dates, decimals) become their text."""
 
     def __init__(self, path: Path, part: slice, columns: Sequence[str], check: Check) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise DataError(f"{path}: parquet files are read with pyarrow; install it (pip install pyarrow)") from error
         self.path = path
         try:
             file = pq.ParquetFile(path)

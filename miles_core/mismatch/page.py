@@ -17,7 +17,7 @@ from miles_core.precision.quantizer import TENSORS
 from miles_core.version import __version__
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console, RenderableType
 
 GAP_COLUMNS = ("", "tokens", "mean |Δ|", "max |Δ|", "KL k1", "KL k3", "median", "90 %", "99 %", "99.9 %")
 PARITY_COLUMNS = ("side", "format", "tensors", "declared", "measured", "values that differ", "worst probe")
@@ -90,19 +90,26 @@ def verdict(found: Verification) -> str:
     )
 
 
-def tables(found: Verification) -> Iterator[Table]:
-    """The sections as tables for the terminal."""
+def tables(found: Verification, console: Console) -> Iterator[RenderableType]:
+    """The sections as tables for the terminal; a table that is wider than it is a list, because columns of broken words
+    cannot be read."""
     from rich import box
+    from rich.console import Group
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     for title, columns, rows in sections(found):
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
         for column in columns:
-            table.add_column(column, overflow="fold", justify="left" if column in _WORDS else "right")
+            table.add_column(column, justify="left" if column in _WORDS else "right")
         for row in rows:
             table.add_row(*map(Text, row))  # decoded text is no markup
-        yield table
+        if console.measure(table).maximum <= console.width:
+            yield table
+            continue
+        items = [", ".join(f"{c} {v}".strip() for c, v in zip(columns, row, strict=True) if v) for row in rows]
+        yield Group(Text(title, style="bold"), *(Padding(Text(item), (0, 0, 0, 2)) for item in items), "")
 
 
 def write_page(directory: Path, every: Sequence[Verification], title: str, command: str) -> Path:

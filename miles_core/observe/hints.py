@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import MismatchError, NonFiniteError
 from miles_core.observe.metrics import RESERVED
-from miles_core.plugin.hint import Hint, above, fell, jumped, not_finite, oscillates
+from miles_core.plugin.hint import Hint, above, fell, jumped, not_finite
 
 if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
@@ -68,7 +68,7 @@ HINTS = (
         "no-signal",
         "reward/all_equal",
         above(0.9, 5),
-        "in {value} of the groups all rewards are equal, and no gradient comes from those",
+        "in {percent} of the groups all rewards are equal, and no gradient comes from those",
         "check the reward on some responses (miles report shows them), use easier or harder prompts, or raise "
         "--n-samples-per-prompt",
         unless=SOLVED,
@@ -77,7 +77,7 @@ HINTS = (
         "truncated",
         "rollout/truncated",
         above(0.3, 5),
-        "{value} of the responses are cut at the length limit",
+        "{percent} of the responses are cut at the length limit",
         "raise --rollout-max-response-len, or reward shorter answers",
         unless=SOLVED,
     ),
@@ -85,7 +85,7 @@ HINTS = (
         "clipped",
         "train/clip_fraction_*",
         above(0.3, 5),
-        "{metric}: {value} of the tokens are clipped, so the policy moves far within one rollout",
+        "{metric}: {percent} of the tokens are clipped, so the policy moves far within one rollout",
         "lower --lr or take fewer optimiser steps per rollout",
     ),
     Hint(
@@ -101,20 +101,6 @@ HINTS = (
         above(4.0, 5),
         "the busiest expert gets {value} times its share of the tokens",
         "raise --aux-loss-coef (0.001 to 0.01)",
-    ),
-    Hint(
-        "sync-fallback",
-        "*/fallbacks",
-        above(0, 1),
-        "{metric}: {value} weight syncs took the standard path instead of the one asked for; nothing was lost",
-        "the log says why at the first of them; it costs time only",
-    ),
-    Hint(
-        "policies-oscillate",
-        "*/reward/mean",
-        oscillates(0.1),
-        "{metric} goes up and down from step to step, so the policies chase each other",
-        "let each train for several steps while the others stand still, or lower --lr",
     ),
 )
 
@@ -147,7 +133,9 @@ class Advice:
     value: float
 
     def __str__(self) -> str:
-        seen = self.hint.seen.format(metric=self.metric, value=f"{self.value:.3g}", step=self.step)
+        seen = self.hint.seen.format(
+            metric=self.metric, value=f"{self.value:.3g}", percent=f"{self.value:.0%}", step=self.step
+        )
         return f"step {self.step}: {seen}; {self.hint.advice}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,17 @@ FILE_ONLY = {"file_only": True}
 def debugging() -> bool:
     """True when ``MILES_DEBUG`` asks for debug output and for tracebacks of user errors."""
     return os.environ.get("MILES_DEBUG", "0") not in ("", "0")
+
+
+class _File(logging.FileHandler):
+    """``run.log``; where it cannot be written (a full disk) that is said once, without a traceback for every line."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._told:
+            self._told = True
+            print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
 
 
 def configure(
@@ -68,7 +80,7 @@ def configure(
     handlers: list[logging.Handler] = [terminal]
     if run_dir is not None:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(Path(run_dir) / "run.log", encoding="utf-8")
+        file = _File(Path(run_dir) / "run.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         file.setLevel(min(number, logging.INFO))
         handlers.append(file)

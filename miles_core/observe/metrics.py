@@ -8,13 +8,16 @@ the next writer removes.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from miles_core.errors import MilesError
 
@@ -48,13 +51,13 @@ class MetricLog:
         dropped = _repair(self.path, resume_step)
         if dropped:
             log.info("%s: dropped %d records after step %s, from where this run continues", path, dropped, resume_step)
-        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        self._file = self._opened()
 
     def roll_back(self, step: int) -> None:
         """Drop the records of steps after ``step``; sinks keep what they have."""
         self._file.close()
         _repair(self.path, step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self._opened()
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Write one record and return its finite metrics; the others are logged as warnings by name.
@@ -68,8 +71,9 @@ class MetricLog:
             record["nonfinite"] = bad
             log.warning("step %d: not a finite number: %s", step, ", ".join(f"{k} = {v}" for k, v in bad.items()))
         try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+            line = json.dumps(record, allow_nan=False).encode() + b"\n"
+            if self._file.write(line) != len(line):  # the part that is there is cut off by who writes next
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise MilesError(
                 f"cannot append step {step} to {self.path}: {error.strerror}; free space there and resume the run"
@@ -77,6 +81,10 @@ class MetricLog:
         for sink in self.sinks:
             sink.write(step, finite)
         return finite
+
+    def _opened(self) -> FileIO:
+        """Unbuffered, so that nothing is left to be written, and to fail, when it is closed."""
+        return FileIO(self.path, "a")
 
     def close(self) -> None:
         """Close the file and the sinks."""
@@ -150,7 +158,9 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
         try:
             record = json.loads(line)
             record["step"] = int(record["step"])
-        except (ValueError, TypeError, KeyError) as error:
+            for name in record.keys() - {"nonfinite"}:
+                float(record[name] or 0)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError) as error:
             raise MilesError(
                 f"line {number} of {path} is not a metrics record ({line[:40].decode(errors='replace').strip()!r}); "
                 "remove that line and try again"

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from statistics import fmean
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.observe.metrics import names, series
+from miles_core.plugin.panel import Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,35 +35,6 @@ SMOOTH_FROM = 60
 #: Namespaces of core's own metrics; every other prefix is a plugin's.
 CORE = ("reward", "eval", "rollout", "train", "mismatch", "sync", "time", "sft")
 PHASES = ("rollout", "prepare", "train", "sync", "evaluation", "save")
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One plot.
-
-    Attributes:
-        name: file name without suffix.
-        title: above the plot.
-        lines: metric -> label in the legend.
-        unit: y-axis label.
-        section: heading it stands under; empty is the main section.
-        kind: ``line``, or ``stack`` for parts that add up.
-        log: logarithmic y axis where all values are positive and span more than a factor of 20.
-        percent: values are fractions, shown as percentages.
-        band: metric that is drawn as a band around the first line (a standard deviation).
-        marked: metrics measured only now and then, drawn with markers.
-    """
-
-    name: str
-    title: str
-    lines: Mapping[str, str]
-    unit: str = ""
-    section: str = ""
-    kind: str = "line"
-    log: bool = False
-    percent: bool = False
-    band: str = ""
-    marked: frozenset[str] = field(default_factory=frozenset)
 
 
 MAIN = (
@@ -106,9 +81,9 @@ WORKERS = (
 )
 
 
-def panels(records: Records) -> list[Panel]:
-    """The panels these records call for: the main ones whose metrics exist, time by phase, then core's remaining
-    metrics and each plugin's, one panel a metric, under a heading of their own."""
+def panels(records: Records, declared: Iterable[Panel] = ()) -> list[Panel]:
+    """The panels these records call for: the main ones whose metrics exist, time by phase, those ``declared`` by plugins, then
+    core's remaining metrics and each plugin's, one panel a metric, under a heading of their own."""
     present = names(records)
     flat = _flat(records, present)
     chosen = []
@@ -117,7 +92,7 @@ def panels(records: Records) -> list[Panel]:
         if any(metric not in flat for metric in lines):
             band = panel.band if panel.band in present and next(iter(lines)) == "reward/mean" else ""
             title = panel.title if "eval/accuracy" in lines or panel.name != "reward" else "Reward"
-            chosen.append(_with(panel, lines=lines, band=band, title=title))
+            chosen.append(replace(panel, lines=lines, band=band, title=title))
     phases = [m for m in present if m.startswith("time/") and m != "time/step" and m not in flat]
     phases.sort(key=lambda m: (m == "time/other", (*PHASES, m[5:]).index(m[5:])))
     if phases:
@@ -125,15 +100,35 @@ def panels(records: Records) -> list[Panel]:
         chosen.append(Panel("time", "Time by phase", lines, "seconds a step", kind="stack"))
     for panel in WORKERS:
         if lines := {m: m.partition("/")[2] for m in present if m.startswith(f"{panel.name}/")}:
-            chosen.append(_with(panel, lines=lines))
+            chosen.append(replace(panel, lines=lines))
+    chosen += [replace(panel, lines=lines) for panel in declared if (lines := _matching(panel.lines, present))]
     shown = {m for panel in chosen for m in panel.lines} | {"time/step", "reward/std"} | flat
     rest = [m for m in present if m not in shown]
     chosen += [_single(m, "More metrics") for m in rest if _prefix(m) in CORE]
-    return chosen + [_single(m, _prefix(m)) for m in sorted(rest, key=_prefix) if _prefix(m) not in CORE]
+    return _distinct(chosen + [_single(m, _prefix(m)) for m in sorted(rest, key=_prefix) if _prefix(m) not in CORE])
+
+
+def _distinct(chosen: list[Panel]) -> list[Panel]:
+    """The panels with names that differ, and that a file may have."""
+    used: set[str] = set()
+    found = []
+    for panel in chosen:
+        stem = re.sub(r"[^\w.+-]", "_", panel.name)[:100]
+        name = next(n for n in (stem, *(f"{stem}_{i}" for i in range(2, len(chosen) + 2))) if n not in used)
+        used.add(name)
+        found.append(replace(panel, name=name, title=shorten(panel.title, 80, placeholder=" ...")))
+    return found
 
 
 def draw(panel: Panel, records: Records) -> bytes:
     """The panel as a PNG image."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):  # a name with dollar signs is a name
+        return _drawn(panel, records)
+
+
+def _drawn(panel: Panel, records: Records) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -153,7 +148,7 @@ def draw(panel: Panel, records: Records) -> bytes:
 
 def _lines(axes: Axes, panel: Panel, records: Records) -> None:
     for color, (metric, label) in zip(_colors(len(panel.lines)), panel.lines.items(), strict=True):
-        steps, values = series(records, metric)
+        steps, values = _drawable(*series(records, metric))
         few = len(steps) <= 30 or metric in panel.marked
         marker: dict[str, Any] = {"marker": "o", "markersize": 4.5 if len(steps) < 12 else 3} if few else {}
         if len(steps) >= SMOOTH_FROM and metric not in panel.marked and _noisy(values):
@@ -166,6 +161,11 @@ def _lines(axes: Axes, panel: Panel, records: Records) -> None:
                 axes.axvline(step, color="#b00020", linewidth=1, linestyle=":")
         if panel.band and metric == next(iter(panel.lines)):
             _band(axes, records, metric, panel.band, color)
+
+
+def _drawable(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """Values beyond what axes can be computed for count as not finite."""
+    return steps, [v if abs(v) < 1e100 else math.nan for v in values]
 
 
 def _band(axes: Axes, records: Records, metric: str, spread: str, color: str) -> None:
@@ -299,7 +299,14 @@ def _single(metric: str, section: str) -> Panel:
     return Panel(metric.replace("/", "_"), title.replace("_", " "), {metric: label}, section=section)
 
 
-def _with(panel: Panel, **changes: Any) -> Panel:
-    from dataclasses import replace
-
-    return replace(panel, **changes)
+def _matching(lines: Mapping[str, str], present: Sequence[str]) -> dict[str, str]:
+    """The metrics that there are of these names and patterns; none where the first line has none. A ``*`` in a label is what the
+    pattern's ``*`` stands for."""
+    found: dict[str, str] = {}
+    for number, (pattern, label) in enumerate(lines.items()):
+        front, _, back = pattern.partition("*")
+        metrics = [m for m in present if fnmatchcase(m, pattern)]
+        found |= {m: label.replace("*", m.removeprefix(front).removesuffix(back)) for m in metrics}
+        if not number and not found:
+            break
+    return found

@@ -24,9 +24,10 @@ from miles_core.observe.budget_table import BUDGET_COLUMNS, BUDGET_FILE, budget_
 from miles_core.observe.hints import hints_of, review
 from miles_core.observe.metrics import names, read, series
 from miles_core.observe.mismatch_plots import draw_budget
-from miles_core.observe.plots import Panel, draw, panels
+from miles_core.observe.plots import draw, panels
 from miles_core.observe.samples import browser
 from miles_core.plugin.discovery import discover
+from miles_core.plugin.panel import Panel
 from miles_core.plugin.plan import Plan
 from miles_core.version import __version__
 
@@ -68,7 +69,7 @@ def report(run_dir: Path | str) -> Path:
     records = read(run_dir / "metrics.jsonl")
     config = _yaml(run_dir / "config.yaml")
     total = _lookup(config, "rollout", "num_rollout")
-    chosen = panels(records)
+    chosen = panels(records, [panel for plugin in discover().values() for panel in plugin.panels])
     images = _write_images(run_dir / IMAGES, chosen, records)
     page = _template().render(
         title=run_dir.resolve().name,
@@ -98,15 +99,14 @@ def _template() -> Any:
 
 def _write_images(directory: Path, chosen: Sequence[Panel], records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Draw every panel into ``directory`` (emptied of earlier plots); returns panel name -> data URI."""
+    images = {panel.name: draw(panel, records) for panel in chosen}
     directory.mkdir(exist_ok=True)
+    for name, png in images.items():
+        (directory / f"{name}.png").write_bytes(png)
     for old in directory.glob("*.png"):
-        old.unlink()
-    images = {}
-    for panel in chosen:
-        png = draw(panel, records)
-        (directory / f"{panel.name}.png").write_bytes(png)
-        images[panel.name] = "data:image/png;base64," + base64.b64encode(png).decode()
-    return images
+        if old.stem not in images:
+            old.unlink()
+    return {name: "data:image/png;base64," + base64.b64encode(png).decode() for name, png in images.items()}
 
 
 def _sections(chosen: Sequence[Panel], images: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -137,11 +137,11 @@ def _status(run_dir: Path, records: Sequence[Mapping[str, Any]], total: int | No
     last = records[-1]["step"]
     if total is not None and last >= total:
         return f"Finished: {total} of {total} steps are complete."
-    age = time.time() - records[-1].get("time", 0)
-    gaps = [b.get("time", 0) - a.get("time", 0) for a, b in pairwise(records)]
+    age = time.time() - (records[-1].get("time") or 0)
+    gaps = [(b.get("time") or 0) - (a.get("time") or 0) for a, b in pairwise(records)]
     running = age < max(60.0, 5 * statistics.median(gaps or [0.0]))
     of = f"{last} of {total} steps are complete" if total is not None else f"{last} steps are complete"
-    ended = _ended(run_dir, records[-1].get("time", 0))
+    ended = _ended(run_dir, records[-1].get("time") or 0)
     state = "Still running" if running and not ended else "Not running"
     return f"{state}: {of}, the last one {_duration(age)} ago.{ended}"
 
@@ -149,7 +149,7 @@ def _status(run_dir: Path, records: Sequence[Mapping[str, Any]], total: int | No
 def _ended(run_dir: Path, since: float) -> str:
     """How the run ended, where that was after ``since``: a run that was continued ends again."""
     found = _json(run_dir / ENDING)
-    return f" It {found['why']}." if found.get("why") and found.get("time", 0) >= since else ""
+    return f" It {found['why']}." if found.get("why") and (found.get("time") or 0) >= since else ""
 
 
 def _cards(records: Sequence[Mapping[str, Any]], total: int | None) -> list[dict[str, str]]:
@@ -230,7 +230,7 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise MilesError(f"{path} is not what a run wrote ({error}); restore or remove it") from error
 
 
@@ -241,7 +241,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
     try:
         return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
-    except (yaml.YAMLError, ValueError, TypeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise MilesError(f"{path} is not what a run wrote ({error}); restore or remove it") from error
 
 

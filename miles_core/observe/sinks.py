@@ -8,6 +8,9 @@ from typing import Any
 
 from miles_core.errors import MilesError
 
+#: Keeps the id that a run has at Weights & Biases.
+WANDB_ID = "wandb_id"
+
 
 class TensorBoard:
     """Writes scalars as TensorBoard event files into ``directory``. Raises MilesError without the package."""
@@ -30,24 +33,34 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends scalars to a Weights & Biases run of the project that ``WANDB_PROJECT`` names, else ``miles``. Raises MilesError
-    without the package.
+    """Sends scalars to a run of Weights & Biases. Raises MilesError without the package.
 
     Args:
-        directory: where its local files go.
+        directory: where its local files go, and the id that the run has there: one that is continued goes on in the same.
         name: the run's name there.
         config: the effective configuration.
+        project, group: where it is listed.
     """
 
-    def __init__(self, directory: Path | str, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, name: str, config: Mapping[str, Any], project: str, group: str | None = None
+    ) -> None:
         try:
             import wandb
         except ImportError as error:
             raise _missing("--use-wandb", "wandb", error) from error
-        import os
-
-        project = os.environ.get("WANDB_PROJECT", "miles")
-        self._run = wandb.init(project=project, name=name, dir=str(directory), config=dict(config), resume="allow")
+        file = directory / WANDB_ID
+        known = file.read_text(encoding="utf-8").strip() if file.is_file() else None
+        self._run = wandb.init(
+            project=project,
+            group=group,
+            name=name,
+            id=known or None,
+            dir=str(directory),
+            config=dict(config),
+            resume="allow",
+        )
+        file.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step's metrics."""

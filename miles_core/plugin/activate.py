@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.core import CORE
-from miles_core.plugin.facts import Fact, Facts, State, default_facts, distribution, show
+from miles_core.plugin.facts import COMES_WITH, Fact, Facts, State, default_facts, show
 from miles_core.plugin.manifest import Plugin, Set
 from miles_core.plugin.plan import Setting
 from miles_core.plugin.problem import Problem, described
@@ -78,7 +78,7 @@ def _unknown(name: str, why: str, manifests: Mapping[str, Plugin]) -> Problem:
     if name == "core":
         return Problem(why, "'core'", "core is always active: leave it out", verb="must not name")
     installed = ", ".join(n for n in manifests if n != "core") or "none"
-    hint = did_you_mean(name, manifests) or f"to install it: pip install {distribution(name)}"
+    hint = did_you_mean(name, manifests) or COMES_WITH
     return Problem(why, f"{name!r}", f"installed plugins are: {installed}; {hint}", verb="names no installed plugin:")
 
 

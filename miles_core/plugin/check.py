@@ -16,14 +16,17 @@ from importlib.util import find_spec
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, backends_of, provider
 from miles_core.plugin.conflicts import BASE, claims, collisions, order, precision
-from miles_core.plugin.core import CORE
+from miles_core.plugin.core import CORE, NEEDS
 from miles_core.plugin.detect import model_config
-from miles_core.plugin.facts import Facts, State, distribution
+from miles_core.plugin.facts import COMES_WITH, Facts, State
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.plan import Active, Deferred, HookTarget, Plan, Setting, plain
 from miles_core.plugin.problem import Problem, Review, described
 from miles_core.plugin.rule import Compare, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
 from miles_core.version import __version__
+
+#: Kinds of parts that no option chooses among.
+UNNAMED = ("model", "decoder")
 
 
 @dataclass
@@ -86,8 +89,8 @@ def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, 
         _review(checked, plugin)
     _orphans(checked, facts)
     _warm_up(checked)
-    _pause_mode(checked)
-    _colocation(checked)
+    _core_needs(checked)
+    _unused(checked)
     _backends(checked)
     _transport(checked)
     for policy in checked.facts.policies:
@@ -228,20 +231,27 @@ def _warm_up(checked: Checked) -> None:
             _capability(checked, f"a warm-up to {side} {checked.facts.value(side)}", kind, "rebuild", reason)
 
 
-def _pause_mode(checked: Checked) -> None:
-    """A response that goes on while weights change must say which tokens came from which."""
-    mode = checked.facts.get("rollout.pause_generation_mode")
-    if mode is not None and mode.value in ("retract", "in_place"):
-        reason = "one response then has tokens of several weight versions; --pause-generation-mode abort works with any engine"
-        _capability(checked, f"--pause-generation-mode {mode.value}", "engine", "token_versions", reason)
+def _core_needs(checked: Checked) -> None:
+    """What core's own options take from the backends."""
+    for need in NEEDS:
+        asking = names(parse(need.when))
+        if all(name in checked.facts for name in asking) and evaluate(need.when, checked.facts.lookup) is Truth.TRUE:
+            _capability(checked, need.who, need.kind, need.capability, need.because)
 
 
-def _colocation(checked: Checked) -> None:
-    """Parts that take turns on the same devices must both be able to give their memory back."""
-    fact = checked.facts.get("colocate")
-    if fact is not None and fact.value:
-        for kind in ("engine", "trainer"):
-            _capability(checked, "--colocate", kind, "sleep", "both take turns in the memory of the same GPUs")
+def _unused(checked: Checked) -> None:
+    """Parts that no option names and of which one is used: a second is refused, and one that no backend asks for is told. A
+    backend asks for the kinds of parts that its own plugin brings one of."""
+    owners = [provider(kind, checked.facts.value(kind), checked.manifests) for kind in ("engine", "trainer")]
+    for kind in UNNAMED:
+        asked = any(owner is not None and kind in owner.provides for owner in owners)
+        mine = [p for p in checked.activation.active.values() if kind in p.provides and p not in owners]
+        for plugin in mine[1:] if asked else ():
+            because = f"a run has one {kind}, and {mine[0].name} provides it too: leave one of them out of --plugins"
+            checked.problems.append(Problem(plugin.name, f"a second {kind}", because, verb="brings"))
+        for plugin in () if asked else mine:
+            where = " and ".join(str(checked.facts.lookup(k)) for k in ("engine", "trainer"))
+            checked.advice.append(f"{plugin.name}: its part {kind} is left unused; {where} take none")
 
 
 def _transport(checked: Checked) -> None:
@@ -305,9 +315,7 @@ def _backends(checked: Checked) -> None:
         named = fact.state is State.KNOWN and fact.value  # where no backend is installed nothing is named
         if named and provider(kind, fact.value, checked.manifests) is None:
             known = {n for m in [*checked.manifests.values(), CORE] for n in m.provides.get(kind, {})}
-            hint = (
-                did_you_mean(str(fact.value), known) or f"install it with: pip install {distribution(str(fact.value))}"
-            )
+            hint = did_you_mean(str(fact.value), known) or COMES_WITH
             because = f"installed plugins provide {', '.join(sorted(known))}; {hint}"
             checked.problems.append(
                 Problem("this run", f"a {kind} {fact.value!r}", because, (described(fact),), choices=(kind,))

@@ -10,7 +10,7 @@ from itertools import combinations
 
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import SIDES, provider
-from miles_core.plugin.facts import Facts, State, distribution
+from miles_core.plugin.facts import COMES_WITH, Facts, State
 from miles_core.plugin.manifest import Pair, Plugin
 from miles_core.plugin.problem import Problem, described
 
@@ -35,9 +35,7 @@ def precision(
     for side in sides:
         if side.value != BASE and provider("format", side.value, active) is None:
             known = {BASE, *(name for m in manifests.values() for name in m.formats)}
-            hint = (
-                did_you_mean(str(side.value), known) or f"install it with: pip install {distribution(str(side.value))}"
-            )
+            hint = did_you_mean(str(side.value), known) or COMES_WITH
             because = f"installed formats are {', '.join(sorted(known))}; {hint}"
             problems.append(
                 Problem("this run", f"a number format {side.value!r}", because, (described(side),), choices=SIDES)

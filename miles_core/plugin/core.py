@@ -6,9 +6,52 @@ chain and cannot be named after ``--plugins``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from miles_core.data.field import CORE_FIELDS
 from miles_core.plugin.manifest import Pair, Plugin
 from miles_core.version import __version__
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an option of core takes from a backend, as ``Plugin.uses`` says it of a plugin.
+
+    Attributes:
+        who: the option, for messages.
+        when: it is needed where this holds.
+        kind, capability: what the selected backend must have.
+        because: the reason.
+    """
+
+    who: str
+    when: str
+    kind: str
+    capability: str
+    because: str
+
+
+_TRUNCATED = "not rollout.full_vocab_logprobs and (rollout.top_p < 1 or rollout.top_k > 0)"
+_SUPPORT = "log-probs over the tokens that --rollout-top-p or --rollout-top-k keep; --full-vocab-logprobs does without"
+
+NEEDS = (
+    Need(
+        "a truncated sampler", _TRUNCATED, "engine", "sampling_support", f"it says which tokens it kept, for {_SUPPORT}"
+    ),
+    Need("a truncated sampler", _TRUNCATED, "trainer", "sampling_support", f"it takes {_SUPPORT}"),
+    Need("--entropy-coef", "algorithm.entropy_coef > 0", "trainer", "entropy", "the loss has the entropy in it"),
+    Need(
+        "--pause-generation-mode",
+        "rollout.pause_generation_mode in {retract, in_place}",
+        "engine",
+        "token_versions",
+        "one response then has tokens of several weight versions; --pause-generation-mode abort works with any engine",
+    ),
+    *(
+        Need("--colocate", "colocate", kind, "sleep", "both take turns in the memory of the same GPUs")
+        for kind in ("engine", "trainer")
+    ),
+)
 
 CORE = Plugin(
     name="core",

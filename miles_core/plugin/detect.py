@@ -65,13 +65,25 @@ _MODEL_NAMES = (
 _KEYS: dict[str, tuple[str, ...]] = {
     "type": ("model_type",),
     "num_experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k"),
+    "top_k": (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "experts_per_token",
+        "moe_top_k",
+        "moe_topk",
+        "moe_k",
+        "top_k_experts",
+    ),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd"),
     "context": ("max_position_embeddings", "n_positions", "max_sequence_length"),
     "mtp_layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers"),
 }
+
+
+#: Facts of which less than one makes no model.
+_COUNTS = ("layers", "vocab_size", "hidden_size", "context")
 
 
 def gpu_facts() -> list[Fact]:
@@ -169,7 +181,10 @@ def model_facts(checkpoint: str | None) -> list[Fact]:
     config = model_config(checkpoint)
     if config is None:
         return _unknown_model(f"{checkpoint} is neither a directory nor in the local hub cache")
-    return config_facts(config)
+    try:
+        return config_facts(config)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"--hf-checkpoint {checkpoint}: its config.json cannot be used ({error})") from error
 
 
 def model_config(checkpoint: str | None) -> dict[str, Any] | None:
@@ -196,7 +211,7 @@ def model_config(checkpoint: str | None) -> dict[str, Any] | None:
         raise CheckpointError(
             f"--hf-checkpoint {checkpoint}: it holds no config.json, so it is not a Hugging Face checkpoint"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"--hf-checkpoint {checkpoint}: its config.json cannot be read ({error})") from error
     if not isinstance(config, dict):
         raise CheckpointError(
@@ -228,6 +243,8 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
     found: dict[str, tuple[Any, str]] = {}
     for name, keys in _KEYS.items():
         key = next((k for k in keys if inner.get(k) is not None), None)
+        if key and name in _COUNTS and (type(inner[key]) is not int or inner[key] < 1):
+            raise ValueError(f"{key} is {inner[key]!r}, and must be a whole number from 1 on")
         found[name] = (inner[key], f"config.json: {key}={inner[key]}") if key else (None, f"config.json: no {keys[0]}")
     experts, origin = found["num_experts"]
     experts = int(experts or 0)
@@ -254,7 +271,8 @@ _GROWING = ("dynamic", "longrope", "su")
 
 def _context(config: Mapping[str, Any], longest: Any, origin: str) -> tuple[Any, str]:
     """The longest sequence whose tokens all have one set of rotary frequencies: behind the original limit of ``longrope`` and
-    ``dynamic`` they change with the length, so what was generated before it and what is scored behind it would differ."""
+    ``dynamic`` they change with the length, and engines and trainers differ in how. A longer ``--rollout-max-context-len`` goes
+    beyond it."""
     given = [config.get("rope_parameters"), config.get("rope_scaling")]
     for rope in [
         item for one in given if isinstance(one, dict) for item in (one, *one.values()) if isinstance(item, dict)

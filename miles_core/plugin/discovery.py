@@ -21,7 +21,6 @@ from typing import Any
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.declared import mistakes
-from miles_core.plugin.facts import distribution
 from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import MARK
 from miles_core.plugin.manifest import Plugin
@@ -40,6 +39,7 @@ class Catalogue(Mapping[str, Plugin]):
     Attributes:
         sources: plugin -> ``miles-plugin-mine 0.1.0`` or ``file:PATH sha256:...``; filled by scanning.
         broken: plugin -> why its manifest cannot be used.
+        heavy: plugins whose manifest imports torch, which makes every command slow.
     """
 
     def __init__(self, points: Iterable[EntryPoint] = ()) -> None:
@@ -47,6 +47,7 @@ class Catalogue(Mapping[str, Plugin]):
         self._loaded: dict[str, Plugin] = {}
         self.sources: dict[str, str] = {}
         self.broken: dict[str, str] = {}
+        self.heavy: list[str] = []
         for point in points:
             self._points.setdefault(point.name, {})[_source(point)] = point
         for name, found in self._points.items():
@@ -94,15 +95,14 @@ class Catalogue(Mapping[str, Plugin]):
             the plugin's name.
 
         Raises:
-            PluginError: not installed (with the nearest name and the command that installs it), installed twice, or its
+            PluginError: not installed (with the nearest name), installed twice, or its
                 manifest cannot be imported (with the traceback).
         """
         if wanted.endswith(".py") or "/" in wanted or "\\" in wanted:
             return self.add_file(Path(wanted))
         if wanted not in self:
-            hint = did_you_mean(wanted, self.names)
-            install = f"pip install {distribution(wanted)}"
-            raise PluginError(f"no plugin {wanted!r} is installed; {f'{hint} Otherwise' if hint else 'try'}: {install}")
+            hint = did_you_mean(wanted, self.names) or "install the package that brings it"
+            raise PluginError(f"no plugin {wanted!r} is installed; {hint}")
         return self[wanted].name
 
     def add_file(self, path: Path) -> str:
@@ -142,8 +142,11 @@ class Catalogue(Mapping[str, Plugin]):
                 "uninstall one of them"
             )
         source, point = next(iter(found.items()))
+        light = "torch" not in sys.modules
         try:
             plugin = point.load()
+            if light and "torch" in sys.modules:
+                self.heavy.append(name)
         except Exception as error:
             text = import_failure(error)
             raise PluginError(f"plugin {name!r} ({source}) cannot be imported from {point.value}:\n{text}") from error

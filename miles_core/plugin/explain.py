@@ -16,7 +16,7 @@ from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, default_facts, show
 from miles_core.plugin.manifest import Plugin, Rule, Set
 from miles_core.plugin.rule import RuleError, Truth, evaluate, names, parse
-from miles_core.plugin.scan import hooks_of
+from miles_core.plugin.scan import hooks_of, misspelt
 
 _WORDS = {
     Truth.TRUE: "holds",
@@ -84,13 +84,20 @@ def _rule(verb: str, rule: Rule, facts: Facts) -> list[str]:
     return [*lines, f"    {outcome}: {values}"]
 
 
-def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts) -> list[str]:
+def emulated_here(plugin: Plugin, facts: Facts) -> bool:
+    """Whether some of its formats needs tensor cores that are not here, so that it runs with ``--emulate-precision``."""
+    rules = [rule for pair in plugin.pairs for rule in pair.rules if rule.hardware]
+    return any(evaluate(rule.needs, facts.lookup) is Truth.FALSE for rule in rules)
+
+
+def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts, hooks: Iterable[str] = ()) -> list[str]:
     """What is wrong with a manifest whatever the run, one sentence each.
 
     Args:
         plugin: the manifest.
         manifests: every installed plugin; names that belong to one that is not installed cannot be checked.
         facts: options, host and model facts.
+        hooks: names of all hooks; without them none is held against them.
     """
     everything = [f for m in [*manifests.values(), plugin] for f in default_facts(m)]
     known = Facts([*facts.values(), *everything])
@@ -110,8 +117,14 @@ def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts) -> list[
     for path in plugin.sets:
         if _is_missing(path, known, derived):
             found.append(f"it sets {path}, which nothing defines; {did_you_mean(path, known)}".rstrip("; "))
+    for word, others in (("before", plugin.before), ("after", plugin.after)):
+        found += [
+            f"it comes {word} {name}, which is not installed; {hint}"
+            for name in others
+            if name not in manifests and (hint := did_you_mean(name, manifests))
+        ]
     try:
-        hooks_of(plugin)
+        found += misspelt(dict.fromkeys(hooks_of(plugin), (plugin.name,)), hooks)
     except (PluginError, SyntaxError) as error:
         found.append(str(error).splitlines()[0])
     return found

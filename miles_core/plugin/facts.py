@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
 
 
+#: What helps where a name is unknown. No command is made of what was typed: nobody knows who owns a package of that name.
+COMES_WITH = "others come with plugins; install the package that brings it"
+
+
 class State(Enum):
     """What is known of a fact on this host."""
 
@@ -96,7 +100,7 @@ class Facts(Mapping[str, Fact]):
         if name in self._facts:
             return self._facts[name]
         if head == "plugin" and rest:
-            return Fact(name, False, f"not installed: pip install {distribution(rest)}")
+            return Fact(name, False, f"no plugin {rest} is installed")
         return Fact(name, None, did_you_mean(name, self._facts), State.NO_SUCH_NAME)
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -119,11 +123,6 @@ class Facts(Mapping[str, Fact]):
         """Names of the run's policies; one called ``policy`` unless facts ``policies.NAME.*`` say otherwise."""
         found = dict.fromkeys(n.split(".")[1] for n in self._facts if n.startswith("policies.") and n.count(".") > 1)
         return tuple(found) or ("policy",)
-
-
-def distribution(plugin: str) -> str:
-    """The distribution a plugin of that name is published as."""
-    return f"miles-plugin-{plugin.replace('_', '-')}"
 
 
 def defined_facts(plugin: Plugin) -> Iterator[Fact]:

@@ -7,7 +7,7 @@ change keeps the user's plugins and precision, up to three changes of options ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
 from typing import Any
@@ -19,6 +19,9 @@ from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, show
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.rule import Compare, RuleError, conjuncts, parse, same
+
+#: What is wrong with a run of these facts beside what the checker sees, one sentence each.
+Startable = Callable[[Facts], Iterable[str]]
 
 SHOWN = 6
 _TRIES = 400
@@ -50,6 +53,7 @@ def fixes(
     facts: Facts,
     refused: Checked,
     drops: int = 2,
+    startable: Startable = lambda facts: (),
 ) -> list[Fix]:
     """At most ``SHOWN`` accepted changes, the smallest first.
 
@@ -57,9 +61,10 @@ def fixes(
         requested, manifests, facts: as given to ``check``.
         refused: what ``check`` found.
         drops: how many plugins may be dropped besides another change, when nothing less helps.
+        startable: what else is wrong with a run of these facts, one sentence each.
     """
     asked = dict(requested) if isinstance(requested, Mapping) else dict.fromkeys(requested, "--plugins")
-    search = _Search(asked, manifests, facts, refused)
+    search = _Search(asked, manifests, facts, refused, startable)
     accepted, partial = [], []
     before = {p.headline for p in refused.problems}
     for change in [*_options(refused), *_plugins(asked, refused), *_precisions(asked, refused)]:
@@ -82,6 +87,7 @@ class _Search:
     manifests: Mapping[str, Plugin]
     facts: Facts
     refused: Checked
+    startable: Startable
 
     def attempt(self, change: Change) -> tuple[Fix, set[str]]:
         """The changed request and the headlines of the problems it has left."""
@@ -93,7 +99,8 @@ class _Search:
             origin = _typed(fact.flag, value)
             changed.append(replace(fact, value=value, origin=origin, state=State.KNOWN, chosen=True))
         fix = Fix(change.text, requested, self.facts.having(changed))
-        return fix, {p.headline for p in check(fix.requested, self.manifests, fix.facts).problems}
+        checked = check(fix.requested, self.manifests, fix.facts)
+        return fix, {p.headline for p in checked.problems} | set(self.startable(checked.facts))
 
     def together(self, partial: list[Change]) -> list[tuple[Change, Fix]]:
         """The smallest sets of two or three changes that are accepted."""
@@ -120,7 +127,7 @@ class _Search:
         for name in self.asked if drops else ():
             rest = {n: why for n, why in self.asked.items() if n != name}
             refused = check(rest, self.manifests, self.facts)
-            for fix in fixes(rest, self.manifests, self.facts, refused, drops - 1):
+            for fix in fixes(rest, self.manifests, self.facts, refused, drops - 1, self.startable):
                 listed = fix.text.startswith("--plugins ")
                 found.append(
                     fix if listed else replace(fix, text=f"{_dropped(name, self.asked[name])}, and {fix.text}")

@@ -64,7 +64,7 @@ class Hint:
         name: identifies the hint; it speaks once a run and metric.
         metric: a metric's name or a glob of names.
         behaviour: what the metric's values so far do (NaN where one was not finite): ``above(2e-3)``, ``jumped(10)``, ...
-        seen: what happened, with ``{metric}``, ``{value}`` (the last one) and ``{step}``.
+        seen: what happened, with ``{metric}``, ``{value}`` (the last one), ``{percent}`` (the same of a fraction) and ``{step}``.
         advice: what usually helps, most likely first.
         unless: (metric, behaviour) that makes the hint silent, e.g. a task that is solved.
         when: a condition on the facts of the run (``miles_core.plugin.rule``), e.g. ``"model.moe"``; the hint is silent

@@ -15,7 +15,7 @@ import pluggy
 
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.chain import Wrapper, compose, note
+from miles_core.plugin.chain import Wrapper, compose, guarded, note
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.failure import import_failure
@@ -85,7 +85,9 @@ class Hooks:
                 continue
             build = import_target(plugin.name, target)
             try:
-                return build(**_taken(build, arguments))
+                made = build(**_taken(build, arguments))
+                # an error in a function is told with its plugin too; an object is used in too many ways
+                return guarded(made, plugin.name, f"the {kind} {name}") if inspect.isfunction(made) else made
             except Exception as error:
                 note(error, "" if plugin is CORE else plugin.name, f"make_{kind} ({name})")
                 raise

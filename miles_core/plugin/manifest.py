@@ -12,6 +12,7 @@ from typing import Any
 
 from miles_core.data.field import Field
 from miles_core.plugin.hint import Hint, Remedy
+from miles_core.plugin.panel import Panel
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Plugin:
             ``model`` is the checkpoint's ``config.json`` or None where it is not known here.
         hints: what this plugin's metrics, and core's, say about it, and what helps then; see ``Hint``. They are followed
             while the plugin is installed, active or not: ``when`` says in which runs.
+        panels: plots of the report that show several metrics together; a metric of the plugin that is in none has one of its own.
         remedies: what it does against a trouble that core's hints and errors warn of.
         converts: flag of this plugin -> ``"module:callable"``, what ``miles convert`` does where that flag is given instead of
             a format: ``f(model_dir, save_dir, options)`` writes a checkpoint and returns a line that says what it did.
@@ -139,6 +141,7 @@ class Plugin:
     passthrough: Mapping[str, str] = field(default_factory=dict)
     review: str = ""
     hints: tuple[Hint, ...] = ()
+    panels: tuple[Panel, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     converts: Mapping[str, str] = field(default_factory=dict)
     measures: str = ""

@@ -164,7 +164,7 @@ class Plan:
             for name, kind in parts.items():
                 content[name] = tuple(kind(**_frozen(item)) for item in content[name])
             plan = cls(**{**content, **{k: tuple(content[k]) for k in _NAMES}, "facts": tuple(facts)})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"this is not a plan that miles wrote ({error!r})") from error
         if plan.digest != digest:
             raise CheckpointError(f"the plan says its digest is {digest}, its content has {plan.digest}: it was edited")

@@ -93,7 +93,7 @@ class Hooks:
 _README = """\
 # $distribution
 
-$title for [miles-core](https://pypi.org/project/miles-core/).
+$title for miles-core.
 
 ```
 pip install -e .
@@ -201,7 +201,7 @@ class $formatname(Format):
 _FORMAT_README = """\
 # $distribution
 
-$title weights for [miles-core](https://pypi.org/project/miles-core/).
+$title weights for miles-core.
 
 ```
 pip install -e .

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from miles_core.errors import PluginError
+from miles_core.nearest import did_you_mean
 from miles_core.plugin.guard import MARK
 from miles_core.plugin.load import import_target
 from miles_core.plugin.manifest import Plugin
@@ -26,9 +27,22 @@ def implemented(plan: Plan, hooks: Iterable[str] = ()) -> dict[str, tuple[str, .
     """hook -> plugins that implement it, in plan order (outermost first); in the order of ``hooks``, others after them.
 
     Raises:
-        PluginError: a hooks class cannot be found.
+        PluginError: a hooks class cannot be found, or marks what is no hook (of ``hooks``).
     """
-    return _by_hook(plan.hooks, hooks)
+    found = _by_hook(plan.hooks, hooks)
+    if wrong := misspelt(found, hooks):
+        raise PluginError(wrong[0])
+    return found
+
+
+def misspelt(found: Mapping[str, Sequence[str]], hooks: Iterable[str]) -> list[str]:
+    """A sentence for each marked name that is no hook; none where ``hooks`` names none."""
+    known = tuple(hooks)
+    return [
+        f"plugin {', '.join(plugins)}: there is no hook {name!r}; {did_you_mean(name, known)}".rstrip("; ")
+        for name, plugins in found.items()
+        if known and name not in known
+    ]
 
 
 def hooks_of(plugin: Plugin) -> tuple[str, ...]:

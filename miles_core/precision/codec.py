@@ -64,6 +64,7 @@ class Codec:
             CheckpointError: see ``experts``.
         """
         self.family, self._model = family, shapes
+        self.selector.settle(shapes)
         if self.format is None:
             return
         experts = [x for name, shape in shapes.items() for x in self._experts(name, shape)]

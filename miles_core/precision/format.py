@@ -82,6 +82,12 @@ class Format(ABC):
         Continues the sentence ``NAME [N, K] cannot be stored as FORMAT: ...``."""
         return None
 
+    def caution(self, shape: tuple[int, int]) -> str | None:
+        """What whoever writes a checkpoint with a weight of this shape should know, though it can be stored; None for nothing.
+
+        Continues the sentence ``NAME [N, K] as FORMAT: ...``."""
+        return None
+
     @abstractmethod
     def storage(self, shape: tuple[int, int]) -> tuple[Stored, ...]:
         """The tensors a weight [N, K] becomes."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.nearest import nearest
 from miles_core.plugin.discovery import discover
-from miles_core.plugin.facts import distribution
+from miles_core.plugin.facts import COMES_WITH
 from miles_core.plugin.load import import_target
 
 if TYPE_CHECKING:
@@ -39,9 +39,8 @@ def format_class(name: str, manifests: Mapping[str, Plugin] | None = None) -> ty
 def unknown(name: str, known: Mapping[str, Plugin]) -> str:
     """The sentence for a format that nobody has."""
     close = nearest(name, [*known, "bf16"])
-    hint = f"did you mean {close[0]}? Otherwise" if close else "try"
     have = f"installed: {', '.join(sorted(known))}" if known else "none is installed"
-    return f"there is no number format {name!r} ({have}); {hint}: pip install {distribution(name)}"
+    return f"there is no number format {name!r} ({have}); {f'did you mean {close[0]}?' if close else COMES_WITH}"
 
 
 def recognise(block: Mapping[str, Any], where: str) -> Format:
@@ -59,8 +58,7 @@ def recognise(block: Mapping[str, Any], where: str) -> Format:
     method = str(block.get("quant_method", "unnamed"))
     if found:
         raise CheckpointError(f"{where}: {' and '.join(found)} both recognise its quantization_config ({method})")
-    install = f"pip install {distribution(method)}" if method.isidentifier() and method not in known else "see its card"
     raise CheckpointError(
         f"{where} is quantised (quant_method {method!r}) in a way that no installed number format recognises "
-        f"(installed: {', '.join(sorted(known)) or 'none'}); {install}, or take its BF16 weights"
+        f"(installed: {', '.join(sorted(known)) or 'none'}); install the plugin that reads it, or take its BF16 weights"
     )

@@ -19,9 +19,9 @@ from miles_core.nearest import nearest
 
 Shape = tuple[int, ...]
 
-#: What always keeps its precision. A router is called ``router`` with whatever under it (``router.layer``, ``router.proj``,
-#: ``modality_router``), or is a module ``gate``: a glob, because as a substring that would find every ``gate_proj``. ``altup``
-#: predicts and mixes residual streams with matrices of a few numbers.
+#: What always keeps its precision. Routers are found by what they are where the whole model is known (``routers``); by name, one is
+#: called ``router`` with whatever under it (``router.layer``, ``modality_router``), or is a module ``gate``: a glob, because as a
+#: substring that would find every ``gate_proj``. ``altup`` predicts and mixes residual streams with matrices of a few numbers.
 #: ``shared_head`` is the ``lm_head`` of an MTP layer; ``weights_proj`` of the sparse-attention indexer is BF16 in engines.
 NEVER = (
     "norm",
@@ -52,6 +52,10 @@ _HABITS = ("lmhead", "embed", "layernorm")
 
 #: The number of a decoder layer; towers of other modalities have layers of their own, with a longer path.
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+
+
+#: One expert's tensors, and those of all experts of a block.
+_EXPERT = re.compile(r"(.*)\.experts\.(?:(\d+)\.|[^.]+(?:\.weight)?\Z)")
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,41 @@ def tower(name: str) -> str | None:
     return found[1] if found else None
 
 
+def routers(shapes: Mapping[str, Shape]) -> frozenset[str]:
+    """The matrices of a whole checkpoint that score experts, whatever they are called: beside the experts of a block, in a module
+    whose matrices have one row an expert."""
+    counts: dict[str, int] = {}
+    for name, shape in shapes.items():
+        found = _EXPERT.match(name)
+        if found and found[2]:
+            counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
+        elif found and len(shape) == 3:
+            counts[found[1]] = shape[0]
+        elif stacked(name, shape):
+            counts[name.removesuffix(".weight").rpartition(".")[0]] = shape[0]
+    beside: dict[tuple[str, str], list[str]] = {}
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        for at in range(1, len(parts) - 1) if len(shape) == 2 else ():
+            block = ".".join(parts[:at])
+            if block in counts and parts[at] != "experts":
+                beside.setdefault((block, parts[at]), []).append(name)
+    return frozenset(
+        name
+        for (block, _), names in beside.items()
+        if all(shapes[name][0] == counts[block] for name in names)
+        for name in names
+    )
+
+
+def stacked(name: str, shape: Shape) -> bool:
+    """Whether a tensor holds matrices of several experts under a name that does not say so; a convolution's kernels of one input
+    channel are none."""
+    return (
+        len(shape) == 3 and shape[1] > 1 and "experts" not in name and name.endswith(".weight") and tower(name) is None
+    )
+
+
 class Selector:
     """Decides for every checkpoint tensor whether the run's number format applies.
 
@@ -120,6 +159,12 @@ class Selector:
         self.only = tuple(only)
         self.only_origin = only_origin
         self.exclusions = (Exclusion(origin, self.skip), *exclusions)
+        #: the matrices that score experts, where the whole model is known
+        self.routers: frozenset[str] = frozenset()
+
+    def settle(self, shapes: Mapping[str, Shape]) -> None:
+        """Look at every tensor of a model's checkpoint, so that its routers are known."""
+        self.routers = routers(shapes)
 
     def __call__(self, name: str, shape: Shape) -> bool:
         """Whether this tensor is quantised."""
@@ -144,7 +189,7 @@ class Selector:
         return self._left_alone(name, shape) is not None
 
     def _left_alone(self, name: str, shape: Shape) -> str | None:
-        left_alone = _always(name, shape)
+        left_alone = self._always(name, shape)
         if left_alone is None and not self._eligible(name, shape):
             left_alone = f"{self.only_origin}: not among {', '.join(self.only)}"
         if left_alone is None:
@@ -153,7 +198,21 @@ class Selector:
 
     def _eligible(self, name: str, shape: Shape) -> bool:
         """Whether the format would apply if the user had not said otherwise."""
-        return _always(name, shape) is None and (not self.only or any(matches(s, name) for s in self.only))
+        return self._always(name, shape) is None and (not self.only or any(matches(s, name) for s in self.only))
+
+    def _always(self, name: str, shape: Shape) -> str | None:
+        """Why no run quantises this tensor; None when it may."""
+        if (other := tower(name)) is not None:
+            return f"never quantised: {other} is not of the language model"
+        rule = next((rule for rule in NEVER if matches(rule, name)), None)
+        if rule is not None:
+            return f"never quantised: {rule}"
+        if name in self.routers:
+            return "never quantised: it scores experts"
+        fused = len(shape) > 2 and "experts" in name
+        if not fused and (len(shape) != 2 or not name.endswith(".weight")):
+            return "not the matrix of a linear layer"
+        return None
 
     def check(self, shapes: Mapping[str, Shape]) -> list[str]:
         """Compare the user's selectors with every tensor of a checkpoint.
@@ -165,6 +224,12 @@ class Selector:
             ConfigError: a selector matches no tensor; names the nearest.
         """
         notes = []
+        joined = [name for name, shape in shapes.items() if stacked(name, shape)]
+        if joined:
+            notes.append(
+                f"{len(joined)} tensors hold the experts of a layer in a way that no format takes apart, and keep their precision; "
+                f"the first is {joined[0]} {list(shapes[joined[0]])}"
+            )
         for origin, selector in [(k.origin, s) for k in self.exclusions for s in k.selectors]:
             found = [name for name in shapes if matches(selector, name)]
             if found and not any(self._eligible(name, shapes[name]) for name in found):
@@ -187,19 +252,6 @@ class Selector:
                 f"{given} leaves nothing to quantise among the model's {len(shapes)} tensors; use bf16 instead"
             )
         return notes
-
-
-def _always(name: str, shape: Shape) -> str | None:
-    """Why no run quantises this tensor; None when it may."""
-    if (other := tower(name)) is not None:
-        return f"never quantised: {other} is not of the language model"
-    rule = next((rule for rule in NEVER if matches(rule, name)), None)
-    if rule is not None:
-        return f"never quantised: {rule}"
-    fused = len(shape) > 2 and "experts" in name
-    if not fused and (len(shape) != 2 or not name.endswith(".weight")):
-        return "not the matrix of a linear layer"
-    return None
 
 
 def _nearest(selector: str, names: Iterable[str]) -> str:

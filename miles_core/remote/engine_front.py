@@ -38,6 +38,7 @@ class EngineFront(Engine):
         self.capabilities = said["capabilities"]
         self.kv_cache_dtype = said["kv_cache_dtype"]
         self.native_products = said["native_products"]
+        self.receivers = len(engines)
         self.serving = set(range(len(engines)))
         self.renewed = 0
         self._alive = set(self.serving)

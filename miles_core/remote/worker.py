@@ -7,6 +7,7 @@ the plan (``miles_core.run.prepare.accept``), reads the configuration, and makes
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,8 @@ def worker_run(order: Order) -> Run:
     plan = Plan.from_json(order.plan)
     catalogue = accept(plan)
     config = applied(loads(order.config, catalogue), plan)
+    for package in {hook.target.split(".")[0].split(":")[0] for hook in plan.hooks}:
+        logging.getLogger(package).setLevel(config.run.log_level.upper())
     seed_generators(config.train.seed)
     return make_run(config, plan, catalogue, Path(order.directory))
 

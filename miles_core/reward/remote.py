@@ -57,7 +57,7 @@ class RemoteReward:
         body = self._post(json.dumps(question).encode())
         try:
             return json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self.url} answered {body[:200]!r}, which is not JSON") from error
 
     def _post(self, data: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -10,19 +11,48 @@ from pathlib import Path
 
 from miles_core.checkpoint.directory import locate_checkpoint
 from miles_core.checkpoint.hf_files import CheckpointFiles
+from miles_core.checkpoint.placed import gathering, taken
 from miles_core.config.config import Config
 from miles_core.contracts.run import Run
-from miles_core.errors import CheckpointError, ConfigError
+from miles_core.convert.encode import to_format
+from miles_core.convert.json_files import quantization_block
+from miles_core.errors import CheckpointError, ConfigError, PlanError
+from miles_core.plugin.activate import SIDES
+from miles_core.plugin.discovery import Catalogue
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
+from miles_core.precision.installed import format_class
+from miles_core.precision.options import codec_for
+from miles_core.precision.schedule import PLAIN
 from miles_core.run.directory import refuse_to_overwrite, run_directory
 from miles_core.run.inputs import Inputs
 from miles_core.run.make import make_run
+from miles_core.run.prepare import applied, localised, prepare
 from miles_core.run.problems import Problems
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 #: switch -> the packages it imports.
 _PACKAGES = {"use_wandb": ("--use-wandb", "wandb"), "use_tensorboard": ("--use-tensorboard", "tensorboard")}
+
+
+def planned(given: Config) -> tuple[Config, Plan, Catalogue]:
+    """The one way from what a user gave to a run: its models by name found, its plan accepted, what the plan sets applied.
+
+    Raises:
+        PlanError: the plan is refused; what is wrong with the inputs is told with it.
+        MilesError: see ``localised`` and ``prepare``.
+    """
+    config = localised(given, weights=False)
+    try:
+        plan, catalogue = prepare(config)
+    except PlanError as error:
+        problems = Problems()
+        _inputs(config, problems)
+        if not problems.found:
+            raise
+        also = "\n".join(f"  - {sentence}" for sentence in problems.found)
+        raise PlanError(f"{error}\n\nand, whatever the plan is:\n{also}", error.problems) from error
+    return applied(config, plan), plan, catalogue
 
 
 def check_start(config: Config, plan: Plan, manifests: Mapping[str, Plugin]) -> Run:
@@ -57,6 +87,22 @@ def checked(
             switch needs are not what the run needs: all of it at once.
     """
     problems = problems or Problems()
+    with problems():
+        check_model(config, plan, manifests)
+    run = None
+    if config.model.hf_checkpoint is not None:
+        with problems():
+            run = make_run(config, plan, manifests, directory)
+    inputs = _inputs(config, problems)
+    if run is not None:
+        inputs.check(run, problems)
+    problems.told()
+    assert run is not None  # or there was a problem
+    return run, inputs
+
+
+def _inputs(config: Config, problems: Problems) -> Inputs:
+    """What a run reads, and where it writes, as far as no plan is needed to look at it."""
     for flag, value in (
         ("--hf-checkpoint DIR", config.model.hf_checkpoint),
         ("--prompt-data FILE", config.data.prompt_data),
@@ -65,8 +111,6 @@ def checked(
             if value is None:
                 raise ConfigError(f"miles train needs {flag}; miles demo makes a small model and prompts of its own")
     with problems():
-        _check_weights(config, plan)
-    with problems():
         _check_export(config)
     for name, (flag, package) in _PACKAGES.items():
         with problems():
@@ -74,16 +118,25 @@ def checked(
                 raise ConfigError(
                     f"{flag} needs the package {package!r}, which is not installed: pip install {package}"
                 )
-    run = None
-    if config.model.hf_checkpoint is not None:
-        with problems():
-            run = make_run(config, plan, manifests, directory)
-    inputs = Inputs(config, problems)
-    if run is not None:
-        inputs.check(run, problems)
-    problems.told()
-    assert run is not None  # or there was a problem
-    return run, inputs
+    return Inputs(config, problems)
+
+
+def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin]) -> None:
+    """What the headers of the weights say: all are there, and the formats of the plan can store them.
+
+    Raises:
+        CheckpointError, ConfigError: they are not, or they cannot.
+    """
+    _check_weights(config, plan)
+    directory = Path(config.model.hf_checkpoint or "")
+    if not config.model.hf_checkpoint or not any(directory.glob("*.safetensors")):
+        return
+    files = CheckpointFiles(directory, "--hf-checkpoint")
+    if quantization_block(directory, files.config) is not None:
+        return  # stored in a format: whoever reads it says what is wrong
+    for name in dict.fromkeys(plan.fact(side) for side in SIDES):
+        if name is not None and name != PLAIN:
+            to_format(files, codec_for(format_class(name, manifests), config, str(directory)))
 
 
 def _check_weights(config: Config, plan: Plan) -> None:
@@ -104,12 +157,16 @@ def _check_weights(config: Config, plan: Plan) -> None:
 
 
 def _check_export(config: Config) -> None:
-    target = config.run.export_hf
-    if target is None:
+    """``--export-hf`` can be written: it is written after the last step, when a refusal costs most."""
+    if config.run.export_hf is None:
         return
-    target = Path(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"--export-hf {target}: it already exists and is not empty; choose another directory")
-    parent = next(p for p in target.absolute().parents if p.exists())
+    given, target = config.run.export_hf, Path(os.path.realpath(config.run.export_hf))
+    if taken(target, gathering(target, "exporting")):
+        raise ConfigError(f"--export-hf {given}: it already exists and is not empty; choose another directory")
+    if config.model.hf_checkpoint and target.is_relative_to(Path(config.model.hf_checkpoint).resolve()):
+        raise ConfigError(f"--export-hf {given}: it lies inside of --hf-checkpoint; choose another directory")
+    parent = next(p for p in (target, *target.parents) if p.exists())
     if not parent.is_dir():
-        raise ConfigError(f"--export-hf {target}: {parent} is a file; choose another directory")
+        raise ConfigError(f"--export-hf {given}: {parent} is a file; choose another directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--export-hf {given}: {parent} cannot be written; choose another directory")

@@ -81,6 +81,13 @@ class Inputs:
         config = run.config
         origin = next((f.origin for f in run.plan.facts if f.name == "model.context"), "")
         limits = Limits.of(config, run.plan.fact("model.context"), origin, run.plan.fact("model.vocab_size"))
+        with problems():
+            if limits.vocabulary is not None and run.tokenizer.eos_token_id >= limits.vocabulary:
+                raise ConfigError(
+                    f"--hf-checkpoint {config.model.hf_checkpoint}: its tokenizer ends a text with the token "
+                    f"{run.tokenizer.eos_token_id}, and the model knows {limits.vocabulary} (vocab_size in its config.json), so no "
+                    "response could end: tokenizer and model do not belong together"
+                )
         # A generate function may set labels of its own.
         label = None if config.reward.rm_type not in LABELLED or self.generate is not None else _check_label
         with problems():

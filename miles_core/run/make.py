@@ -44,13 +44,13 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
 def make_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, start: int | None) -> RunLog:
     """The log of a run that starts at step ``start`` (None: anew), with the hints of every plugin in ``manifests``."""
     options, resume_step = run.config.run, -1 if start is None else start
-    keep = options.save_rollouts
+    rollouts = RolloutFiles(run.directory, run.tokenizer, options.save_rollouts_size, resume_step)
     return RunLog(
         MetricLog(run.directory / "metrics.jsonl", resume_step=resume_step, sinks=sinks(run.config, run.directory)),
         progress,
         Hints(hints_of(manifests.values(), run.plan.holds)),
         Profiler(options.profile_dir or run.directory / "profile", count=int(options.profile)),
-        RolloutFiles(run.directory, run.tokenizer, options.save_rollouts_size, resume_step) if keep else None,
+        rollouts if options.save_rollouts else None,
     )
 
 
@@ -64,5 +64,7 @@ def sinks(config: Config, directory: Path) -> list[Sink]:
     if config.run.use_wandb:
         from miles_core.observe.sinks import WeightsAndBiases
 
-        found.append(WeightsAndBiases(directory, directory.name, vars(config.args)))
+        options = config.run
+        name = options.wandb_name or directory.absolute().name
+        found.append(WeightsAndBiases(directory, name, vars(config.args), options.wandb_project, options.wandb_group))
     return found

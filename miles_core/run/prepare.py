@@ -11,12 +11,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from miles_core.config import value
+from miles_core.config.rules import broken
+from miles_core.data import hub
+from miles_core.errors import ConfigError
 from miles_core.plugin import worker
 from miles_core.plugin.activate import BACKENDS, ENVIRONMENT, SIDES, provider
 from miles_core.plugin.detect import gpu_facts, model_facts, override
 from miles_core.plugin.discovery import Catalogue, discover
-from miles_core.plugin.facts import Fact, Facts, defined_facts
-from miles_core.plugin.plan import Plan
+from miles_core.plugin.facts import Fact, Facts, State, defined_facts
+from miles_core.plugin.plan import Plan, plain
 from miles_core.plugin.resolve import resolve
 from miles_core.version import __version__
 
@@ -63,6 +67,25 @@ def _environment_facts(config: Config) -> Iterator[Fact]:
             yield Fact(path, os.environ[name], f"environment variable {name}", chosen=True)
 
 
+def localised(config: Config, weights: bool = True) -> Config:
+    """``config`` with the models that are names of the Hugging Face hub as directories on this machine, downloaded where they
+    are not in the cache.
+
+    Args:
+        weights: with them; without, what a plan asks for.
+
+    Raises:
+        CheckpointError: see ``miles_core.data.hub.model``.
+    """
+    for path in ("model.hf_checkpoint", "model.ref_load"):
+        name, origin = config.get(path), config.origin(path)
+        if name is not None and hub.is_model(name):
+            found = hub.model(name, config.schema.options[path].flag, weights)
+            label = config.model.model_name or name.rpartition("/")[2]
+            config = config.replace({path: str(found), "model.model_name": label}, origin=f"{origin}, downloaded")
+    return config
+
+
 def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | None = None) -> tuple[Plan, Catalogue]:
     """Resolve a configuration.
 
@@ -81,7 +104,28 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     """
     catalogue = catalogue or catalogue_for(config)
     facts = facts_for(config, given)
-    return resolve(requested(config, facts, catalogue), catalogue, facts), catalogue
+    known = startable(config, facts)  # of a configuration that was loaded: none
+
+    def wrong(found: Facts) -> list[str]:
+        return [sentence for sentence in startable(config, found) if sentence not in known]
+
+    plan = resolve(requested(config, facts, catalogue), catalogue, facts, wrong)
+    if found := wrong(Facts(plan.facts)):
+        raise ConfigError("; ".join(found))
+    return plan, catalogue
+
+
+def startable(config: Config, facts: Facts) -> list[str]:
+    """What core's own rules, and the types and bounds of options, say against values that plugins set or fixes propose."""
+    problems = []
+    for fact in facts.values():
+        option = config.schema.find(fact.name)
+        if option is not None and fact.state is State.KNOWN and fact.value != plain(config.get(option.path)):
+            try:
+                value.check(option, fact.value, f"{fact.name} {fact.origin}")
+            except ConfigError as error:
+                problems.append(str(error))
+    return problems or list(broken(f for f in facts.values() if config.schema.find(f.name) is not None))
 
 
 def applied(config: Config, plan: Plan) -> Config:

@@ -22,6 +22,7 @@ async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog, samples: l
         return
     order = random.Random(run.config.train.seed)
     queue: list[Sample] = []
+    first: dict[str, float] = {}
     log.progress.phase("warm start", total=options.steps)
     with run.clock.phase("warm_start"):
         for _ in range(options.steps):
@@ -30,12 +31,13 @@ async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog, samples: l
             batch, queue = queue[: options.batch_size], queue[options.batch_size :]
             for each in parts:
                 metrics = await each.learner.supervise(batch, lr=options.lr)
+                first.setdefault("sft/loss_first", metrics["sft/loss"])
             log.progress.advance(1)
             if run.stop_requested:
                 raise Interrupted
         for each in parts:
             await each.learner.reset_optimizer()
-    log.record(0, run.clock.metrics() | metrics)
+    log.record(0, run.clock.metrics() | metrics | first)
 
 
 def open_pairs(config: Config) -> Prompts:

@@ -2,12 +2,11 @@
 
 The same bytes whatever the memory is, so a bucket has one checksum on both sides. A message is plain data: ``units``, one
 ``[name, format, [[stored name, dtype, shape, offset], ...]]`` for each tensor, ``nbytes`` and ``checksum`` of the bucket's bytes,
-and ``memory``, how the receiver gets at them (``sync.memory``).
+and ``memory``, how the receiver gets at them (``sync.inbox``).
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -22,6 +21,8 @@ from miles_core.precision.format import Stored
 #: Bytes a checksum adds up at a time; buckets are multiples of it, and tensors start at multiples of a quarter of it.
 BLOCK = 1024
 _ALIGN = BLOCK // 4
+#: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
+_SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def rounded(nbytes: int, unit: int = BLOCK) -> int:
@@ -34,14 +35,21 @@ def room_of(unit: Encoded) -> int:
     return sum(rounded(t.numel() * t.element_size(), _ALIGN) for t in unit.parts.values())
 
 
-def checksum(flat: Tensor) -> int:
-    """Of bytes [n] uint8, n a multiple of ``BLOCK``, on any device: CRC-32 of the sums of their blocks, each as 64-bit words.
+def checksum(*pieces: Tensor) -> int:
+    """Of bytes [n] uint8, n a multiple of ``BLOCK``, one piece after the other, on any device: the sums of their blocks as 64-bit
+    words, each times an odd number of its own, added up; modulo 2^64.
 
-    Reads memory once at the speed of a sum. Finds any change of one word, and whatever is missing, late or in another
-    block's place; not words that changed places within a block.
+    Reads memory once at the speed of a sum, and one number leaves the device. Finds any change of one word, and whatever is
+    missing, late or in another block's place; not words that changed places within a block.
     """
-    sums = flat.view(torch.int64).view(len(flat) // BLOCK, BLOCK // 8).sum(1)
-    return zlib.crc32(sums.cpu().numpy().tobytes())
+    sums = torch.empty(sum(map(len, pieces)) // BLOCK, dtype=torch.int64, device=pieces[0].device)
+    at = 0
+    for piece in pieces:
+        words = piece.view(torch.int64).view(len(piece) // BLOCK, BLOCK // 8)
+        torch.sum(words, 1, out=sums[at : at + len(words)])
+        at += len(words)
+    odd = (2 * torch.arange(len(sums), device=sums.device) + 1) * _SPREAD
+    return int((sums * odd).sum()) % (1 << 64)
 
 
 class Bucket:
@@ -85,7 +93,7 @@ class Bucket:
                 return False
             for part, (tensor, _) in places.items():
                 tensor.copy_(unit.parts[part])
-        parts = [[part, _name(t.dtype), list(t.shape), offset] for part, (t, offset) in places.items()]
+        parts = [[part, dtype_name(t.dtype), list(t.shape), offset] for part, (t, offset) in places.items()]
         self.units.append([unit.name, unit.format, parts])
         return True
 
@@ -115,22 +123,29 @@ def unpacked(message: Mapping[str, Any], flat: Tensor) -> list[Encoded]:
     nbytes = message["nbytes"]
     if len(flat) < nbytes:
         raise SyncError(f"a bucket of {nbytes} bytes of weights arrived as {len(flat)} bytes")
-    found = checksum(flat[:nbytes])
-    if found != message["checksum"]:
-        first = message["units"][0][0] if message["units"] else "nothing"
-        raise SyncError(
-            f"the bucket of weights that starts with {first} arrived with checksum {found:08x}, and {message['checksum']:08x} was sent"
-        )
+    check(message, flat[:nbytes])
     return [
-        Encoded(name, {part: _view(flat, dtype, shape, offset) for part, dtype, shape, offset in parts}, format)
+        Encoded(name, {part: view(flat, dtype, shape, offset) for part, dtype, shape, offset in parts}, format)
         for name, format, parts in message["units"]
     ]
 
 
-def _view(flat: Tensor, dtype: str, shape: list[int], offset: int) -> Tensor:
+def check(message: Mapping[str, Any], *pieces: Tensor) -> None:
+    """Raise SyncError where these bytes are not those that the message is about."""
+    found = checksum(*pieces)
+    if found != message["checksum"]:
+        first = message["units"][0][0] if message["units"] else "nothing"
+        raise SyncError(
+            f"the bucket of weights that starts with {first} arrived with checksum {found:016x}, and {message['checksum']:016x} was sent"
+        )
+
+
+def view(flat: Tensor, dtype: str, shape: list[int], offset: int) -> Tensor:
+    """A tensor that lies in ``flat`` from a byte on."""
     kind: torch.dtype = getattr(torch, dtype)
     return flat[offset : offset + prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As messages say it."""
     return str(dtype).removeprefix("torch.")

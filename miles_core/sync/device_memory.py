@@ -1,21 +1,23 @@
 """GPU memory that another process of the host can map, by handles of the CUDA driver.
 
-Allocated by the driver itself: memory of torch's allocator may lie in a pool (expandable segments) that has no such handles, so
-what is to be seen elsewhere is packed into memory of this kind.
+``DeviceMemory`` is allocated by the driver itself: memory of torch's allocator may lie in a pool (expandable segments) that has no such
+handles. Where it does not, ``Loan`` shows tensors to another process where they lie.
 """
 
 from __future__ import annotations
 
 import ctypes
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
+from miles_core.sync.bucket import BLOCK, check, checksum, dtype_name, view
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -58,14 +60,99 @@ class DeviceMemory:
             self.buffer = _tensor(pointer.value, nbytes, self._index)
             self.buffer.zero_()
         data = bytes(memoryview(handle).cast("B")).hex()
-        gpu = str(torch.cuda.get_device_properties(self._index).uuid)
-        self.memory = {"kind": "device", "key": secrets.token_hex(8), "handle": data, "nbytes": nbytes, "gpu": gpu}
+        where = {"handle": data, "nbytes": nbytes, "gpu": _uuid(self._index)}
+        self.memory = {"kind": "device", "key": secrets.token_hex(8), **where}
 
     def close(self) -> None:
         """Free it; the receivers' maps of it end with their processes or with the next sync."""
         with torch.cuda.device(self._index):
             torch.cuda.synchronize()
             _driver().cuMemFree_v2(self._pointer)
+
+
+class Loan:
+    """Tensors of torch's allocator that another process reads where they lie: nothing is packed.
+
+    Only what lies in memory with handles can be lent, and whole blocks (``BLOCK``) of it; the rest has to be copied. Tensors stay as
+    they are until the message was answered.
+    """
+
+    def __init__(self) -> None:
+        self._units: list[list[Any]] = []
+        self._regions: dict[str, dict[str, Any]] = {}
+        self._runs: list[tuple[str, int, int]] = []
+        self._device = torch.device("cpu")
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def add(self, name: str, tensor: Tensor) -> bool:
+        """Lend a tensor that travels as it is; False where that cannot be."""
+        nbytes = tensor.numel() * tensor.element_size()
+        if not tensor.is_cuda or not tensor.is_contiguous() or not nbytes or nbytes % BLOCK or tensor.data_ptr() % 16:
+            return False
+        region = _region(tensor)
+        if region is None:
+            return False
+        key, start = region["key"], tensor.data_ptr() - region["base"]
+        self._regions.setdefault(key, region)
+        self._units.append([name, key, dtype_name(tensor.dtype), list(tensor.shape), start])
+        self._runs.append((key, start, nbytes))
+        self._device = tensor.device
+        return True
+
+    def message(self) -> dict[str, Any]:
+        """About what was added so far: as that of a bucket, with its memory."""
+        runs, regions = joined(self._runs), self._regions
+        pieces = [_tensor(regions[key]["base"] + start, nbytes, self._device.index) for key, start, nbytes in runs]
+        return {
+            "units": self._units,
+            "nbytes": sum(map(len, pieces)),
+            "checksum": checksum(*pieces),
+            "memory": {"kind": "loan", "regions": regions, "runs": runs},
+        }
+
+
+def joined(runs: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Runs of memory (region, first byte, bytes) in order, those that follow each other as one."""
+    found: list[tuple[str, int, int]] = []
+    for key, start, nbytes in sorted(runs):
+        if found and found[-1][0] == key and sum(found[-1][1:]) == start:
+            found[-1] = key, found[-1][1], found[-1][2] + nbytes
+        else:
+            found.append((key, start, nbytes))
+    return found
+
+
+def borrowed(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> list[Encoded]:
+    """The tensors of a ``Loan``'s message. ``region``: the memory of a region, attached.
+
+    Raises:
+        SyncError: the bytes are not those that were lent.
+    """
+    check(message, *(region(key)[start : start + nbytes] for key, start, nbytes in message["memory"]["runs"]))
+    return [
+        Encoded(name, {name: view(region(key), dtype, shape, start)})
+        for name, key, dtype, shape, start in message["units"]
+    ]
+
+
+def _region(tensor: Tensor) -> dict[str, Any] | None:
+    """The allocation that a tensor lies in, and its first byte's address as ``base``; None where it has no handle."""
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    with torch.cuda.device(tensor.device):
+        address = ctypes.c_uint64(tensor.data_ptr())
+        if _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address):
+            return None
+        if _driver().cuIpcGetMemHandle(ctypes.byref(handle), base):
+            return None
+    data = bytes(memoryview(handle).cast("B")).hex()
+    return {"key": data, "handle": data, "nbytes": size.value, "gpu": _uuid(tensor.device.index), "base": base.value}
+
+
+@cache
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 class _Mapped:
@@ -89,7 +176,7 @@ def attach(where: Mapping[str, Any]) -> Tensor:
     """
     if not torch.cuda.is_available():
         raise SyncError(f"weights lie on GPU {where['gpu']}, and the engine's process has no GPU")
-    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    seen = {_uuid(i): i for i in range(torch.cuda.device_count())}
     if where["gpu"] not in seen:
         raise SyncError(
             f"weights lie on GPU {where['gpu']}, which the engine's process does not see: it is on another host, or hidden by "

@@ -1,7 +1,8 @@
-"""Taking buckets of weights in: the receiver's side of the transport ``buckets``, whichever memory they lie in."""
+"""The bytes of a bucket, whichever memory they lie in: the receiver's side of the transport ``buckets``."""
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -12,24 +13,50 @@ from torch import Tensor
 
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
+from miles_core.sync import delta
+from miles_core.sync.broadcast import Broadcast
 from miles_core.sync.bucket import unpacked
-from miles_core.sync.device_memory import attach
-
-#: kind of memory -> what attaches it: the message's ``memory`` -> [nbytes] uint8, valid while it is referenced.
-Attach = Callable[[Mapping[str, Any]], Tensor]
+from miles_core.sync.device_memory import attach, borrowed
 
 
 class Inbox:
-    """Opens the buckets of messages, and keeps their memory attached from one sync to the next.
+    """Opens the buckets of messages, and keeps what it needs for the next ones: attached memory, groups, bytes to compare with.
 
-    A message's ``memory`` is ``{"kind": ..., "key": ...}`` and what its kind needs: ``file`` is memory of this host that has a
-    name in the file system (``path``), ``device`` is a GPU's (``DeviceMemory``), ``data`` comes with the message (``data``, bytes).
+    A message's ``memory`` is ``{"kind": ..., ...}`` and what its kind needs:
+
+    - ``file``: memory of this host that has a name in the file system (``key``, ``path``);
+    - ``device``: a GPU's (``DeviceMemory``);
+    - ``loan``: the sender's own tensors, on a GPU (``Loan``);
+    - ``broadcast``: comes through a process group (``Broadcast``), so the message has to be ``fetched`` first;
+    - ``data``: comes with the message (``data``, bytes). With ``keep``, a bucket's name, and ``version`` it is a base for what comes later;
+    - ``delta``: ``data`` is the difference (``sync.delta``) to the ``base``, [version, checksum], kept under the name ``keep``.
     """
 
     def __init__(self) -> None:
-        self.kinds: dict[str, Attach] = {"file": _file, "device": attach, "data": _data}
-        self._attached: dict[str, Tensor] = {}
+        self._kinds: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
+            "file": lambda where: self._attached(where, _file),
+            "device": lambda where: self._attached(where, attach),
+            "data": _data,
+            "delta": self._changed,
+            "here": lambda where: where["flat"],
+        }
+        self._memory: dict[str, Tensor] = {}
         self._used: set[str] = set()
+        self._kept: dict[str, tuple[list[int], Tensor]] = {}
+        self._groups: dict[str, Broadcast] = {}
+
+    async def fetched(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The message with its bytes at hand. Waits beside other calls for bytes that travel beside the message; any other message is
+        as it was.
+
+        Raises:
+            SyncError: they did not come.
+        """
+        where = message.get("memory", {})
+        if where.get("kind") != "broadcast":
+            return message
+        flat = await asyncio.to_thread(self._received, where, message["nbytes"])
+        return {**message, "memory": {"kind": "here", "flat": flat}}
 
     def open(self, message: Mapping[str, Any]) -> list[Encoded]:
         """The tensors of a message, as views of memory that the sender keeps until ``receive`` returns.
@@ -37,23 +64,55 @@ class Inbox:
         Raises:
             SyncError: the memory cannot be read from this process, or its bytes are not those that were sent.
         """
-        return unpacked(message, self._memory(message["memory"]))
+        where = message["memory"]
+        if where["kind"] == "loan":
+            return borrowed(message, lambda key: self._attached(where["regions"][key], attach))
+        if where["kind"] not in self._kinds:
+            raise SyncError(f"weights came in memory of the kind {where['kind']!r}, which this engine does not read")
+        flat = self._kinds[where["kind"]](where)
+        units = unpacked(message, flat)
+        if "keep" in where:
+            self._kept[where["keep"]] = [where["version"], message["checksum"]], flat
+        return units
 
     def finish(self) -> None:
         """An update is complete: let memory go that it did not use."""
-        self._attached = {key: memory for key, memory in self._attached.items() if key in self._used}
+        self._memory = {key: memory for key, memory in self._memory.items() if key in self._used}
         self._used = set()
 
-    def _memory(self, where: Mapping[str, Any]) -> Tensor:
-        kind, key = where["kind"], where.get("key", "")
-        if kind not in self.kinds:
-            raise SyncError(f"weights came in memory of the kind {kind!r}, which this engine does not read")
-        if not key:
-            return self.kinds[kind](where)
-        if key not in self._attached:
-            self._attached[key] = self.kinds[kind](where)
+    def detach(self) -> None:
+        """Let all memory of the sender go."""
+        self._memory, self._used = {}, set()
+
+    def forget(self) -> None:
+        """An update failed: nothing that was kept is what the sender takes it for."""
+        self.detach()
+        self._kept = {}
+        for group in self._groups.values():
+            group.close()
+        self._groups = {}
+
+    def _attached(self, where: Mapping[str, Any], attach: Callable[[Mapping[str, Any]], Tensor]) -> Tensor:
+        key = where["key"]
+        if key not in self._memory:
+            self._memory[key] = attach(where)
         self._used.add(key)
-        return self._attached[key]
+        return self._memory[key]
+
+    def _changed(self, where: Mapping[str, Any]) -> Tensor:
+        name, flat = self._kept.pop(where["keep"], (None, torch.empty(0, dtype=torch.uint8)))
+        if name != where["base"]:
+            raise SyncError(
+                f"the bucket of weights that starts with {where['keep']} came as a difference to version {where['base'][0]}, which "
+                "this engine does not hold: it was started anew, or missed a sync"
+            )
+        delta.apply(flat, where["data"])
+        return flat
+
+    def _received(self, where: Mapping[str, Any], nbytes: int) -> Tensor:
+        if where["key"] not in self._groups:
+            self._groups[where["key"]] = Broadcast.join(where)
+        return self._groups[where["key"]].receive(nbytes, where["times"])
 
 
 def _file(where: Mapping[str, Any]) -> Tensor:

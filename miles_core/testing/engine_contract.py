@@ -167,6 +167,12 @@ class EngineContract:
             ask(runner, engine, [[2, 3]], FREE, extras={"no_such_field"})
         assert len(ask(runner, engine, [[2, 3]], FREE)[0].tokens) == 10  # and the engine still works
 
+    def test_a_truncated_sampler_keeps_the_best_tokens(self, engine: Engine, runner: asyncio.Runner) -> None:
+        """Whether or not the engine can say which it kept."""
+        greedy = [r.tokens for r in ask(runner, engine, PROMPTS, GREEDY)]
+        for one_token in (replace(FREE, top_k=1), replace(FREE, top_p=1e-6)):
+            assert [r.tokens for r in ask(runner, engine, PROMPTS, one_token)] == greedy
+
     # -- what is recorded
     # -----------------------------------------------------------------------------------------------
 
@@ -373,7 +379,14 @@ class EngineContract:
 
     def test_sleep_and_wake(self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path]) -> None:
         before = ask(runner, engine, PROMPTS, GREEDY)
+        if "sleep" in engine.capabilities:  # the cache alone may sleep: the weights are still served
+            runner.run(engine.sleep(["cache"]))
+            runner.run(engine.sleep(["cache"]))
+            runner.run(engine.wake(["cache"]))
+            assert [r.tokens for r in ask(runner, engine, PROMPTS, GREEDY)] == [r.tokens for r in before]
+            runner.run(engine.sleep(["weights"]))
         runner.run(engine.sleep())
+        runner.run(engine.wake(["weights"]))
         runner.run(engine.wake(["weights"]))
         runner.run(engine.update_weights(stored_units(checkpoints[0]), engine.version + 1))
         runner.run(engine.wake(["cache"]))

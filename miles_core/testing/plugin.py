@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from miles_core.testing.ranks import Ranks
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The marks that the contracts use."""
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Processes with a torch.distributed group, started when they are first asked for; see ``miles_core.testing.ranks``."""

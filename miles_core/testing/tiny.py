@@ -67,6 +67,37 @@ ROUTER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4MoeConfig", {**_COMMON, **_GROUPED, "n_routed_experts": 8, "head_dim": 16}),
     "mixtral": ("MixtralConfig", {**_COMMON, **_LOCAL_EXPERTS, "head_dim": 16}),
     "minimax_m2": ("MiniMaxM2Config", {**_COMMON, **_LOCAL_EXPERTS, "head_dim": 16, "rotary_dim": 8}),
+    "granitemoe": ("GraniteMoeConfig", {**_COMMON, **_LOCAL_EXPERTS, "logits_scaling": 4.0}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **_COMMON,
+            **_LOCAL_EXPERTS,
+            "head_dim": 16,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 6,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+            "no_rope_layers": [1, 0],
+            "moe_layers": [0, 1],
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **_COMMON,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
 }
 
 
@@ -89,14 +120,21 @@ def tiny_checkpoint(family: str, directory: str | Path, seed: int = 0, **changes
 
     Weights are larger than a fresh initialisation's, so that different tokens get clearly different probabilities.
     """
-    import torch
     import transformers
 
     name, values = (FAMILIES | ROUTER_FAMILIES)[family]
-    config = getattr(transformers, name)(**{**values, **changes})
+    return random_checkpoint(getattr(transformers, name)(**{**values, **changes}), directory, seed)
+
+
+def random_checkpoint(config: Any, directory: str | Path, seed: int = 0) -> Path:
+    """Save a random model with this Transformers configuration, as ``tiny_checkpoint``."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto: Any = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:

@@ -248,6 +248,23 @@ class TrainerContract:
         moved = {n: t for n, t in weights(one).items() if t.dim() > 1 and not (self.frozen and self.frozen in n)}
         assert not any(torch.equal(t, weights(other)[n]) for n, t in moved.items())
 
+    def test_sleep_and_wake_change_nothing(self, checkpoint: Path, batch: Batch) -> None:
+        one, other = self.trainer(checkpoint), self.trainer(checkpoint)
+        if "sleep" not in one.capabilities:
+            pytest.skip("the trainer does not sleep")
+        for trainer in (one, other):
+            trainer.step(batch)
+        one.sleep(["optimizer"])
+        one.sleep()
+        one.wake(["weights"])
+        assert torch.equal(one.log_probs(batch, "old")["log_probs"], other.log_probs(batch, "old")["log_probs"])
+        one.sleep(["weights"])
+        one.wake()
+        one.wake()
+        for trainer in (one, other):
+            trainer.step(batch)
+        assert all(torch.equal(t, weights(other)[n]) for n, t in weights(one).items())
+
     def test_reset_forgets_the_moments_alone(self, checkpoint: Path, batch: Batch, tmp_path: Path) -> None:
         one = self.trainer(checkpoint)
         one.step(batch)

@@ -8,6 +8,7 @@ Scores and softmax are float32 whatever the model's type.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class PromptCall:
         self, ctx: Context, lengths: Sequence[int], cache: Cache | None = None, slots: np.ndarray | None = None
     ) -> None:
         self.ctx, self.cache, self.slots = ctx, cache, slots
-        self.count, self.longest = len(lengths), max(lengths)
+        self.lengths, self.count, self.longest = lengths, len(lengths), max(lengths)
         self.even = min(lengths) == self.longest
         if not self.even:
             size = np.asarray(lengths, np.int64)
@@ -46,6 +47,16 @@ class PromptCall:
             device = ctx.rows.device
             self._pad = to_device(np.where(inside, start[:, None] + column, 0).reshape(-1), device)
             self._unpad = to_device(np.flatnonzero(inside.reshape(-1)), device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[rows] position of each row in its sequence."""
+        return to_device(np.concatenate([np.arange(n) for n in self.lengths]), self.ctx.rows.device)
+
+    @property
+    def spans(self) -> np.ndarray:
+        """See ``Call.spans``."""
+        return np.repeat(np.asarray(self.lengths, np.int64), self.lengths)
 
     def pad(self, flat: Tensor) -> Tensor:
         """[rows, ...] -> [sequences, longest, ...]."""
@@ -80,10 +91,11 @@ class PromptCall:
         )[..., :dim]
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: AttentionOptions) -> Tensor:
-        mask = causal(self.longest, self.longest, options.window, q.device)[None, None]
+        column = torch.arange(self.longest, device=q.device)
+        mask = options.sees(column[:, None], column)[None, None]
         if options.choice is not None:
             mask = mask & options.choice.masks
-        return attend_padded(q, k, v, mask, scaling, q.shape[1] != k.shape[1], options.sinks)
+        return attend_padded(q, k, v, mask, scaling, q.shape[1] != k.shape[1], options)
 
     def choose(self, indexed: Indexed) -> ChosenKeys:
         """See ``Call.choose``."""
@@ -94,7 +106,7 @@ class PromptCall:
         if few:
             mask, keys = None, padded.keys()
         else:
-            mask, keys = chosen(padded, None, causal(self.longest, self.longest, 0, padded.hidden.device)[None])
+            mask, keys = chosen(padded, None, causal(self.longest, self.longest, padded.hidden.device)[None])
         self._store(INDEX, indexed.module.layer_idx, keys.unsqueeze(1))
         return ChosenKeys(None if mask is None else mask.unsqueeze(1))
 
@@ -117,6 +129,16 @@ class DecodeCall:
     def longest(self) -> int:
         """The most tokens that a query sees."""
         return self.rows.longest
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[rows] position of each row in its sequence."""
+        return to_device(self.rows.positions, self.rows.device)
+
+    @property
+    def spans(self) -> np.ndarray:
+        """See ``Call.spans``."""
+        return self.rows.positions + 1
 
     def attend(
         self,
@@ -141,7 +163,7 @@ class DecodeCall:
 
         weights = self._weights(q, module.layer_idx, own_k, shared, scaling, options).to(value.dtype)
         of_prompt, of_own = weights.split([held.prefix_width, held.width], -1)
-        slab = held.cache.prefixes.slabs["v", module.layer_idx]
+        slab = self._prompts("v", module.layer_idx, own_v)
         v = _batch(slab, held.groups, held.prefix_slots, held.prefix_width)
         out = self._by_row(_product(self._by_group(of_prompt), v), kv_heads)
         v = _batch(own_v, held.count, held.own_slots, held.width)
@@ -184,11 +206,13 @@ class DecodeCall:
         """Softmax over prompt and own tokens, [rows, kv_heads, queries * shared, prefix_width + width] float32."""
         held = self.rows
         rows, kv_heads, stacked, dim = q.shape
-        k = _batch(held.cache.prefixes.slabs["k", layer], held.groups, held.prefix_slots, held.prefix_width)
+        k = _batch(self._prompts("k", layer, own_k), held.groups, held.prefix_slots, held.prefix_width)
         of_prompt = self._by_row(_product(self._by_group(q), k.transpose(1, 2)), kv_heads)
         k = _batch(own_k, rows, held.own_slots, held.width)
         of_own = _product(q.view(rows * kv_heads, stacked, dim), k.transpose(1, 2))
         scores = torch.cat([of_prompt, of_own.view(rows, kv_heads, stacked, held.width)], -1).mul_(scaling)
+        if options is not None and options.cap:
+            scores.div_(options.cap).tanh_().mul_(options.cap)
         by_query = scores.view(rows, kv_heads, held.queries, shared, -1)
         if options is None:
             by_query += held.mask[:, None, :, None]
@@ -204,6 +228,10 @@ class DecodeCall:
         slab = self.rows.cache.own.slab((kind, layer), fed.shape[1], fed.shape[3:], fed)
         self.rows.write(slab, fed[0].transpose(0, 1))
         return slab
+
+    def _prompts(self, kind: str, layer: int, own: Tensor) -> Tensor:
+        """The slab of the prompts; zeros where a layer beside the model's was fed none."""
+        return self.rows.cache.prefixes.slab((kind, layer), own.shape[1], own.shape[3:], own)
 
     def _by_group(self, by_row: Tensor) -> Tensor:
         """[rows, kv_heads, m, n] -> [groups * kv_heads, members * m, n]."""

@@ -7,11 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from miles_core.errors import CheckpointError
 from miles_core.precision.product import Products
 from miles_core.sync.precision import make_codec
+from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.engine.settings import Settings
+from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import build_model
 
 
@@ -35,7 +38,21 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
     engine = EmbeddedEngine(model, settings)
     name = run.hooks.provided("decoder")[0]
     engine.decoder = run.hooks.make("decoder", name, run=run, policy=policy, engine=engine)
+    if not isinstance(engine.decoder, PlainDecoder):
+        refuse_growing(model, engine.max_context)
     return engine
+
+
+def refuse_growing(model: nn.Module, longest: int) -> None:
+    """CheckpointError where a decoder that feeds several tokens at once could feed some on either side of the length at which
+    rotary frequencies change."""
+    switch = rope_switch(model)
+    if switch and longest > switch:
+        raise CheckpointError(
+            f"--rollout-max-context-len {longest}: {type(model).__name__} has other rotary frequencies beyond {switch} tokens "
+            f"(longrope in config.json), and a drafting decoder feeds tokens on both sides at once; give {switch} or less, or run "
+            "without drafts"
+        )
 
 
 def detokenizer(tokenizer: Any) -> Callable[[list[int]], str]:

@@ -188,5 +188,5 @@ def move_items(items: list, where: np.ndarray, whence: np.ndarray, size: int) ->
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A host index array where the model is."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    """A host index array where the model is; a GPU goes on with its work meanwhile."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -55,7 +55,7 @@ class CachedRows:
         own.reserve(own.size, self.width)
         self.dense = bool((self.slots == np.arange(self.count)).all())
         self.level = bool((self.after == self.after[0]).all())
-        self._windows: dict[int, Tensor] = {}
+        self._narrow: dict[tuple[int, int], Tensor] = {}
         self._groups()
 
     def _groups(self) -> None:
@@ -97,19 +97,19 @@ class CachedRows:
     def masked(self, options: AttentionOptions) -> Tensor:
         """``mask`` for queries that see less."""
         mask = self.mask
-        if options.window:
-            if options.window not in self._windows:
-                self._windows[options.window] = mask.masked_fill(self._gone(options.window), _NEVER)
-            mask = self._windows[options.window]
+        if options.hides != (0, 0):
+            if options.hides not in self._narrow:
+                self._narrow[options.hides] = mask.masked_fill(~self._within(options), _NEVER)
+            mask = self._narrow[options.hides]
         return mask if options.choice is None else mask.masked_fill(~options.choice.masks, _NEVER)
 
-    def _gone(self, window: int) -> Tensor:
-        """[rows, queries, prefix_width + width] True for tokens that left the window of a query."""
-        queries = torch.arange(self.queries, device=self.device)
-        last = to_device(self.before, self.device)[:, None, None] + queries[:, None] - window
+    def _within(self, options: AttentionOptions) -> Tensor:
+        """[rows, queries, prefix_width + width] True for tokens in the window and the chunk of a query."""
         prompt = to_device(self.prefix_lengths, self.device)[:, None, None]
-        columns = (torch.arange(width, device=self.device) for width in (self.prefix_width, self.width))
-        return torch.cat([column <= end for column, end in zip(columns, (prompt + last, last), strict=True)], -1)
+        before = to_device(self.before, self.device)[:, None, None]
+        query = prompt + before + torch.arange(self.queries, device=self.device)[:, None]
+        column, own = (torch.arange(width, device=self.device) for width in (self.prefix_width, self.width))
+        return torch.cat([options.sees(query, column), options.sees(query, prompt + own)], -1)
 
     def _beyond(self, width: int, last: Tensor) -> Tensor:
         """[rows, queries, width] True for columns after ``last`` [rows, queries]."""

@@ -46,11 +46,11 @@ class EmbeddedEngine(Engine):
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
         self.decoder = settings.decoder
-        config = text_configuration(model)
         self.max_context = context_limit(model, settings.max_context)
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype)
-        self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, config.vocab_size)
+        vocabulary = text_configuration(model).vocab_size
+        self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, vocabulary)
         self.rows: list[Row] = []
         self._joining: list[Row] = []
         self._prefixes = Prefixes(self.runner)
@@ -111,25 +111,22 @@ class EmbeddedEngine(Engine):
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         if not message.get("staged"):
             self._quiet("receive")
-        self._weights.receive(message, version, last)
+        await self._weights.arrivals.receive(message, version, last)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._paused = True
         if mode == "abort":
             await self.abort()
         elif mode == "retract":
-            self._retract()
+            self._retract(list(self.rows))
         elif mode != "in_place":
             raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
-        wanted = None if keys is None else frozenset(keys)
-
-        def meant(row: Row) -> bool:
-            return wanted is None or row.request.key in wanted
-
-        self._finish([row for row in self.rows if meant(row)], "abort")
-        for row in [row for row in self.scheduler.waiting if meant(row)]:
+        meant = [row for row in (*self.rows, *self.scheduler.waiting) if keys is None or row.request.key in keys]
+        waiting = [row for row in meant if row.slot < 0]
+        self._finish([row for row in meant if row.slot >= 0], "abort")
+        for row in waiting:
             self.scheduler.waiting.remove(row)
             self.scheduler.respond(row, "abort", row.kept)
 
@@ -270,6 +267,11 @@ class EmbeddedEngine(Engine):
         if self._joining:
             self._join(self._joining)
             self._joining = []
+        # their next token is fed with other rotary frequencies than those in the cache: all of their tokens are computed again
+        grown = [row for row in self.rows if self.runner.switch and len(row.tokens) == self.runner.switch + 1]
+        if grown:
+            self._retract(grown, anew=True)
+            self._admit()
 
     def _join(self, joining: list[Row]) -> None:
         wanted: dict[Key, set[str]] = {}
@@ -289,7 +291,7 @@ class EmbeddedEngine(Engine):
         self.rows += joining
         self._changed()
         self.decoder.join(self, joining, [p.hidden for p in prefixes])
-        self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if not r.log_probs])
+        self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if r.anew or not r.log_probs])
 
     def _first_tokens(self, fresh: list[tuple[Row, Prefix]]) -> None:
         """Sample what follows the prefixes, whose logits are computed once for all rows that share one."""
@@ -299,6 +301,8 @@ class EmbeddedEngine(Engine):
         logits = self.runner.head(torch.stack([prefix.hidden for prefix in order]))
         index = torch.tensor([order[prefix] for _, prefix in fresh], device=logits.device)
         rows = [row for row, _ in fresh]
+        for row in rows:
+            row.anew = False
         sampled = self.sample(logits.index_select(0, index), rows)
         self._finish(self.scheduler.accept(rows, one_each(sampled), self.version))
 
@@ -337,10 +341,9 @@ class EmbeddedEngine(Engine):
         self._prefixes.moved(*prefixes)
         self._changed()
 
-    def _retract(self) -> None:
-        rows = list(self.rows)
+    def _retract(self, rows: list[Row], anew: bool = False) -> None:
         for row, kept in zip(rows, self._extras(rows), strict=True):
-            row.kept = kept
+            row.kept, row.anew = kept, anew
         self._leave(rows)
         self.scheduler.waiting.extendleft(reversed(rows))
 
@@ -364,8 +367,6 @@ class EmbeddedEngine(Engine):
         """Refuse to change what requests in flight are computed with."""
         if not self._paused and (self.rows or self.scheduler.waiting):
             raise RuntimeError(f"{what} with {len(self.rows)} requests in flight: pause or abort them first")
-
-    # -- small things -----------------------------------------------------------------------------------------------
 
     def _slots(self, rows: Sequence[Row]) -> np.ndarray:
         return np.fromiter((row.slot for row in rows), np.int64, len(rows))

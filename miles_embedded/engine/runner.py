@@ -19,6 +19,7 @@ from miles_embedded.engine.prompts import Prompts
 from miles_embedded.model.attention import window_mask
 from miles_embedded.model.call import Call
 from miles_embedded.model.configuration import head
+from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load import backbone, decoder_layers, has_windows
 from miles_embedded.model.logprobs import logits_of
@@ -45,13 +46,15 @@ class Fed:
 
 
 class Runner:
-    """A model and the cache of its rows. ``kv_dtype``: round keys and values as a cache of that type would."""
+    """A model and the cache of its rows. ``kv_dtype``: round keys and values as a cache of that type would. ``switch``: see
+    ``rope_switch``."""
 
     def __init__(self, model: nn.Module, kv_dtype: str = "") -> None:
         self.kv_dtype = check_kv_dtype(kv_dtype)
         self.model, self.backbone = model, backbone(model)
         #: [..., hidden] -> [..., vocab]
         self.head = partial(logits_of, model)
+        self.switch = rope_switch(model)
         self.layers = tuple(range(len(decoder_layers(model))))
         self.vocabulary, self.device = len(head(model).weight), next(model.parameters()).device
         self.cache = Cache()
@@ -123,11 +126,21 @@ class Runner:
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
         """log p of every token after the first, [len - 1] float32 each, over the full vocabulary."""
-        lengths = [len(s) for s in sequences]
+        switch = self.switch or max(map(len, sequences))
+        grown = {i: s[: switch + 1] for i, s in enumerate(sequences) if len(s) > switch + 1}
+        scored = self._score([*sequences, *grown.values()], temperature)
+        for i, beginning in zip(grown, scored[len(sequences) :], strict=True):
+            scored[i] = np.concatenate([beginning, scored[i][switch:]])
+        return scored[: len(sequences)]
+
+    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
+        """Of sequences each of which has one set of rotary frequencies up to its last token but one, which is not run."""
+        fed = [s[:-1] or s for s in sequences]
+        lengths, counts = [len(s) for s in fed], [len(s) - 1 for s in sequences]
         call = PromptCall(self._context(sum(lengths)), lengths)
-        hidden = self._run([t for s in sequences for t in s], _positions(lengths), call)
+        hidden = self._run([t for s in fed for t in s], _positions(lengths), call)
         starts = np.cumsum(lengths) - lengths
-        inputs = np.concatenate([np.arange(s, s + n - 1) for s, n in zip(starts, lengths, strict=True)])
+        inputs = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
         targets = torch.tensor([t for s in sequences for t in s[1:]], dtype=torch.int64, device=self.device)
         rows = max(1, _LOGITS // self.vocabulary)
         parts = []
@@ -135,7 +148,7 @@ class Runner:
             logits = self.head(hidden.index_select(0, index)).float() / temperature
             parts.append(logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1))
         flat = torch.cat(parts).cpu().numpy() if parts else np.zeros(0, np.float32)
-        return np.split(flat, np.cumsum([n - 1 for n in lengths])[:-1])
+        return np.split(flat, np.cumsum(counts)[:-1])
 
     def fields(self, slots: np.ndarray, name: str) -> list[np.ndarray]:
         """What was recorded under ``name`` for each row: one entry a cached token, prompt first."""

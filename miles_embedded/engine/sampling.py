@@ -178,7 +178,7 @@ def _support(log_probs: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> t
         else:
             values, index = probs.sort(dim=-1, descending=True, stable=True)
         before = values.cumsum(-1) - values
-        keep = before < top_p
+        keep = (before < top_p) | torch.as_tensor(top_p >= 1, device=before.device)  # rounded sums reach 1 too early
         if isinstance(top_k, Tensor):
             keep &= (torch.arange(ranks, device=keep.device) < top_k) | (top_k <= 0)
         elif top_k > 0:

@@ -32,6 +32,7 @@ class Row:
         slot: where the cache holds it, -1 outside.
         fields: recorded fields it asked for, without the sampling support.
         records_support: it wants its sampling support, and has one.
+        anew: all of its tokens are computed as one prompt when it joins again.
         metrics: numbers that the decoder keeps about it; the response's.
         finish: why it ended, "" while it runs.
     """
@@ -48,6 +49,7 @@ class Row:
     capped: int = 0
     kept: dict[str, np.ndarray] = field(default_factory=dict)
     slot: int = -1
+    anew: bool = False
     finish: str = ""
     text: StopText | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -58,8 +60,8 @@ class Row:
 
     @property
     def start(self) -> tuple[int, ...]:
-        """What is computed as one prompt when the row joins: the prompt, and after a retract all but the last token."""
-        return tuple(self.tokens[:-1] if self.log_probs else self.tokens)
+        """What is computed as one prompt when the row joins: the prompt, and after a retract all but the last token (or ``anew``)."""
+        return tuple(self.tokens[:-1] if self.log_probs and not self.anew else self.tokens)
 
     @property
     def response(self) -> list[int]:

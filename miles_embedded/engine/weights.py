@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from miles_core.data.unit import Encoded
-from miles_core.errors import SyncError
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Products
-from miles_core.sync.inbox import Inbox
+from miles_core.sync.arrivals import Arrival, Arrivals
 from miles_embedded.model.load_units import Update
 from miles_embedded.model.released import Released
 from miles_embedded.quantized.activation import RoundedInputs
-
-
-@dataclass
-class _Arriving:
-    """An update that comes in buckets: how many of each rank came, and whose last one did. It goes into the model bucket by bucket,
-    or is ``held`` beside it."""
-
-    version: int
-    update: Update | None
-    held: list[Encoded] = field(default_factory=list)
-    counts: dict[int, int] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
 
 
 class Weights:
@@ -47,6 +32,7 @@ class Weights:
         inputs: how products read their inputs.
         version: of the last complete update; -1 before the first.
         complete: whether the model holds one version and nothing else.
+        arrivals: takes updates that come in buckets.
     """
 
     def __init__(
@@ -63,14 +49,13 @@ class Weights:
         self._codec_of, self._changed = codec_of, changed
         self._read_with(codec)
         self._shared: set[str] = set()
-        self._inbox = Inbox()
-        self._arriving: _Arriving | None = None
-        self._staged: _Arriving | None = None
+        self.arrivals = Arrivals(lambda version, staged: (_Beside if staged else _Into)(self, version))
         self._released = Released(keep=False)
 
     def sleep(self) -> None:
         """Give the memory of the model's parameters back, all but that of the trainer; an update must come before they are read."""
-        self.complete, self._arriving, self._staged = False, None, None
+        self.complete = False
+        self.arrivals.drop()
         self.inputs.drop(list(self.inputs.layers))
         self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
 
@@ -89,86 +74,65 @@ class Weights:
 
     def update(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
         """Take a whole update at once; ``share`` as for ``Update``. Returns how many bytes were copied."""
+        self.arrivals.forget()
+        return self.load(units, version, share)
+
+    def begun(self, share: bool = False) -> Update:
+        """An update of the model, tensor by tensor: until it is finished and ``serve`` is called, the model holds no version."""
         if self._released:
             raise RuntimeError("these weights sleep: wake them before they are updated")
-        self.complete, self._arriving, self._staged = False, None, None
-        update = Update(self.model, self.codec.decode, self._shared, share)
+        self.complete = False
+        return Update(self.model, self.codec.decode, self._shared, share)
+
+    def load(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
+        """As ``update``, for an update that came in buckets."""
+        update = self.begun(share)
         update.take(self.inputs.taking(units))
         copied = update.finish()
-        self._serve(version)
+        self.serve(version)
         return copied
 
-    def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
-        """Take one bucket. ``sender`` of a message is (rank, ranks): an update is complete with the last bucket of every rank;
-        ``number`` counts a rank's buckets, and 0 begins its part anew. Buckets that are ``staged`` are held beside the model, which
-        goes on with what it has, until a message says ``switch``.
-
-        Raises:
-            SyncError: a bucket is not what was sent, or did not come.
-        """
-        if self._released:
-            raise RuntimeError("these weights sleep: wake them before they are updated")
-        staged = bool(message.get("staged"))
-        self.complete = self.complete and staged
-        if message.get("switch"):
-            self._switch(version)
-            return
-        arriving, (rank, ranks), number = (
-            self._staged if staged else self._arriving,
-            message["sender"],
-            message["number"],
-        )
-        if arriving is None or arriving.version != version or (number == 0 and rank in arriving.counts):
-            arriving = _Arriving(version, None if staged else Update(self.model, self.codec.decode, self._shared))
-        self._arriving = self._staged = None  # until this one is in
-        inbox, self._inbox = self._inbox, Inbox()
-        expected = arriving.counts.get(rank, 0)
-        if number != expected:
-            raise SyncError(
-                f"bucket {number} of version {version} came to an engine that has {expected} of them: a message was lost, or the "
-                "engine was started anew"
-            )
-        self._admit(arriving, inbox.open(message))
-        arriving.counts[rank], self._inbox = number + 1, inbox
-        if last:
-            arriving.done.add(rank)
-        whole = len(arriving.done) == ranks
-        if whole:
-            inbox.finish()
-        if staged:
-            self._staged = arriving
-        elif not whole:
-            self._arriving = arriving
-        elif arriving.update is not None:
-            arriving.update.finish()
-            self._serve(version)
-
-    def _admit(self, arriving: _Arriving, units: list[Encoded]) -> None:
-        """Take what is in a bucket out of it: the sender writes over it as soon as ``receive`` returns."""
-        if arriving.update is None:
-            home = next(self.model.parameters()).device
-            arriving.held += [
-                Encoded(u.name, {n: t.to(home, copy=True) for n, t in u.parts.items()}, u.format) for u in units
-            ]
-        else:
-            arriving.update.take(self.inputs.taking(units))
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-
-    def _switch(self, version: int) -> None:
-        """Put the staged version in force; every rank says so."""
-        staged, self._staged = self._staged, None
-        if staged is not None and staged.version == version:
-            self.update(staged.held, version)
-        elif self.version == version:
-            self.complete = True
-        else:
-            raise SyncError(f"version {version} was not staged in this engine: it was started anew")
-
-    def _serve(self, version: int) -> None:
+    def serve(self, version: int) -> None:
+        """The model holds this version."""
         self.version, self.complete = version, True
         self._changed()
 
     def _read_with(self, codec: Codec) -> None:
         self.codec = codec
         self.inputs = RoundedInputs(self.model, codec, self.products.of(codec.format, self.model))
+
+
+class _Into(Arrival):
+    """Goes into the model bucket by bucket."""
+
+    def __init__(self, weights: Weights, version: int) -> None:
+        self._weights, self._version, self._update = weights, version, weights.begun()
+
+    async def take(self, units: Sequence[Encoded]) -> None:
+        self._update.take(self._weights.inputs.taking(units))
+        _wait_for_gpu()
+
+    async def finish(self) -> None:
+        self._update.finish()
+        self._weights.serve(self._version)
+
+
+class _Beside(Arrival):
+    """Is held beside the model until it is put in force."""
+
+    def __init__(self, weights: Weights, version: int) -> None:
+        self._weights, self._version, self._held = weights, version, list[Encoded]()
+
+    async def take(self, units: Sequence[Encoded]) -> None:
+        home = next(self._weights.model.parameters()).device
+        self._held += [Encoded(u.name, {n: t.to(home, copy=True) for n, t in u.parts.items()}, u.format) for u in units]
+        _wait_for_gpu()
+
+    async def finish(self) -> None:
+        self._weights.load(self._held, self._version)
+
+
+def _wait_for_gpu() -> None:
+    """The sender writes over a bucket as soon as its ``receive`` returns."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

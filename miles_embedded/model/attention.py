@@ -1,8 +1,10 @@
 """Attention as both sides need it: what a layer has beyond plain causal attention, and attention over padded sequences.
 
-Three things occur in Transformers' families beside "a query sees every key up to itself", and any layer may have any of them:
+These occur in Transformers' families beside "a query sees every key up to itself", and any layer may have any of them:
 
 - a sliding window: a query sees the last ``window`` keys, itself included;
+- chunks: positions are divided into runs of ``chunk``, and a query sees the keys of its own run (Llama 4);
+- a cap: a score s becomes ``cap * tanh(s / cap)`` (Gemma 2);
 - sinks: a logit a head that takes part in the softmax and has no value, so that attention need not add up to one;
 - a choice: an indexer names the keys of each query (``indexer``).
 
@@ -16,7 +18,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import one_hot, pad, scaled_dot_product_attention
 
 #: Up to this many keys a CPU is faster with plain products.
@@ -38,41 +40,66 @@ class AttentionOptions:
         window: keys a query sees; 0 for all.
         sinks: [heads] logits.
         choice: chosen keys.
+        chunk: length of the runs of positions that see each other; 0 for one run.
+        cap: bound of a score; 0 for none.
     """
 
     window: int = 0
     sinks: Tensor | None = None
     choice: ChosenKeys | None = None
+    chunk: int = 0
+    cap: float = 0.0
 
     def within(self, longest: int) -> AttentionOptions | None:
         """What is left of it where no query has more than ``longest`` keys; None when nothing is."""
-        window = self.window if self.window < longest else 0
+        window, chunk = (size if size < longest else 0 for size in (self.window, self.chunk))
         choice = self.choice if self.choice is not None and self.choice.masks is not None else None
-        if self.sinks is None and not window and choice is None:
-            return None
-        return replace(self, window=window, choice=choice)
+        left = replace(self, window=window, choice=choice, chunk=chunk)
+        return None if left == AttentionOptions() else left
+
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """bool, of two tensors of positions that broadcast: whether the window and the chunk of a query hold a key up to it."""
+        seen = key <= query
+        if self.window:
+            seen &= key > query - self.window
+        if self.chunk:
+            seen &= key // self.chunk == query // self.chunk
+        return seen
+
+    @property
+    def hides(self) -> tuple[int, int]:
+        """What ``sees`` depends on."""
+        return self.window, self.chunk
 
 
-def attention_options(attention_mask: Tensor | None, arguments: dict[str, Any]) -> AttentionOptions | None:
-    """From what a module hands its attention function: the mask, and its keyword arguments."""
-    window = arguments.get("sliding_window") or (0 if attention_mask is None else int(attention_mask))
-    sinks, choice = arguments.get("s_aux"), arguments.get("indices")
-    if not window and sinks is None and choice is None:
+def attention_options(
+    module: nn.Module, attention_mask: Tensor | None, arguments: dict[str, Any]
+) -> AttentionOptions | None:
+    """From what a module hands its attention function: itself, the mask, and its keyword arguments."""
+    local = arguments.get("sliding_window") or (0 if attention_mask is None else int(attention_mask))
+    sinks, choice, cap = (arguments.get(name) for name in ("s_aux", "indices", "softcap"))
+    if not local and sinks is None and choice is None and not cap:
         return None
-    return AttentionOptions(window, sinks, choice)
+    window, chunk = (0, local) if _chunked(module) else (local, 0)
+    return AttentionOptions(window, sinks, choice, chunk, cap or 0.0)
+
+
+def _chunked(module: Any) -> bool:
+    """Whether what a layer's mask is made of is a chunk and not a window."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    return kinds is not None and kinds[module.layer_idx] == "chunked_attention"
 
 
 @cache
 def window_mask(window: int) -> Tensor:
-    """Stands in for a sliding-window mask. Not every module tells its attention function the window, but every module
-    gets a mask, so ours holds the one number that matters."""
+    """Stands in for the mask of a sliding window, or of chunks. Not every module tells its attention function how many keys that
+    is, but every module gets a mask, so ours holds the one number that matters."""
     return torch.full((1, 1, 1, 1), window)
 
 
-def causal(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """[queries, keys] True where a query sees a key; the last query is at the last key. ``window`` 0: all keys up to it."""
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return seen.triu_(keys - queries - window + 1) if window else seen
+def causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    """[queries, keys] True where a query sees a key: all up to it; the last query is at the last key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def with_sinks(
@@ -103,13 +130,23 @@ def with_sinks(
 
 
 def attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, gqa: bool, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    gqa: bool,
+    options: AttentionOptions | None = None,
 ) -> Tensor:
-    """q [segments, heads, length, dim], k and v [segments, kv heads, keys, dim]; causal without a mask. ``sinks``: see ``AttentionOptions``."""
-    if sinks is not None:
-        if mask is None:
-            mask = causal(q.shape[2], k.shape[2], 0, q.device)[None, None]
-        q, k, v, mask = with_sinks(q, k, v, mask, sinks, scaling)
+    """q [segments, heads, length, dim], k and v [segments, kv heads, keys, dim]; causal without a mask. Of ``options``, the cap
+    and the sinks are what a mask does not say."""
+    options = options or AttentionOptions()
+    if mask is None and (options.cap or options.sinks is not None):
+        mask = causal(q.shape[2], k.shape[2], q.device)[None, None]
+    if mask is not None and options.cap:
+        return _capped(q, k, v, mask, scaling, options)
+    if mask is not None and options.sinks is not None:
+        q, k, v, mask = with_sinks(q, k, v, mask, options.sinks, scaling)
     if k.shape[2] <= _SHORT and q.device.type == "cpu":
         return ShortAttention.apply(q, k, v, mask, scaling)
     # The fused kernels want keys and values of one width (DeepSeek-V3 has 192 and 128).
@@ -122,6 +159,16 @@ def attend_padded(
         gqa = False
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
     return out[..., :width]
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, options: AttentionOptions) -> Tensor:
+    """Scores with a bound, which no fused kernel has: all of them are in memory at once."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = options.cap * torch.tanh(q @ k.transpose(2, 3) * scaling / options.cap)
+    scores = scores.to(_at_least_float32(q.dtype)).masked_fill(~mask, -torch.inf)
+    if options.sinks is not None:
+        scores = torch.cat([scores, options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 
 class ShortAttention(torch.autograd.Function):

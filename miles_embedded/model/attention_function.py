@@ -11,6 +11,7 @@ from miles_embedded.model.attention import attention_options, window_mask
 from miles_embedded.model.call import Call
 from miles_embedded.model.kv_dtype import KV_DTYPE, as_cached
 from miles_embedded.model.operations import operations_of
+from miles_embedded.model.temperature import tuned
 
 
 def attention(
@@ -40,18 +41,17 @@ def attention(
     """
     if call is None:
         raise RuntimeError("this model attends through a Call; pass call=... (see miles_embedded.model.call)")
-    if kwargs.get("softcap") is not None:
-        raise NotImplementedError(f"{type(module).__name__} uses attention with softcap, which is not supported yet")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if KV_DTYPE in call.ctx.attached:
         key, value = (as_cached(x, call.ctx.attached[KV_DTYPE]) for x in (key, value))
-    options = attention_options(attention_mask, kwargs)
+    query = tuned(module, query, call)
+    options = attention_options(module, attention_mask, kwargs)
     if options is not None:
         options = options.within(call.longest)
     return operations_of(module).attention(call, module, query, key, value, scaling, options), None
 
 
 def no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """The mask function registered under the same name: a Call knows who sees whom, but not how wide a layer's window is."""
+    """The mask function registered under the same name: a Call knows who sees whom, but not how wide a layer's window or chunk is."""
     return None if local_size is None else window_mask(local_size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
@@ -26,6 +27,14 @@ class Call(Protocol):
     @property
     def longest(self) -> int:
         """The most keys that a row of this call has, itself included."""
+
+    @property
+    def positions(self) -> Tensor:
+        """[rows] position of each row in its sequence."""
+
+    @property
+    def spans(self) -> np.ndarray:
+        """[rows] on the host: how long the sequence is that each row's rotary frequencies are taken for."""
 
     def attend(
         self,
@@ -62,6 +71,11 @@ def active_context() -> Context | None:
     return getattr(_active, "ctx", None)
 
 
+def active_call() -> Call | None:
+    """The call that the model now runs in this thread; None outside of one."""
+    return getattr(_active, "call", None)
+
+
 def watch_layers(backbone: nn.Module, layers: nn.ModuleList) -> None:
     """Make ``active_context()`` answer inside these layers, in the forward and in a recomputation alike.
 
@@ -76,7 +90,12 @@ def watch_layers(backbone: nn.Module, layers: nn.ModuleList) -> None:
                 if indexer is not None:
                     child.register_forward_pre_hook(_with_mask, with_kwargs=True)
                     watch_indexer(indexer, lambda: _active.call)
+    backbone.register_forward_pre_hook(_begin, with_kwargs=True)
     backbone.register_forward_hook(_leave, always_call=True)
+
+
+def _begin(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    _active.call = kwargs.get("call")
 
 
 def _enter(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

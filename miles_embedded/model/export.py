@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from miles_core.checkpoint.directory import is_io
+from miles_core.checkpoint.placed import gathering, locked, place, taken
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError
 from miles_embedded.model.configuration import configuration
@@ -21,6 +22,8 @@ from miles_embedded.model.views import export, sources, together, views
 
 #: Bytes of one weight file.
 SHARD_BYTES = 5 * 10**9
+#: Files of a checkpoint that say how images, video and sound become its inputs.
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def export_checkpoint(
@@ -39,19 +42,30 @@ def export_checkpoint(
         shard_bytes: a weight file is closed before it grows beyond this.
         units: ``views.export`` of the model, where the caller has begun it.
     """
-    directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    directory = Path(os.path.realpath(directory))
+    work = gathering(directory, "exporting")
+    if taken(directory, work):
         raise CheckpointError(f"{directory} already exists and is not empty; choose another directory for the export")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    lock = -1
     try:
+        lock = locked(work)
+        for left in work.iterdir():  # by a process that died
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         _write(model, tokenizer, work, shard_bytes, units or export(model))
-        os.chmod(work, 0o755)
-        os.replace(work, directory)
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be written ({error.strerror or error})") from error
+        place(work, directory)
+    except BlockingIOError as error:
+        raise CheckpointError(f"another process is exporting to {directory}; choose another directory") from error
+    except Exception as error:
+        if not is_io(error):
+            raise
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{directory} cannot be written ({why}); free space there, or choose another directory for the export"
+        ) from error
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if lock >= 0:
+            shutil.rmtree(work, ignore_errors=True)
+            os.close(lock)
 
 
 def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int, units: Iterator[Unit]) -> None:
@@ -61,6 +75,10 @@ def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int, 
         generation.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+    source = Path(getattr(configuration(model), "_name_or_path", ""))
+    for name in PROCESSORS:  # of the towers, which are as they were
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
     shards = _plan(model, shard_bytes)
     names = [
         "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"

@@ -13,24 +13,31 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.errors import CheckpointError
 from miles_core.plugin.detect import config_facts
+from miles_embedded.manifest import LAYER_TYPES
 from miles_embedded.model.attention_function import attention, no_mask
 from miles_embedded.model.call import watch_layers
-from miles_embedded.model.configuration import configuration, text_configuration
+from miles_embedded.model.configuration import configuration, head, text_configuration
 from miles_embedded.model.dequantize import dequantized
 from miles_embedded.model.experts import grouped_experts
+from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.onednn import use_fast_linear
+from miles_embedded.model.temperature import tune_by_position
 
 NAME = "miles"
-#: Values of a configuration's ``layer_types`` that attention here knows; the last two are one thing in different releases.
-_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention"}
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
@@ -103,11 +110,11 @@ def load_model(
     """
     config = checkpoint_config(path, trust_remote_code)
     state = dequantized(path, config, _DTYPES.get(dtype))
-    load: Any = AutoModelForCausalLM.from_pretrained
+    kind = _kind(config)
     ours: dict[str, Any] = {"attn_implementation": NAME, "experts_implementation": NAME, "output_loading_info": True}
     try:
         if state is None:
-            model, info = load(
+            model, info = kind.from_pretrained(
                 path,
                 config=config,
                 dtype=_DTYPES.get(dtype, "auto"),
@@ -117,7 +124,7 @@ def load_model(
             )
         else:
             with torch.device("meta"):
-                shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+                shell = kind.from_config(config, trust_remote_code=trust_remote_code)
             dtypes = _DTYPES.get(dtype, torch.bfloat16)
             model, info = type(shell).from_pretrained(None, config=shell.config, state_dict=state, dtype=dtypes, **ours)
     except (OSError, ValueError, RuntimeError) as error:
@@ -137,13 +144,32 @@ def load_model(
     return prepare(model.to(device))
 
 
+def unloaded_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A causal language model of this configuration with fresh weights, for parts that stand beside a loaded one; not yet prepared."""
+    with torch.random.fork_rng(devices=[]):  # the run's own random numbers do not move
+        made: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    return made.to(device)
+
+
+def _kind(config: Any) -> Any:
+    """The auto class of a checkpoint: with the towers of other modalities, where it has them, so that they are exported again."""
+    towers = config.get_text_config() is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if towers else AutoModelForCausalLM
+
+
 def prepare(model: nn.Module) -> nn.Module:
-    """Make a freshly built model usable by engine and trainer (once an instance)."""
+    """Make a freshly built model usable by engine and trainer (once an instance). Only its language model is run, and trained."""
     _refuse_unknown_attention(model)
+    if text_configuration(model) is not configuration(model):
+        model.requires_grad_(False)
+        for part in (backbone(model), head(model)):
+            part.requires_grad_(True)
     model.eval()
-    configuration(model).use_cache = False
     watch_layers(backbone(model), decoder_layers(model))
     use_fast_linear(model)
+    for module in model.modules():
+        tune_by_position(module)
+        follow_rows(module)
     return model
 
 
@@ -159,13 +185,7 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
             "does not know; use another engine and trainer"
         )
     config = text_configuration(model)
-    cap = getattr(config, "attn_logit_softcapping", None)
-    if cap is not None:
-        raise CheckpointError(
-            f"{type(model).__name__} caps the scores of its attention (attn_logit_softcapping = {cap} in config.json), which the "
-            "embedded backend does not do; use another engine and trainer"
-        )
-    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    kinds = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if kinds:
         raise CheckpointError(
             f"{type(model).__name__} has layers of type {', '.join(sorted(kinds))} (layer_types in config.json), which the "
@@ -174,10 +194,17 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The decoder stack below ``lm_head``."""
-    named: Any = model
-    found: nn.Module | None = getattr(named, named.base_model_prefix, None)
-    return named.model if found is None else found  # Llama 4 is named after the model with vision
+    """The decoder stack below ``lm_head``; of a model with towers, that of its language model."""
+    found: Any = model
+    # Llama 4's text model is named after the one with vision
+    names: tuple[str, ...] = (found.base_model_prefix, "model", "language_model")
+    while not hasattr(found, "layers"):
+        inner = next((x for n in names if isinstance(x := getattr(found, n, None), nn.Module) and x is not found), None)
+        if inner is None:
+            break
+        found, names = inner, ("language_model", "text_model", "model")
+    stack: nn.Module = found
+    return stack
 
 
 def has_windows(model: nn.Module) -> bool:
@@ -199,20 +226,9 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def context_limit(model: nn.Module, wanted: int = 0) -> int:
-    """The longest sequence that the model is run with: ``wanted``, or the most it takes where that is 0.
-
-    Frequencies of a rotary embedding that grow with a sequence (``longrope``, ``dynamic``) are those of one call here, and a call
-    holds several sequences; so none may pass the limit up to which they stay. Raises CheckpointError where ``wanted`` does.
-    """
-    fact = next(f for f in config_facts(configuration(model).to_dict()) if f.name == "model.context")
-    stated = text_configuration(model).max_position_embeddings
-    longest = stated if fact.value is None else int(fact.value)
-    if wanted > longest and longest < stated:
-        raise CheckpointError(
-            f"--rollout-max-context-len {wanted}: {type(model).__name__} is run with at most {longest} tokens here "
-            f"({fact.origin}); lower it, or use another engine and trainer"
-        )
-    return wanted or longest
+    """The longest sequence that the model is run with: ``wanted``, or what the fact ``model.context`` says where that is 0."""
+    stated = facts_of(model)["model.context"]
+    return wanted or int(text_configuration(model).max_position_embeddings if stated is None else stated)
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from miles_core.data.batch import Ragged
-from miles_core.errors import CheckpointError
 from miles_embedded.model.configuration import head, text_configuration
 from miles_embedded.model.operations import LogProbs, operations_of
 
 #: Logits held at once: beyond this many elements, rows are worked off in chunks.
 CHUNK_ELEMENTS = 1 << 26
+#: Model types whose ``logits_scaling`` multiplies.
+_MULTIPLIED = ("hyperclovax",)
 
 
 def token_log_probs(
@@ -67,14 +68,19 @@ def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
     """``hidden`` [..., hidden] -> [..., vocabulary], with whatever the family does after ``lm_head``."""
     logits = head(model)(hidden)
     config = text_configuration(model)
-    for name in ("logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise CheckpointError(
-                f"{type(model).__name__} scales its logits ({name} = {getattr(config, name)} in config.json), "
-                "which the embedded backend does not do yet"
-            )
+    scale = _scale(config)
+    if scale != 1:
+        logits = logits * scale
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _scale(config: Any) -> float:
+    """By what a family multiplies its logits. ``logits_scaling`` is what most divide by, in front of the head or behind it."""
+    scaling = getattr(config, "logits_scaling", None) or 1.0
+    if getattr(config, "model_type", "") not in _MULTIPLIED:
+        scaling = 1.0 / scaling
+    return float(scaling * (getattr(config, "logit_scale", None) or 1.0))
 
 
 def _vocabulary(model: nn.Module) -> int:

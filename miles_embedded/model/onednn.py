@@ -6,6 +6,9 @@ products go to oneDNN. The rule looks at the processor and at the shape, never a
 products it began with.
 
 oneDNN generates code for each new shape; ``padded`` keeps the number of shapes small.
+
+One to four rows, as decoding has, take as long as reading the weights, and on an AMD processor MKL reads them up to twice as fast
+when they are the left operand: (w x^T)^T instead of x w^T (benchmarks/products.py). One row goes as two.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from miles_core.observe.environment import cpu_info
 
 #: From this many rows on.
 _ROWS = 32
+#: Up to so many rows, and from so many weights on, the weights are the left operand.
+_FEW, _LARGE = 4, 1 << 16
 
 
 @cache
@@ -33,6 +38,12 @@ def available() -> bool:
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and has_wide_units(cpu_info())
     )
+
+
+@cache
+def turns_few() -> bool:
+    """Whether products with few rows are faster turned around: MKL, on an AMD processor."""
+    return torch.backends.mkl.is_available() and "AuthenticAMD" in cpu_info()
 
 
 def has_wide_units(processor: str) -> bool:
@@ -63,8 +74,8 @@ def times(a: Tensor, b: Tensor) -> Tensor:
 
 
 def use_fast_linear(model: nn.Module) -> None:
-    """Let the plain linear layers of ``model`` multiply by ``times``, forward and backward; parameters, names, classes and hooks stay."""
-    if available():
+    """Let the plain linear layers of ``model`` multiply by the faster product, forward and backward; parameters, names, classes and hooks stay."""
+    if available() or turns_few():
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__dict__["forward"] = MethodType(_linear, module)
@@ -72,10 +83,28 @@ def use_fast_linear(model: nn.Module) -> None:
 
 def _linear(module: nn.Linear, input: Tensor) -> Tensor:
     """[..., in] -> [..., out]."""
-    if not takes(input, input.numel() // max(input.shape[-1], 1)) or module.weight.dtype != input.dtype:
+    rows = input.numel() // max(input.shape[-1], 1)
+    if module.weight.dtype != input.dtype:
+        return nn.Linear.forward(module, input)
+    if 0 < rows <= _FEW and module.weight.numel() >= _LARGE and _turned(input):
+        return _few_rows(module, input, rows)
+    if not takes(input, rows):
         return nn.Linear.forward(module, input)
     out: Tensor = _Linear.apply(input, module.weight, module.bias)
     return out
+
+
+def _turned(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled() and turns_few()
+
+
+def _few_rows(module: nn.Linear, input: Tensor, rows: int) -> Tensor:
+    """``_linear`` of one to four rows, see the head of this file."""
+    x = input.reshape(rows, -1)
+    out = torch.mm(module.weight, (x if rows > 1 else torch.cat([x, x])).t()).t()[:rows].contiguous()
+    if module.bias is not None:
+        out += module.bias
+    return out.view(*input.shape[:-1], -1)
 
 
 class _Linear(torch.autograd.Function):

@@ -70,7 +70,7 @@ class Worker:
 
 async def main(config: dict[str, Any], out: int) -> None:
     """Serve until standard input ends."""
-    model = load_model(config.pop("checkpoint"))
+    model = load_model(config.pop("checkpoint"), device=config.pop("device"))
     record_routes(model)
     tokenizer = AutoTokenizer.from_pretrained(configuration(model).name_or_path)
     settings = Settings(detokenizer(tokenizer), end_tokens(model, tokenizer), **config)

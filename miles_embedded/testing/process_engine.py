@@ -30,13 +30,14 @@ class ProcessEngine(Engine):
 
     Args:
         checkpoint: a checkpoint directory with a tokenizer.
+        device: where its model lies.
         limits: ``seed``, ``max_context`` and ``max_running_requests`` of ``miles_embedded.engine.engine.Settings``.
     """
 
     capabilities = frozenset(c.name for c in EMBEDDED.declared("engine")) - {"draft", "rebuild", "shared_storage"}
 
-    def __init__(self, checkpoint: str | Path, **limits: int) -> None:
-        self._config = {"checkpoint": str(checkpoint), **limits}
+    def __init__(self, checkpoint: str | Path, device: str = "cpu", **limits: int) -> None:
+        self._config = {"checkpoint": str(checkpoint), "device": device, **limits}
         self._version = -1
         self._facts: dict[str, Any] = {}
         self._ids = itertools.count()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
-from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, causal
+from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded
 from miles_embedded.model.indexer import Indexed, chosen
 from miles_embedded.trainer.flash import FlashPlan, flash, takes
 from miles_embedded.trainer.packing import Ints, Packing, Segments
@@ -66,7 +66,7 @@ class Buckets:
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
-        self._windows: dict[int, list[Tensor]] = {}
+        self._narrow: dict[tuple[int, int], list[Tensor]] = {}
         self.trunks, self.branches, slots, pads = _buckets(packing)
         device = packing.rows.device
         self.slots = torch.from_numpy(slots).to(device)
@@ -79,12 +79,12 @@ class Buckets:
 
     def masks(self, options: AttentionOptions) -> list[Tensor]:
         """Where rows may look, like ``Bucket.mask``: of every trunk bucket, then of every branch bucket."""
-        if options.choice is not None and not options.window:
+        if options.choice is not None and options.hides == (0, 0):
             return options.choice.masks
-        if options.window not in self._windows:
+        if options.hides not in self._narrow:
             every = [*self.trunks, *self.branches]
-            self._windows[options.window] = [_mask(self, self._packing, b, options.window) for b in every]
-        masks = self._windows[options.window]
+            self._narrow[options.hides] = [_mask(self, self._packing, b, options) for b in every]
+        masks = self._narrow[options.hides]
         return masks if options.choice is None else [a & b for a, b in zip(masks, options.choice.masks, strict=True)]
 
 
@@ -111,6 +111,17 @@ class PackedCall:
         whole = trunks.length[branches.trunk] + branches.length
         return int(max(trunks.length.max(initial=0), whole.max(initial=0)))
 
+    @property
+    def positions(self) -> Tensor:
+        """[rows] position of each row in its sequence."""
+        return self.packing.positions
+
+    @property
+    def spans(self) -> Ints:
+        """See ``Call.spans``; 0 is any length that has the frequencies of a short one."""
+        spans = self.packing.spans
+        return np.zeros(len(self.packing.rows), np.int64) if spans is None else spans
+
     def attend(
         self,
         module: nn.Module,
@@ -133,7 +144,6 @@ class PackedCall:
         q, k, v = (Spread.apply(x, *index) for x in (q, k, v))
         every = [*buckets.trunks, *buckets.branches]
         masks = [b.mask for b in every] if options is None else buckets.masks(options)
-        sinks = None if options is None else options.sinks
         keys: list[Tensor] = []
         values: list[Tensor] = []
         outputs = []
@@ -144,7 +154,7 @@ class PackedCall:
             if bucket.trunk is not None:
                 k_b = torch.cat([keys[bucket.trunk_bucket].index_select(0, bucket.trunk), k_b], 2)
                 v_b = torch.cat([values[bucket.trunk_bucket].index_select(0, bucket.trunk), v_b], 2)
-            outputs.append(attend_padded(_take(q, bucket), k_b, v_b, mask, scaling, gqa, sinks))
+            outputs.append(attend_padded(_take(q, bucket), k_b, v_b, mask, scaling, gqa, options))
         flat = torch.cat([o.transpose(1, 2).reshape(-1, heads, width) for o in outputs])
         return Collect.apply(flat, *index)
 
@@ -256,19 +266,17 @@ def _similar(lengths: Ints) -> list[Ints]:
     return found
 
 
-def _mask(buckets: Buckets, packing: Packing, bucket: Bucket, window: int = 0) -> Tensor:
-    """See ``Bucket.mask``; ``window`` as in ``AttentionOptions``."""
-    device = packing.rows.device
-    own = causal(bucket.length, bucket.length, window, device)
+def _mask(buckets: Buckets, packing: Packing, bucket: Bucket, options: AttentionOptions | None = None) -> Tensor:
+    """See ``Bucket.mask``, and ``AttentionOptions.sees``."""
+    options = options or AttentionOptions()
+    row = torch.arange(bucket.length, device=packing.rows.device)
     if bucket.trunk is None:
-        return own[None, None]
+        return options.sees(row[:, None], row)[None, None]
     home = buckets.trunks[bucket.trunk_bucket]
     lengths = packing.trunks.length[packing.branches.trunk[bucket.segments]]
     if (lengths == home.length).all():
         lengths = lengths[:1]  # one mask for all
-    ends = torch.from_numpy(lengths).to(device)[:, None, None]
-    column = torch.arange(home.length, device=device)
-    seen = (column < ends).expand(-1, bucket.length, -1)
-    if window:
-        seen = seen & (column > ends + torch.arange(bucket.length, device=device)[:, None] - window)
-    return torch.cat([seen, own.expand(len(lengths), -1, -1)], 2).unsqueeze(1)
+    ends = torch.from_numpy(lengths).to(row.device)[:, None, None]
+    query, column = ends + row[:, None], torch.arange(home.length, device=row.device)
+    seen = options.sees(query, column) & (column < ends)
+    return torch.cat([seen, options.sees(query, ends + row)], 2).unsqueeze(1)

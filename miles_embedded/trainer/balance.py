@@ -7,17 +7,16 @@ sequence rather than each batch makes the loss a sum over sequences, so it does 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import Batch
 from miles_core.errors import ConfigError
 from miles_embedded.model.call import active_context
-from miles_embedded.model.load import decoder_layers
+from miles_embedded.model.routers import routed_blocks
 from miles_embedded.trainer.packing import Packing
 
 _KEY = "load_balance"
@@ -33,16 +32,16 @@ class Balance:
 
     def __init__(self, model: nn.Module, coefficient: float) -> None:
         self.coefficient = coefficient
-        found = routers(model)
+        found = routed_blocks(model)
         if not found:
             raise ConfigError(
                 f"--aux-loss-coef {coefficient}: {type(model).__name__} has no routed experts to balance; leave the flag out"
             )
-        self._sigmoid = [hasattr(gate, "e_score_correction_bias") for gate, _ in found]
-        self._experts = [int(experts.num_experts) for _, experts in found]
-        for layer, (gate, experts) in enumerate(found):
-            gate.register_forward_hook(_recorder("logits", layer, lambda args, output: _first(output)))
-            experts.register_forward_hook(_recorder("chosen", layer, lambda args, output: args[1]))
+        self._sigmoid = [x.top_k > 0 or hasattr(x.router, "e_score_correction_bias") for x in found]
+        self._experts = [x.count for x in found]
+        for layer, routed in enumerate(found):
+            routed.on_logits(partial(_record, ("logits", layer)))
+            routed.on_choice(partial(_record, ("chosen", layer)))
 
     def open(self, ctx: Context) -> None:
         """Start recording for this context."""
@@ -69,39 +68,13 @@ class Balance:
         return {"load_balance": (self.coefficient * total, trained.sum())}
 
 
-def routers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """(router, experts) of every mixture-of-experts layer of a model, or of some of its layers, in order. The router is the sibling
-    of ``experts`` whose weight has one row an expert; it returns its logits, alone or first."""
-    # a model may have layers behind its own that it does not run
-    running = decoder_layers(model) if isinstance(model, PreTrainedModel) else model
-    found = []
-    for module in running.modules():
-        experts = getattr(module, "experts", None)
-        count = getattr(experts, "num_experts", None)
-        if not isinstance(experts, nn.Module) or count is None:
-            continue
-        for child in module.children():
-            weight = getattr(child, "weight", None)
-            if child is not experts and isinstance(weight, Tensor) and weight.dim() == 2 and len(weight) == count:
-                found.append((child, experts))
-                break
-    return found
-
-
 def _by_sample(values: Tensor, rows: Tensor, owner: Tensor, sizes: Tensor) -> Tensor:
     """Mean over each sample's rows; a shared row counts for every sample that has it."""
     out = values.new_zeros(len(sizes), values.shape[1]).index_add(0, owner, values.index_select(0, rows))
     return out / sizes.unsqueeze(1)
 
 
-def _first(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]
-
-
-def _recorder(what: str, layer: int, pick: Any) -> Any:
-    def record(module: nn.Module, args: tuple, output: Any) -> None:
-        ctx = active_context()
-        if ctx is not None and _KEY in ctx.attached:
-            ctx.attached[_KEY][what, layer] = pick(args, output)
-
-    return record
+def _record(key: tuple[str, int], value: Tensor) -> None:
+    ctx = active_context()
+    if ctx is not None and _KEY in ctx.attached:
+        ctx.attached[_KEY][key] = value

@@ -9,14 +9,14 @@ changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
 from miles_embedded.model.call import active_context
-from miles_embedded.trainer.balance import routers
+from miles_embedded.model.routers import routed_blocks
 from miles_embedded.trainer.packing import Packing
 
 _KEY = "expert_loads"
@@ -30,11 +30,11 @@ class Loads:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = [experts for _, experts in routers(model)]
-        self._experts = [int(experts.num_experts) for experts in found]
+        found = routed_blocks(model)
+        self._experts = [routed.count for routed in found]
         self._counts: list[Tensor | None] = [None] * len(found)
-        for layer, experts in enumerate(found):
-            experts.register_forward_hook(self._recorder(layer))
+        for layer, routed in enumerate(found):
+            routed.on_choice(partial(self._record, layer))
 
     def open(self, ctx: Context, packing: Packing) -> None:
         """Start counting for this context."""
@@ -63,15 +63,12 @@ class Loads:
         values = [float(load.max() / load.mean()) for load in loads if load.any()]
         return {"train/expert_imbalance": (max(values), 1.0)} if values else {}
 
-    def _recorder(self, layer: int) -> Any:
-        def record(experts: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-            ctx = active_context()
-            if ctx is None or _KEY not in ctx.attached:
-                return
-            chosen, served = args[1], ctx.attached[_KEY]
-            count = self._counts[layer]
-            if count is None:
-                count = self._counts[layer] = served.new_zeros(self._experts[layer])
-            count.scatter_add_(0, chosen.flatten(), served.repeat_interleave(chosen.shape[-1]))
-
-        return record
+    def _record(self, layer: int, chosen: Tensor) -> None:
+        ctx = active_context()
+        if ctx is None or _KEY not in ctx.attached:
+            return
+        served = ctx.attached[_KEY]
+        count = self._counts[layer]
+        if count is None:
+            count = self._counts[layer] = served.new_zeros(self._experts[layer])
+        count.scatter_add_(0, chosen.flatten(), served.repeat_interleave(chosen.shape[-1]))

@@ -47,6 +47,7 @@ class Packing:
         branches: segments that attend to their trunk and to themselves; siblings are neighbours.
         sources: [M] physical row whose output predicts each target.
         targets: [M] flat index of each target (``loss_mask`` is not 0), ascending.
+        spans: [R] for how long a sequence each row's rotary frequencies are; None where all samples use one set.
     """
 
     rows: Tensor
@@ -56,6 +57,7 @@ class Packing:
     branches: Segments
     sources: Tensor
     targets: Tensor
+    spans: Ints | None = None
 
 
 def pack(batch: Batch, share: bool = True) -> Packing:

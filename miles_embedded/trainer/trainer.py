@@ -30,6 +30,7 @@ from miles_core.precision.snapshot import Snapshot
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
+from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import backbone, decoder_layers, facts_of
 from miles_embedded.model.logprobs import scatter, token_log_probs
 from miles_embedded.model.released import Released
@@ -45,8 +46,9 @@ from miles_embedded.trainer.emulate import emulating
 from miles_embedded.trainer.expert_loads import Loads
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import Optimizer
-from miles_embedded.trainer.packing import Packing, pack
+from miles_embedded.trainer.packing import Packing
 from miles_embedded.trainer.split import idle_sample, split
+from miles_embedded.trainer.twice import pack_grown
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class EmbeddedTrainer(Trainer):
         self._reference: nn.Module | None = None
         if config.recompute:
             _recompute_layers(model)
+        self._switch = rope_switch(model)
         self._scored: nn.Module | None = None
         self._asleep: dict[TrainerPart, Released] = {"weights": Released(keep=True), "optimizer": Released(keep=True)}
         self._attached: dict[str, Any] = {}
@@ -246,7 +249,7 @@ class EmbeddedTrainer(Trainer):
             entropy: whether the pass asks for the entropy.
         """
         micro_batch = batch if samples == list(range(len(batch))) else batch.select(samples)
-        packing = pack(micro_batch, self.config.share_prompts)
+        packing = pack_grown(micro_batch, self.config.share_prompts, self._switch)
         micro_batch = micro_batch.to(self.device)
         packing = replace(
             packing,

@@ -154,7 +154,10 @@ def test_damaged_file_is_named(tmp_path, damage, message):
         checkpoints.load()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "files": {"a": 3}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"format": 1}', '{"format": 1, "files": {"a": 3}}', '{"format": 1, "files": {}}', "[" * 100_000],
+)
 def test_damaged_manifest(tmp_path, text):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 3)
@@ -191,6 +194,16 @@ def plan(**facts):
             {"name": k.replace("__", "."), "value": v, "origin": "test", "state": "KNOWN"} for k, v in facts.items()
         ],
     }
+
+
+def test_a_plan_of_another_layout_is_damage_and_an_empty_directory_is_no_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 3, plan=plan())
+    checkpoints.path(9).mkdir()
+    assert checkpoints.load(plan=plan()) == checkpoints.path(3)
+    save(checkpoints, 4, plan={"plugins": [{"title": "tis"}]})
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged \(KeyError\('name'\)\)"):
+        checkpoints.load(plan=plan())
 
 
 def test_other_plan_is_refused_only_on_what_matters(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from miles_core.checkpoint.hf_files import CheckpointFiles, read_header
+from miles_core.checkpoint.hf_files import CheckpointFiles, read_header, read_json
 from miles_core.errors import CheckpointError
 
 
@@ -96,3 +96,26 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, checkpoint, tensors):
     (directory / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config.json cannot be read as JSON"):
         CheckpointFiles(directory)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"a": ([-2, -2], [0, 16])}, r"a has the shape \[-2, -2\]"),
+        ({"a": ([2, 2.0], [0, 16])}, r"a has the shape \[2, 2.0\]"),
+        ({"a": ([2, 2], [16, 32]), "b": ([4], [24, 40])}, "a and b share bytes"),
+    ],
+)
+def test_a_header_that_lies_is_refused(tmp_path, said, why):
+    tensors = {name: {"dtype": "F32", "shape": shape, "data_offsets": span} for name, (shape, span) in said.items()}
+    header = json.dumps(tensors).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    with pytest.raises(CheckpointError, match=why):
+        read_header(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("text", ["[]", '"a"', "[" * 100_000, "1" * 5000])
+def test_json_that_is_no_object_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config.json (holds \w+, not an object|cannot be read as JSON)"):
+        read_json(tmp_path / "config.json")

@@ -108,10 +108,10 @@ def test_what_is_missing_is_asked_for(source, capsys):
     assert "needs --save-dir DIR" in refused(capsys, "--to", "pair8", "--model-dir", source)
 
 
-def test_an_unknown_format_gets_the_nearest_name_and_the_command_that_installs_it(source, capsys):
+def test_an_unknown_format_gets_the_nearest_name(source, capsys):
     text = refused(capsys, "--to", "pair9", "--model-dir", source, "--dry-run")
     assert "no number format 'pair9' (installed: pair8); did you mean pair8?" in text
-    assert "pip install miles-plugin-pair9" in text
+    assert "pip" not in text  # nobody may own a package of that name
 
 
 def test_an_already_quantised_checkpoint_is_sent_to_bf16_first(source, tmp_path, capsys):
@@ -154,7 +154,7 @@ def test_numbers_are_checked(source, capsys, words, says):
 def test_a_directory_that_is_not_there_or_not_empty(source, tmp_path, capsys):
     assert "no such directory" in refused(capsys, "--to", "pair8", "--model-dir", tmp_path / "no", "--dry-run")
     text = refused(capsys, "--to", "pair8", "--model-dir", source, "--save-dir", source)
-    assert "already exists and is not empty" in text
+    assert "lies inside of --model-dir" in text
 
 
 def test_nan_is_named_and_nothing_is_left_that_looks_complete(source, tmp_path, capsys):

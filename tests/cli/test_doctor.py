@@ -102,13 +102,17 @@ def test_where_training_fits(needed, gpus, expected):
     assert doctor._fits(needed, machine(gpus=tuple(h200 for _ in gpus))) == expected
 
 
-def test_installed_plugins_have_a_state():
+def test_installed_plugins_have_a_state(capsys):
+    from miles_core.cli import plugins
     from miles_core.plugin.discovery import discover
 
     rows = doctor.plugin_states(None)
     assert [r["name"] for r in rows] == discover().names
     assert all(r["state"] in ("usable", "not here", "broken") for r in rows)
     assert all(r["why"] for r in rows if r["state"] != "usable")
+    plugins.run(["--json"])  # the two commands agree about what runs here only when it is emulated
+    emulated = {r["name"] for r in json.loads(capsys.readouterr().out) if "--emulate-precision" in r["state"]}
+    assert emulated == {r["name"] for r in rows if r["why"].startswith("with --emulate-precision")}
 
 
 def test_memory_by_class_in_a_format(tmp_path, capsys):

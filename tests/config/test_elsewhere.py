@@ -33,7 +33,7 @@ def test_an_absent_part_names_the_plugin_that_is_called_like_it(manifests):
     schema = collect(manifests)
     message = elsewhere.explain_value(schema.find("engine"), "vllm", schema)
     assert message == (
-        "engine cannot be 'vllm'; it is one of embedded or server, others come with plugins: pip install miles-plugin-vllm"
+        "engine cannot be 'vllm'; it is one of embedded or server; others come with plugins; install the package that brings it"
     )
     assert "nothing provides one" in elsewhere.explain_value(collect([]).find("engine"), "vllm", collect([]))
     assert elsewhere.explain_value(schema.find("engine"), "servr", schema) is None  # the check says: did you mean
@@ -42,7 +42,7 @@ def test_an_absent_part_names_the_plugin_that_is_called_like_it(manifests):
 
 def test_an_absent_plugin_is_explained(manifests):
     schema = collect(manifests)
-    assert "pip install miles-plugin-two-words" in elsewhere.explain_plugin("two_words", schema)
+    assert "pip" not in elsewhere.explain_plugin("two_words", schema)  # nobody may own a package of that name
     assert "did you mean replay" in elsewhere.explain_plugin("relpay", schema)
     assert "pip" not in elsewhere.explain_plugin("no name", schema)
 

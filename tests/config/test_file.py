@@ -65,12 +65,26 @@ def test_an_empty_file_changes_nothing(loaded, written):
         ("rollout_small: fast", "stands for fixed values; write true"),
         ("? [a]\n: 1", "a key must be a name"),
         ("when: 2020-99-99", "malformed YAML"),
+        ("engine: [a]", "line 1: engine cannot be ['a']; it is one of"),
+        ("rollout: {batch_size: {a: 1}}", "rollout.batch_size cannot be {'a': 1}"),
+        ("save: {a: x, b: y}", "it must be a text"),
+        ("&a {rollout: *a}", "an anchor in it holds itself"),
+        ("rollout: " + "{a: " * 3000, "nested too deeply"),
+        ("lr: \x00", "malformed YAML"),
     ],
 )
 def test_a_wrong_file_is_a_sentence_with_file_and_line(loaded, written, text, says):
     path = written(text)
     message = refused(loaded, path)
     assert says in message and path in message
+
+
+def test_a_file_with_a_name_is_that_file(loaded, written):
+    config = loaded(
+        "--config",
+        written("prompt_data: {sums: a.jsonl}\neval_prompt_data: {hard: b.jsonl, easy: c.jsonl}\neval_interval: 1"),
+    )
+    assert config.data.prompt_data == "a.jsonl" and config.evaluation.prompt_data == ("hard=b.jsonl", "easy=c.jsonl")
 
 
 def test_malformed_toml_names_the_line(loaded, written):

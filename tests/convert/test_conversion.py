@@ -204,7 +204,69 @@ def test_an_existing_directory_is_refused_unless_it_is_empty(checkpoint, tensors
         encode(source, out)
     assert everything(out).keys() == before.keys()
     with pytest.raises(CheckpointError, match=r"already exists and is not empty"):
-        encode(source, source / "config.json")
+        encode(source, out / "config.json")
+
+
+def test_a_directory_that_cannot_be_replaced_is_filled_from_within(checkpoint, tensors, tmp_path, monkeypatch):
+    """A mount point: nothing can be renamed over it, and its parent is on another disk. A link to one means the same."""
+    source, out, link = checkpoint({"model.safetensors": tensors}), tmp_path / "out", tmp_path / "link"
+    (out / "lost+found").mkdir(parents=True)
+    link.symlink_to(out)
+    moved, replace = [], os.replace
+
+    def busy(old, new):
+        if os.path.realpath(new) == str(out):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        if len(moved) == 2:
+            moved.append("interrupted")
+            raise KeyboardInterrupt
+        moved.append(os.path.basename(new))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", busy)
+    with pytest.raises(KeyboardInterrupt):
+        encode(source, link, shard_bytes=200)
+    assert not (out / "config.json").exists()  # so nobody takes it for a checkpoint
+    encode(source, link, shard_bytes=200)
+    assert moved[-1] == "config.json" and link.is_symlink()
+    encode(source, tmp_path / "plain", shard_bytes=200)
+    assert {p.name for p in out.iterdir()} == {"lost+found", *(p.name for p in (tmp_path / "plain").iterdir())}
+    with pytest.raises(CheckpointError, match=r"already exists and is not empty"):
+        encode(source, link)
+
+
+def test_a_rename_that_fails_keeps_the_work(checkpoint, tensors, tmp_path, monkeypatch):
+    source, out = checkpoint({"model.safetensors": tensors}), tmp_path / "out"
+    replace = os.replace
+
+    def refuse(old, new):
+        if os.fspath(new) == str(out):
+            raise OSError(errno.EROFS, "Read-only file system")
+        replace(old, new)
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="out cannot be written: Read-only"):
+        patch.setattr(os, "replace", refuse)
+        encode(source, out, shard_bytes=200)
+    again = encode(source, out, shard_bytes=200)
+    assert again.resumed == again.before
+
+
+def test_places_that_would_mix_or_leak_are_refused(checkpoint, tensors, tmp_path):
+    source = checkpoint({"model.safetensors": tensors})
+    with pytest.raises(CheckpointError, match=r"--save-dir .* lies inside of --model-dir"):
+        encode(source, source / "fp8")
+    (tmp_path / "private").write_text("a secret")
+    (source / "notes.txt").symlink_to(tmp_path / "private")
+    with pytest.raises(CheckpointError, match=r"notes.txt is a link to .*private, outside of the checkpoint"):
+        encode(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "main"  # a hub's cache is made of links
+    shutil.copytree(source, snapshot, ignore=lambda *_: ["notes.txt"])
+    (tmp_path / "models--a--b" / "blobs").mkdir()
+    (tmp_path / "models--a--b" / "blobs" / "1f").write_text("read me")
+    (snapshot / "README.md").symlink_to("../../blobs/1f")
+    encode(snapshot, tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").read_text() == "read me"
 
 
 def test_two_conversions_to_one_place_exclude_each_other(checkpoint, tensors, tmp_path):

@@ -100,7 +100,7 @@ def test_a_part_that_is_missing_or_does_not_fit_is_named(checkpoint, weight):
 def test_a_checkpoint_that_no_installed_format_recognises_is_refused(checkpoint, tensors):
     unknown = checkpoint({"model.safetensors": tensors}, quantization_config={"quant_method": "pair9"})
     with pytest.raises(
-        CheckpointError, match=r"no installed number format recognises \(installed: pair8\); pip install"
+        CheckpointError, match=r"no installed number format recognises \(installed: pair8\); install the plugin"
     ):
         decode.open_quantized(unknown)
     assert decode.open_quantized(checkpoint({"model.safetensors": tensors}, name="plain")) is None
@@ -284,3 +284,9 @@ def test_what_a_decoder_layer_calls_by_a_towers_name_is_quantised(checkpoint, we
     names = ["model.layers.0.mlp.vision_moe.down_proj.weight", "model.layers.0.connector.weight"]
     conversion = plan(checkpoint({"model.safetensors": {n: weight(4, 4) for n in names}}))
     assert {item.name for item in conversion.changed} == set(names)
+
+
+def test_what_a_format_has_to_say_of_a_size_is_a_note(checkpoint, tensors, monkeypatch):
+    source = checkpoint({"model.safetensors": tensors})
+    monkeypatch.setattr(PairFormat, "caution", lambda self, shape: "mind it" if shape == (12, 8) else None)
+    assert f"{GATE} [12, 8] as pair8: mind it (2 weights like this)" in plan(source).notes

@@ -248,7 +248,7 @@ def test_the_parity_probe_is_of_an_expert_where_only_experts_are_quantised(check
 def test_a_run_of_gpt_oss_trains_and_samples_with_the_same_codes(tmp_path):
     """The whole loop, which nothing else runs on joined experts; the mixed run shows that the gap is seen."""
     directory = tiny_checkpoint(
-        "gpt_oss", tmp_path / "model", vocab_size=256, hidden_size=WIDTH, intermediate_size=INNER
+        "gpt_oss", tmp_path / "model", vocab_size=320, hidden_size=WIDTH, intermediate_size=INNER
     )
     for file in (toy_files() / "model").glob("token*"):
         shutil.copy(file, directory / file.name)

@@ -10,6 +10,7 @@ from miles_core.errors import MilesError
 from miles_core.observe import environment
 from miles_core.observe.plots import PALETTE, draw, panels, smooth
 from miles_core.observe.report import report
+from miles_core.plugin.panel import Panel
 
 STEP = {
     "reward/mean": 0.5,
@@ -122,6 +123,21 @@ def test_values_that_are_not_finite_and_hints(tmp_path):
     assert "1 of 5 values not finite" in text
 
 
+def test_names_and_values_that_nobody_expects(tmp_path):
+    names = [r"mine/a$\frac{$b", "mine/" + "n" * 300, "mine/../../up", "mine/x.y", "mine_x.y", "mine/x:y"]
+    run_dir = make_run(tmp_path / "run", 2, **dict.fromkeys(names, 1e308))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "time": None, **dict.fromkeys(names, -1e308)}) + "\n")
+    page = report(run_dir).read_text()
+    assert all(name in page for name in names)
+    images = {p.name for p in (run_dir / "report").iterdir()}
+    assert len(images) == len(names) + 1 and {"mine_x.y.png", "mine_x.y_2.png", "mine_x_y.png"} < images
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "train/loss": "high"}\n')
+    with pytest.raises(MilesError, match=r"line 4 of .* is not a metrics record"):
+        report(run_dir)
+
+
 def test_environment_is_shown(tmp_path):
     run_dir = make_run(tmp_path / "run", 1)
     environment.write_environment(run_dir)
@@ -205,3 +221,10 @@ def test_workers_share_a_picture_for_busy_and_one_for_idle():
     records = [{"step": n, "busy/engine-0": 1.0 + n, "idle/engine-0": 0.1 * n, "idle/trainer-0": 0.5} for n in (1, 2)]
     found = {panel.name: list(panel.lines.values()) for panel in panels(records)}
     assert found == {"busy": ["engine-0"], "idle": ["engine-0", "trainer-0"]}
+
+
+def test_a_plugins_panel_takes_the_metrics_there_are_and_leaves_the_others_alone():
+    records = [{"step": n, "some/at_1": 1.0, "some/at_2": 2.0, "some/else": 3.0} for n in (1, 2)]
+    declared = [Panel("at", "At", {"some/at_*": "number *", "train/loss": "loss"}), Panel("no", "No", {"other/*": "*"})]
+    found = {panel.name: dict(panel.lines) for panel in panels(records, declared)}
+    assert found == {"at": {"some/at_1": "number 1", "some/at_2": "number 2"}, "some_else": {"some/else": "else"}}

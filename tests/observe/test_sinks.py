@@ -12,7 +12,7 @@ def test_missing_packages_name_the_pip_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MilesError, match=r"--use-wandb needs the package 'wandb'.*pip install wandb"):
-        WeightsAndBiases(tmp_path, "run", {})
+        WeightsAndBiases(tmp_path, "run", {}, "miles")
     with pytest.raises(MilesError, match=r"--use-tensorboard needs .*pip install tensorboard"):
         TensorBoard(tmp_path)
 
@@ -39,6 +39,8 @@ def test_metrics_reach_the_packages(tmp_path, monkeypatch):
     seen = {}
 
     class Run:
+        id = "a1b2"
+
         def log(self, metrics, step):
             seen["log"] = (metrics, step)
 
@@ -50,11 +52,13 @@ def test_metrics_reach_the_packages(tmp_path, monkeypatch):
         return Run()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    sink = WeightsAndBiases(tmp_path, "run-1", {"lr": 0.1})
+    sink = WeightsAndBiases(tmp_path, "run-1", {"lr": 0.1}, "mine", "sweep")
+    assert seen["init"]["id"] is None
     sink.write(5, {"a": 1.0})
     sink.close()
     assert seen["init"]["project"] == "mine"
     assert seen["init"]["config"] == {"lr": 0.1}
     assert seen["log"] == ({"a": 1.0}, 5)
     assert seen["finished"]
+    WeightsAndBiases(tmp_path, "run-1", {}, "mine", "sweep")
+    assert seen["init"]["id"] == "a1b2" and seen["init"]["group"] == "sweep"  # continued, not a second run

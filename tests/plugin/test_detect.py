@@ -178,6 +178,23 @@ def test_a_checkpoint_without_a_readable_config_is_refused(tmp_path, content, re
         detect.model_facts(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be a whole number from 1 on"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"num_experts": "many"}, "cannot be used"),
+        ({"quantization_config": [1]}, "cannot be used"),
+        ({"rope_scaling": {"type": "yarn"}, "max_position_embeddings": 2.5}, "max_position_embeddings is 2.5"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused(tmp_path, content, reason):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=reason):
+        detect.model_facts(str(tmp_path))
+
+
 def test_a_directory_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no such directory"):
         detect.model_facts(str(tmp_path / "gone"))

@@ -139,10 +139,10 @@ def test_required_plugins_are_activated_and_say_why():
     ]
 
 
-def test_a_required_plugin_that_is_not_installed_is_told_with_the_command():
+def test_a_required_plugin_that_is_not_installed_is_told():
     with pytest.raises(PlanError, match=r"a needs plugin\.b") as refused:
         resolve(["a"], {"a": plugin("a", requires=(Rule("plugin.b", "why"),))}, Facts())
-    assert "pip install miles-plugin-b" in str(refused.value)
+    assert "no plugin b is installed" in str(refused.value) and "pip" not in str(refused.value)
 
 
 def test_naming_a_plugin_that_is_not_there_suggests_the_nearest():
@@ -397,6 +397,6 @@ def test_a_response_that_goes_on_in_the_engine_needs_versions_of_its_tokens(mode
     with pytest.raises(PlanError) as refused:
         resolve(["server"], {"server": server()}, facts)
     text = str(refused.value)
-    assert f"--pause-generation-mode {mode} needs the engine capability token_versions" in text
+    assert "--pause-generation-mode needs the engine capability token_versions" in text
     assert "--pause-generation-mode abort works with any engine" in text
     assert resolve(["server"], {"server": server(capabilities={"engine": ("token_versions",)})}, facts)

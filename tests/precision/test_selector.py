@@ -3,7 +3,7 @@ import torch
 import transformers
 
 from miles_core.errors import ConfigError
-from miles_core.precision.selector import Selector, matches
+from miles_core.precision.selector import Selector, matches, routers
 from miles_embedded.model.views import views
 
 LAYER = "model.layers.0"
@@ -127,3 +127,28 @@ def test_routers_of_real_families_are_never_quantised(family, values, routers):
 def test_routers_by_their_names_in_other_families(name):
     assert Selector().reason(name, (64, 64))
     assert not Selector().reason("model.layers.0.mlp.gate_proj.weight", (64, 64))
+
+
+def test_routers_are_found_by_what_they_are():
+    """Beside single experts, joined ones and ones joined under another name; not what has other matrices too."""
+    shapes = {
+        **SHAPES,
+        f"{LAYER}.mlp.experts.3.gate_proj.weight": (8, 8),
+        f"{LAYER}.mlp.chooser.inner.weight": (4, 8),
+        f"{LAYER}.mlp.wide.a.weight": (4, 8),
+        f"{LAYER}.mlp.wide.b.weight": (8, 8),
+        "model.layers.1.experts.gate_up_proj": (6, 16, 8),
+        "model.layers.1.scorer.weight": (6, 8),
+        "model.layers.2.moe.input_linear.weight": (5, 16, 8),
+        "model.layers.2.moe.choice.layer.weight": (5, 8),
+        "model.layers.2.mixer.conv1d.weight": (8, 1, 4),
+        "model.layers.2.mixer.in_proj.weight": (8, 8),
+    }
+    found = {f"{LAYER}.mlp.gate.weight", f"{LAYER}.mlp.chooser.inner.weight", "model.layers.1.scorer.weight"}
+    found |= {"model.layers.2.moe.choice.layer.weight"}
+    assert routers(shapes) == found
+    selector = Selector()
+    assert selector("model.layers.1.scorer.weight", (6, 8))
+    selector.settle(shapes)
+    assert selector.reason("model.layers.1.scorer.weight", (6, 8)) == "never quantised: it scores experts"
+    assert [n for n in selector.check(shapes) if "1 tensors hold the experts of a layer" in n]

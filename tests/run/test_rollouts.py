@@ -60,12 +60,13 @@ def test_the_old_policys_log_probs_are_kept_where_a_rollout_is_several_optimiser
     run = toy_run(steps=1, num_steps_per_rollout=4, lr=1e-2)
     gaps = [a - b for s in run.samples for a, b in zip(s["train_log_probs"], s["rollout_log_probs"], strict=True)]
     assert max(map(abs, gaps)) < 1e-4
-    assert "train_log_probs" not in toy_run(steps=1, save_rollouts=False).metrics[0]
 
 
-def test_a_run_that_keeps_no_samples_writes_none(toy_run):
-    run = toy_run(steps=1, save_rollouts=False)
-    assert not (run.directory / "rollouts").exists() and run.samples == []
+def test_a_run_that_keeps_no_samples_writes_none_and_leaves_none_of_steps_it_makes_again(toy_run, tmp_path):
+    keep = RolloutFiles(tmp_path / "run", Letters(), 1 << 30, -1)
+    keep.write("train", 1, [{"text": "of a start that failed"}])
+    run = toy_run(steps=1, directory=tmp_path / "run", save_rollouts=False)
+    assert run.samples == [] and "train/loss" in run.metrics[0]
 
 
 def test_a_step_is_whole_or_absent_and_none_is_there_twice(tmp_path, monkeypatch, caplog):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_core.data.unit import Encoded
+from miles_core.data.unit import Encoded, Unit
 from miles_core.errors import SyncError
+from miles_core.precision.codec import Codec
 from miles_core.precision.format import Stored
+from miles_core.precision.installed import format_class, providers
+from miles_core.precision.selector import Selector
 from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, unpacked
+from miles_core.sync.device_memory import joined
 from miles_core.sync.inbox import Inbox
 
 
@@ -105,3 +109,26 @@ def test_a_bucket_that_came_in_part_is_refused():
     bucket.add(plain("a", 600))
     with pytest.raises(SyncError, match="2048 bytes of weights arrived as 1024 bytes"):
         unpacked(bucket.header(), bucket.filled[:BLOCK])
+
+
+def test_memory_that_follows_other_memory_is_looked_at_in_one_go():
+    runs = [("b", 0, 8), ("a", 24, 8), ("a", 0, 16), ("a", 16, 4)]
+    assert joined(runs) == [("a", 0, 20), ("a", 24, 8), ("b", 0, 8)]
+
+
+def test_a_checksum_is_of_pieces_as_of_the_whole():
+    flat = torch.randint(0, 256, (5 * BLOCK,), dtype=torch.uint8)
+    assert checksum(flat[:BLOCK], flat[BLOCK:]) == checksum(flat)
+
+
+@pytest.mark.parametrize("name", sorted(providers()))
+def test_every_format_writes_its_codes_into_the_bucket(name):
+    codec = Codec(format_class(name)(), Selector())
+    weights = {
+        f"model.layers.0.mlp.{part}.weight": torch.randn(256, 128).bfloat16() for part in ("gate_proj", "up_proj")
+    }
+    bucket = Bucket(torch.zeros(256 * BLOCK, dtype=torch.uint8))
+    expected = list(codec.encode([Unit(dict(weights))]))
+    sent = list(codec.encode([Unit(dict(weights))], bucket.room))
+    assert all(unit.format == name and bucket.add(unit) for unit in sent)
+    assert all(map(same, unpacked(bucket.header(), bucket.filled), expected))

@@ -123,21 +123,32 @@ def _compiled(compiler: Sequence[str]) -> Path:
         [[(_FOLDER / name).read_bytes() for name in (*_SOURCES, "vector.h")], version, _COMMON, _FLAGS, _processor()]
     )
     directory = _cache()
-    target = directory / f"kernels-{hashlib.sha256(made_from.encode()).hexdigest()[:20]}.so"
-    if target.is_file():
-        return target
+    stem = f"kernels-{hashlib.sha256(made_from.encode()).hexdigest()[:20]}"
+    for known in directory.glob(f"{stem}-*.so"):
+        if known.name == _named(stem, known):
+            return known
+        log.warning("%s is not what was compiled (a full disk, or a crash); it is compiled again", known)
+        known.unlink(missing_ok=True)
     said = ""
     for flags in _FLAGS:
         handle, temporary = tempfile.mkstemp(dir=directory, suffix=".so")
-        os.close(handle)
         command = [*compiler, *_COMMON, *flags, "-o", temporary, *(str(_FOLDER / name) for name in _SOURCES), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == 0:
+            os.fsync(handle)  # a name on the disk without its bytes would end later runs with SIGBUS
+            os.close(handle)
+            target = directory / _named(stem, Path(temporary))
             os.replace(temporary, target)
             return target
+        os.close(handle)
         os.unlink(temporary)
         said = said or (done.stderr.strip().splitlines() or ["no output"])[0]
     raise CannotCompileError(f"{shlex.join(compiler)} does not compile {_FOLDER}: {said}")
+
+
+def _named(stem: str, file: Path) -> str:
+    """The name that a library of these bytes has in the cache."""
+    return f"{stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:20]}.so"
 
 
 def _load(path: Path) -> ctypes.CDLL:

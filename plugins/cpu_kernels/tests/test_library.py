@@ -115,6 +115,15 @@ def test_it_is_compiled_once(compiler, tmp_path):
     assert path.parent.stat().st_mode & 0o077 == 0
 
 
+def test_a_library_that_was_cut_off_in_the_cache_is_compiled_again(compiler, tmp_path):
+    compiler()
+    path = compiled()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])  # loading it would end this process with SIGBUS
+    library._library.cache_clear()
+    assert compiled() == path and path.read_bytes() == whole and len(compiles(tmp_path)) == 2
+
+
 def changed_source(monkeypatch, tmp_path):
     folder = tmp_path / "sources"
     shutil.copytree(library._FOLDER, folder)

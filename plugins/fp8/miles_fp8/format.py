@@ -19,7 +19,8 @@ up, to the smallest 2^e that is not below max(amax, 1e-10) / 448. The exponent i
 a logarithm would be wrong right above each power of two.
 
 Relative RMS error on N(0, 1): 0.0265. Quantising FP32 ``dequantize(quantize(x))`` again gives the same codes and
-scales; a BF16 copy of it promises nothing, unless scales are powers of two, where it is exact.
+scales; a BF16 copy of it promises nothing, unless scales are powers of two, where it is exact. With these, BF16's largest
+magnitudes may be rounded up to 2^128, which FP32 reads as Inf.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ class Fp8(Format):
     def from_config(cls, config: Config) -> Fp8:
         options = config.plugin("fp8")
         return cls(options.power_of_two_scales, options.skip_layers, options.activation_form)
+
+    def caution(self, shape: tuple[int, int]) -> str | None:
+        if shape[0] % TILE or shape[1] % TILE:
+            return f"Transformers loads FP8 weights only where both sizes are multiples of {TILE}, and would refuse this one"
+        return None
 
     @classmethod
     def recognises(cls, block: Mapping[str, Any]) -> bool:

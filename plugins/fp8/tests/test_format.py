@@ -26,6 +26,11 @@ def nearest_even(x):
     return math.copysign(E4M3[best], x)
 
 
+def test_sizes_that_transformers_does_not_load_are_told():
+    assert Fp8().caution((256, 128)) is None
+    assert "multiples of 128" in Fp8().caution((576, 128)) and "multiples of 128" in Fp8().caution((128, 576))
+
+
 def test_the_table_of_magnitudes_is_torchs():
     every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
     assert every == E4M3 and E4M3[-1] == 448

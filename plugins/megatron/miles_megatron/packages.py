@@ -28,7 +28,7 @@ def missing(gpu: bool) -> Iterator[tuple[str, str]]:
                 if sys.version_info >= (3, 12) or name != CORE[0]
                 else "; it needs Python 3.12, and this is " + _python()
             )
-            yield f"{name} {wanted}", f'it is not installed: pip install "miles-plugin-megatron[gpu]"{extra}'
+            yield f"{name} {wanted}", f'it is not installed: pip install "{name}{wanted}"{extra}'
             continue
         if found not in SpecifierSet(wanted):
             yield (

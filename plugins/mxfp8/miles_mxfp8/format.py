@@ -21,7 +21,8 @@ codes 0.
 Relative RMS error on N(0, 1): 0.0266, at 8.25 bits a weight. What was dequantised is a fixed point in value, and exact
 in BF16. Its codes may differ: a block maximum that rounded down to 224 gets the next smaller exponent and twice the
 code. Activations are quantised by the same rule, 1 x 32 along K. The backward pass of a product would need blocks along
-the other dimension, another quantisation of the same tensor; here it stays in full precision.
+the other dimension, another quantisation of the same tensor; here it stays in full precision. BF16's largest magnitudes may be
+rounded up to 2^128, which FP32 reads as Inf.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ loses much. Each block may instead map its maximum to 4, with a scale 1.5 times 
 for it. Both are tried, and 4 is kept only where the sum of squared errors is strictly smaller.
 
 Relative RMS error on N(0, 1): 0.0951 (0.0870 with four over six), at 4.5 bits a weight. Quantising FP32
-``dequantize(quantize(x))`` again gives the same codes and block scales, except in blocks with s_block < 3 * 2^-9; 1/S may move by
-2^-22 of itself.
+``dequantize(quantize(x))`` again gives the same codes and block scales, except in blocks with s_block < 3 * 2^-9 (with four over
+six also where it is 3 * 2^-9, which may have come of either); 1/S may move by 2^-22 of itself.
 """
 
 from __future__ import annotations

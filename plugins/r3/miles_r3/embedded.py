@@ -1,8 +1,9 @@
 """Recording and replaying routes in Transformers modules that ``miles_embedded`` loaded, whoever runs them.
 
-Every family calls ``experts(hidden, index, weights)``; that is where routes are read (rollout) and replaced
-(training). The router's logits are taken from the router's output of the same call. Nothing is kept on a module: routes
-travel in ``ctx.attached`` and leave in ``ctx.extras``, so a recomputation replays the same rows.
+Nearly every family calls ``experts(hidden, index, weights)``; that is where routes are read (rollout) and replaced
+(training). The router's logits are taken from the router's output of the same call. Llama 4's experts get rows weighed by the
+router's scores instead, so there the scores are replaced. Nothing is kept on a module: routes travel in ``ctx.attached`` and leave
+in ``ctx.extras``, so a recomputation replays the same rows.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 
 from miles_core import Context, PluginError
 from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES
-from miles_embedded import active_context, decoder_layers
+from miles_embedded import Routed, active_context, routed, routed_blocks
 from miles_r3 import ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
-from miles_r3.routers import RULES, Weights, router_of
+from miles_r3.routers import RULES, Weights, sigmoid_of_gathered, softmax_scaled
 
 #: Keys in ``Context.attached``: routes to replay, where there were any, a router's logits until its experts run, and what
 #: the trainer would have chosen.
@@ -26,54 +27,68 @@ REPLAY, RECORDED, LOGITS, OWN = GIVEN_ROUTES, "r3.recorded", "r3.logits", OWN_RO
 
 def moe_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks with a router and experts, in layer order."""
-    found = []
-    for layer in decoder_layers(model):
-        found += [m for m in layer.modules() if hasattr(m, "experts") and router_of(m) is not None]
-    return found
+    return [found.block for found in routed_blocks(model)]
 
 
 def tap(model: nn.Module, deterministic: bool = False) -> None:
     """Hook every router of ``model``; PluginError when a router's weights cannot be recomputed exactly."""
-    blocks = moe_blocks(model)
+    blocks = routed_blocks(model)
     if not blocks:
         raise PluginError(
             f"r3 found no router in {type(model).__name__}; routing replay needs a mixture-of-experts model"
         )
-    for position, block in enumerate(blocks):
-        rule = matching_rule(block)
-        router = router_of(block)
-        assert router is not None
-        router.register_forward_hook(_keep_exact_logits if deterministic else _keep_logits)
-        block.experts.register_forward_pre_hook(_experts_hook(position, len(blocks), block, rule, deterministic))
+    for position, found in enumerate(blocks):
+        if found.top_k:
+            found.router.register_forward_hook(_scores_hook(position, len(blocks), found, deterministic))
+            continue
+        rule = matching_rule(found.block)
+        found.scores.register_forward_hook(_keep_exact_logits if deterministic else _keep_logits)
+        hook = _experts_hook(position, len(blocks), found.block, rule, deterministic)
+        found.experts.register_forward_pre_hook(hook)
 
 
 def matching_rule(block: nn.Module) -> Weights:
     """The rule that reproduces this block's gate weights bit for bit on random input."""
+    found = routed(block)
+    assert found is not None
     seen: dict[str, Any] = {}
-    router = router_of(block)
-    assert router is not None
-    handles = [
-        router.register_forward_hook(lambda m, a, out: seen.update(logits=_logits(out))),
-        block.experts.register_forward_pre_hook(lambda m, a: seen.update(index=a[1], weights=a[2])),
-    ]
-    parameter = next(router.parameters())
+    handle = found.scores.register_forward_hook(lambda m, a, out: seen.update(logits=_logits(out)))
+    parameter = found.scores.weight
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 64, parameter.shape[-1], generator=generator).to(parameter)
     try:
         with torch.no_grad():
-            block(hidden)
+            index, given = _choice(found, hidden)
     finally:
-        for handle in handles:
-            handle.remove()
-    # Algebraically equal rules may agree on all these rows, so the likelier comes first: only gpt-oss has no ``gate``.
-    for rule in RULES if getattr(block, "gate", None) is not None else reversed(RULES):
-        own = rule(seen["logits"], seen["index"], block)
-        if own.dtype == seen["weights"].dtype and torch.equal(own, seen["weights"]):
+        handle.remove()
+    # Algebraically equal rules may agree on all these rows, so the likelier comes first: families that take the softmax of what
+    # they gathered have no ``gate``. A scale that is learnt may still be 1.
+    rules = RULES if getattr(block, "gate", None) is not None else RULES[::-1]
+    for rule in (softmax_scaled,) if hasattr(found.router, "per_expert_scale") else rules:
+        own = rule(seen["logits"], index, block)
+        if own.dtype == given.dtype and torch.equal(own, given):
             return rule
     raise PluginError(
         f"r3 cannot replay {type(block).__name__}: none of its {len(RULES)} rules gives this router's weights "
         "exactly; run without r3"
     )
+
+
+def _choice(found: Routed, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Index and weights [rows, k] that the block gives its experts for ``hidden`` [1, rows, dim]. A decoder layer that is the
+    block itself needs more than hidden states; its router then returns both."""
+    if hasattr(found.block, "self_attn"):
+        returned = found.router(hidden[0])
+        (index,) = (x for x in returned if not x.is_floating_point())
+        (weights,) = (x for x in returned if x.is_floating_point() and x.shape == index.shape)
+        return index, weights
+    seen: list[tuple[Tensor, ...]] = []
+    handle = found.experts.register_forward_pre_hook(lambda m, a: seen.append(a))
+    try:
+        found.block(hidden)
+    finally:
+        handle.remove()
+    return seen[0][1], seen[0][2]
 
 
 def _keep_logits(gate: nn.Module, args: tuple, output: Any) -> None:
@@ -109,6 +124,31 @@ def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights, de
             index = _replayed(ctx, position, count, own)
             return hidden, index, rule(logits, index, block).to(weights.dtype)
         return (hidden, own, rule(logits, own, block).to(weights.dtype)) if deterministic else None
+
+    return hook
+
+
+def _scores_hook(position: int, count: int, found: Routed, deterministic: bool) -> Any:
+    """Of a router that returns (scores [rows, experts], 0 where an expert was not chosen, logits)."""
+
+    def hook(router: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        ctx = active_context()
+        if ctx is None:
+            return None
+        scores, logits = output
+        own = scores.topk(found.top_k)[1]
+        if deterministic:
+            logits = router_logits(router, args[0])
+            own = lowest_first_top_k(logits.detach(), found.top_k)
+        index = own
+        if ctx.kind == "rollout":
+            record(ctx, position, count, own)
+        elif REPLAY in ctx.attached:
+            index = _replayed(ctx, position, count, own)
+        elif not deterministic:
+            return None
+        weights = sigmoid_of_gathered(logits, index, found.block).to(scores.dtype)
+        return torch.zeros_like(scores).scatter(-1, index, weights), output[1]
 
     return hook
 

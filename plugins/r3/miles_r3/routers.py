@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles_embedded import routed
+
 Weights = Callable[[Tensor, Tensor, nn.Module], Tensor]
 
 
@@ -49,13 +51,32 @@ def sigmoid_plain(logits: Tensor, index: Tensor, block: nn.Module) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-RULES: tuple[Weights, ...] = (softmax_then_gather, softmax_in_float, sigmoid_scaled, sigmoid_plain, softmax_of_gathered)
+def softmax_scaled(logits: Tensor, index: Tensor, block: nn.Module) -> Tensor:
+    """Gemma 4: softmax over all experts in FP32, gather, renormalise, times a learnt scale of each expert."""
+    weights = softmax_in_float(logits, index, block)
+    scale = getattr(getattr(block, "router", None), "per_expert_scale", None)
+    return weights if scale is None else weights * scale[index]
+
+
+def sigmoid_of_gathered(logits: Tensor, index: Tensor, block: nn.Module) -> Tensor:
+    """Llama 4: sigmoid of the gathered logits in FP32."""
+    return logits.gather(-1, index).float().sigmoid().to(logits.dtype)
+
+
+RULES: tuple[Weights, ...] = (
+    softmax_then_gather,
+    softmax_in_float,
+    softmax_scaled,
+    sigmoid_scaled,
+    sigmoid_plain,
+    softmax_of_gathered,
+)
 
 
 def router_of(block: nn.Module) -> nn.Module | None:
-    """The module of a mixture-of-experts block that scores experts: ``gate``, or ``router`` in gpt-oss."""
-    found = getattr(block, "gate", None) or getattr(block, "router", None)
-    return found if isinstance(found, nn.Module) else None
+    """The module of a mixture-of-experts block whose output are the logits of its experts, whatever the family calls it."""
+    found = routed(block)
+    return None if found is None else found.scores
 
 
 def setting(block: nn.Module, name: str, default: Any) -> Any:

@@ -6,10 +6,13 @@ import torch
 from miles_core import DataError, PlanError
 from miles_core.testing import plan
 from miles_r3 import ROUTES
-from miles_r3.embedded import OWN, router_of
+from miles_r3.embedded import OWN
 from miles_r3.hooks import check_routes, disagreement
+from miles_r3.routers import router_of
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm4_moe", "minimax_m2", "mixtral", "gpt_oss")
+#: Those whose routers are called otherwise, or weigh the experts' input.
+OTHERS = ("granitemoe", "gemma4", "llama4")
 ROWS = 48
 
 
@@ -64,7 +67,7 @@ def block_setting(block, name):
     return getattr(router_of(block), name, None) or getattr(block, name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, *OTHERS))
 def test_a_run_of_the_family(toy_run, family):
     """Continuous batching, shared prompts, two optimiser steps a rollout, recomputed activations, micro-batches; longer than
     windows and what an indexer keeps."""

@@ -86,6 +86,8 @@ def test_an_unknown_router_is_refused_by_name():
             return self.experts(hidden, index[0], weights[0])
 
     class Experts(nn.Module):
+        num_experts = 4
+
         def forward(self, hidden, index, weights):
             return hidden
 

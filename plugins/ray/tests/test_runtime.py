@@ -11,11 +11,18 @@ from miles_core import ConfigError, PlanError
 from miles_core.testing import RuntimeContract, plan, toy_run
 
 STEPS = 3
-#: A machine dies in the second step's training: with its first rank and the engine beside it.
+#: A machine dies in the second step's training: with its first rank and the engine beside it. The new ones find no shared memory.
 FAULTS = r"""
 import os, signal
+from pathlib import Path
 from torch import distributed
 from miles_core import hookimpl
+from miles_zero_copy import segment
+
+@hookimpl
+def on_start(run):
+    if (run.directory / "killed").exists():
+        segment.DIRECTORY = Path("/nowhere")
 
 @hookimpl
 def on_batch(run, batch):
@@ -46,7 +53,7 @@ class TestTwoMachinesOfWhichOneDies(RuntimeContract):
     def faults(self, request, cluster, tmp_path_factory):
         path = tmp_path_factory.mktemp("faults") / "faults.py"
         path.write_text(FAULTS)
-        request.cls.plugins = ("r3", "tis", str(path))
+        request.cls.plugins = ("r3", "tis", "zero_copy", str(path))
 
     def test_the_dead_are_named_and_replaced(self, done):
         assert all("time/colocate" in metrics for metrics in done.metrics)
@@ -57,6 +64,9 @@ class TestTwoMachinesOfWhichOneDies(RuntimeContract):
         assert "worker engine-0 was lost: its machine died" in log
         assert "trainer-0 was replaced at step 1; the run goes on from step 1" in log
         assert len(re.findall(r"engine-0: miles_core.remote.output: process \d+ on", log)) == 2
+        before, _, after = log.partition("a last word")
+        assert "weights travel through shared memory\n" in before
+        assert "weights travel through messages over the runtime's channel, because there is no shared memory" in after
 
 
 def test_more_than_there_is_is_refused_before_anything_is_built(cluster):

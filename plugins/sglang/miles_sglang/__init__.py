@@ -7,6 +7,9 @@ from miles_sglang.installed import missing
 __version__ = "0.1.0"
 
 _SPECULATIVE = "sglang.speculative_algorithm"
+#: Algorithms that draft with an MTP layer of the checkpoint where no draft model is named.
+HEADS = ("EAGLE", "EAGLE3", "NEXTN")
+_WITH_HEAD = f"{_SPECULATIVE} in {{{', '.join(HEADS)}}}"
 
 plugin = Plugin(
     name="sglang",
@@ -19,15 +22,20 @@ plugin = Plugin(
         "engine": (
             "score",
             "hot_update",
+            Capability("sleep", when="sglang.enable_memory_saver"),
             Capability("sampling_support", when=f"not {_SPECULATIVE}"),
             Capability("routed_experts", when="sglang.enable_return_routed_experts"),
+            Capability("draft", when=f"{_WITH_HEAD} and not sglang.speculative_draft_model_path"),
             Capability("keyed_sampling", when=f"sglang.enable_deterministic_inference and not {_SPECULATIVE}"),
         )
     },
     sets={
+        "sglang.enable_memory_saver": Set(
+            True, when="colocate and engine == sglang", because="the trainer needs the memory while it learns"
+        ),
         "sglang.enable_return_routed_experts": Set(
             True, when="plugin.r3 and engine == sglang", because="the experts to replay are the ones that SGLang chose"
-        )
+        ),
     },
     requires=(
         *missing(),
@@ -44,6 +52,46 @@ plugin = Plugin(
             needs=f"not {_SPECULATIVE}",
             when="rollout.top_p < 1 or rollout.top_k > 0",
             because="SGLang returns no sampling supports while it speculates, and under top-k or top-p the trainer needs them",
+        ),
+        Rule(
+            needs="sglang.speculative_draft_model_path or model.mtp_layers >= 1",
+            when=_WITH_HEAD,
+            because="the checkpoint has no MTP layer to draft with: give --sglang-speculative-draft-model-path DIR, or draft from the text "
+            "itself (--sglang-speculative-algorithm NGRAM)",
+        ),
+        Rule(
+            needs="sglang.speculative_draft_model_path",
+            when=f"{_SPECULATIVE} == STANDALONE",
+            because="STANDALONE drafts with a small model of its own: give --sglang-speculative-draft-model-path DIR",
+        ),
+        Rule(
+            needs=_SPECULATIVE,
+            when="sglang.speculative_draft_model_path or sglang.speculative_num_steps or sglang.speculative_num_draft_tokens",
+            because="these options are about drafts, and without --sglang-speculative-algorithm SGLang drafts nothing",
+        ),
+        Rule(
+            needs="not sglang.speculative_accept_threshold_single < 1 and not sglang.speculative_accept_threshold_acc < 1",
+            because="below 1 SGLang keeps drafts that the policy would not have sampled, and their log-probs are not those they were drawn with",
+        ),
+        Rule(
+            needs="not sglang.speculative_use_rejection_sampling",
+            when="sglang.enable_deterministic_inference",
+            because="SGLang's rejection sampling draws from one stream for the whole batch, so its tokens depend on the batch",
+        ),
+        Rule(
+            needs="not sglang.enable_dp_attention",
+            when=f"{_SPECULATIVE} == STANDALONE",
+            because="SGLang has no data-parallel attention for a separate draft model",
+        ),
+        Rule(
+            needs="sglang.enable_memory_saver",
+            when="sglang.enable_draft_weights_cpu_backup",
+            because="the copy is for drafts whose memory is given back, which --sglang-enable-memory-saver does",
+        ),
+        Rule(
+            needs="sglang.enable_draft_weights_cpu_backup",
+            when="sglang.enable_memory_saver and sglang.speculative_draft_model_path",
+            because="a separate draft is in no sync, so nothing would bring its weights back after its memory was given back",
         ),
         Rule(
             needs="sglang.moe_a2a_backend != deepep",

@@ -12,10 +12,11 @@ from miles_sglang.link import Link
 
 class OwnActivations(Quantizer):
     """Weights as the format quantises them, because SGLang is sent the codes; activations by SGLang's kernel, which multiplies
-    where the format divides, so that a few codes in ten thousand are the neighbours of the format's."""
+    where the format divides: a scale may differ in its last bit, which is up to one unit of a BF16 number after rounding, and a few
+    codes in ten thousand are the neighbours of the format's."""
 
     weights = BYTES
-    activations = bounded(3e-3)
+    activations = bounded(2**-8)
 
     def __init__(self, link: Link, format: Format) -> None:
         self.link, self.format = link, format

@@ -37,15 +37,15 @@ class Answer:
         meta: the plain rest of ``meta_info``.
         columns: ``tokens`` int32 [T]; ``log_probs`` float32 [T] over the vocabulary; ``prompt_log_probs`` float32, nothing for
             the first token; ``support`` int32, of all positions in a row, with ``support_sizes`` int32 [T] and
-            ``support_log_probs`` float32 [T]; ``routes`` int32, layers and experts flat. Only those that were asked for.
+            ``support_log_probs`` float32 [T]; ``routes``, layers and experts flat. Only those that were asked for.
     """
 
     meta: Mapping[str, Any]
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Answer:
-        """From what SGLang gives, ``output_ids`` and ``meta_info``."""
+    def of(cls, given: Mapping[str, Any], routes: str = "int32") -> Answer:
+        """From what SGLang gives, ``output_ids`` and ``meta_info``, with routed experts in the dtype ``routes``."""
         meta = given["meta_info"]
         columns = {"tokens": np.array(given["output_ids"], np.int32)}
         for name, entries in (
@@ -59,7 +59,7 @@ class Answer:
             columns["support_sizes"] = np.array([len(row) for row in rows], np.int32)
             columns["support_log_probs"] = np.array(meta.get("output_token_sampling_logprobs") or (), np.float32)
         if meta.get("routed_experts"):
-            columns["routes"] = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+            columns["routes"] = np.frombuffer(base64.b64decode(meta["routed_experts"]), routes)
         return cls({name: meta[name] for name in _META if name in meta}, columns)
 
     def message(self) -> tuple[dict[str, Any], list[memoryview]]:

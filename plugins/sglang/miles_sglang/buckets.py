@@ -1,4 +1,4 @@
-"""Buckets of tensors on their way into SGLang, in its layout ``flattened_bucket``.
+"""Buckets of tensors on their way into SGLang.
 
 A bucket is one array of bytes and the name, dtype, shape and place of each tensor in it. On a GPU of this machine only a
 handle of the array travels (CUDA IPC): SGLang's schedulers copy from the trainer's memory. Otherwise the bytes do.
@@ -7,6 +7,7 @@ handle of the array travels (CUDA IPC): SGLang's schedulers copy from the traine
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,11 +38,11 @@ class Bucket:
 
     def flatten(self) -> Flat:
         """Copy the tensors into one array, on their device."""
-        device = self.named[0][1].device if self.named else "cpu"
-        array = torch.empty(self.size, dtype=torch.uint8, device=device)
-        for (_, tensor), (_, _, _, start) in zip(self.named, self.tensors, strict=True):
-            nbytes = tensor.numel() * tensor.element_size()
-            array[start : start + nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+        array = torch.empty(self.size, dtype=torch.uint8, device=self.named[0][1].device if self.named else "cpu")
+        sources = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in self.named]
+        ends = [*(start for _, _, _, start in self.tensors[1:]), self.size]
+        places = array.split([end - start for (_, _, _, start), end in zip(self.tensors, ends, strict=True)])
+        torch._foreach_copy_([p[: s.numel()] for p, s in zip(places, sources, strict=True)], sources)
         return Flat(array, self.tensors)
 
 
@@ -108,7 +109,7 @@ class _Opened:
 
 
 def for_sglang(body: Mapping[str, Any], payload: bytes, ranks: int) -> tuple[Any, list[bytes]]:
-    """A bucket as SGLang's schedulers read it, one serialised copy a tensor-parallel rank, made in SGLang's process.
+    """A bucket as ``loader.load`` is given it, one serialised copy a tensor-parallel rank, made in SGLang's process.
 
     Args:
         body: ``tensors``, ``size``, and ``handles`` where the array is on a GPU.
@@ -118,16 +119,10 @@ def for_sglang(body: Mapping[str, Any], payload: bytes, ranks: int) -> tuple[Any
         what must live until the schedulers have copied it, and the serialised copies.
     """
     from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    metadata = []
-    for name, dtype, shape, start in body["tensors"]:
-        kind = getattr(torch, dtype)
-        nbytes = torch.Size(shape).numel() * kind.itemsize
-        metadata.append(FlattenedTensorMetadata(name, torch.Size(shape), kind, start, start + nbytes, nbytes))
     if body.get("handles"):
         arrays: list[Any] = [_Opened(body["size"], plain) for plain in body["handles"]]
     else:
         arrays = [torch.frombuffer(bytearray(payload), dtype=torch.uint8)] * ranks
-    copies = [MultiprocessingSerializer.serialize({"flattened_tensor": a, "metadata": metadata}) for a in arrays]
-    return arrays, copies
+    table = json.dumps(body["tensors"])
+    return arrays, [MultiprocessingSerializer.serialize([(table, array)]) for array in arrays]

@@ -10,13 +10,14 @@ from typing import Any
 
 from miles_core import CheckpointError, ConfigError
 from miles_core.backend import Codec, Layout, Restarts, config_facts, layout, make_codec, model_facts, moe_layers
-from miles_sglang import plugin
+from miles_sglang import HEADS, inside, loader, plugin
 from miles_sglang.config import given_arguments
 from miles_sglang.engine import Settings, SglangEngine
 from miles_sglang.link import Link
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
+from miles_sglang.shapes import check_blocks
 from miles_sglang.weight_names import WeightNames
 
 #: Set unless a user says otherwise: no grammar is used; on a CPU, what SGLang can compute there.
@@ -49,6 +50,7 @@ class Choices:
         url: of a server that runs already; how SGLang is started is then the server's business.
         bucket_bytes: at most, of weights that travel together.
         max_restarts: how often SGLang is started again when it died.
+        beside_trainer: the trainer computes on the same GPU, and keeps its memory.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -64,11 +66,22 @@ class Choices:
     startup_timeout: float = 900.0
     bucket_bytes: int = 512 << 20
     max_restarts: int = 0
+    beside_trainer: bool = True
 
     @property
     def speculative(self) -> bool:
         """Whether a draft proposes tokens."""
         return bool(self.arguments.get("speculative_algorithm"))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the draft is a layer of the checkpoint itself, whose weights come with the others."""
+        return self.speculative and self.arguments["speculative_algorithm"] in HEADS and not self.separate_draft
+
+    @property
+    def separate_draft(self) -> bool:
+        """Whether the draft is a model of its own, which no sync changes."""
+        return bool(self.arguments.get("speculative_draft_model_path"))
 
     @property
     def keyed(self) -> bool:
@@ -94,6 +107,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
         startup_timeout=options.startup_timeout,
         bucket_bytes=config.run.sync_bucket_size,
         max_restarts=config.run.max_restarts,
+        beside_trainer=config.run.runtime == "inline" and not config.run.colocate,
     )
 
     def detokenize(tokens: list[int]) -> str:
@@ -113,6 +127,7 @@ def assemble(
         directory: of its log and of what it is started from.
     """
     described, config = layout(checkpoint, codec), _text_config(Path(checkpoint))
+    check_blocks(config, codec)
     context = choices.max_context or int(config["max_position_embeddings"])
     link: Link
     if choices.url:
@@ -120,7 +135,8 @@ def assemble(
     else:
         model = _model(checkpoint, described, codec, directory)
         arguments = _arguments(choices, model, context)
-        link = ProcessLink(arguments, directory / "sglang.log", choices.startup_timeout, _environment(choices.device))
+        environment = _environment(choices.device, _experts(config, choices))
+        link = ProcessLink(arguments, directory / "sglang.log", choices.startup_timeout, environment)
     translator = Translator(
         detokenize,
         context,
@@ -132,14 +148,15 @@ def assemble(
     settings = Settings(
         translator,
         codec,
-        WeightNames(described.names, bool(config.get("tie_word_embeddings"))),
+        WeightNames(described.names, bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers")),
         choices.weights_dir or directory / "weights",
         described=described,
         model_facts={f.name: f.value for f in model_facts(str(checkpoint))},
-        capabilities=_capabilities(translator),
+        capabilities=_capabilities(translator, choices),
         bucket_bytes=choices.bucket_bytes,
         memory_saver=bool(choices.arguments.get("enable_memory_saver")),
         restarts=Restarts(choices.max_restarts),
+        separate_draft=choices.separate_draft,
     )
     engine = SglangEngine(link, settings)
     engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype
@@ -150,7 +167,7 @@ def _arguments(choices: Choices, model: Mapping[str, Any], context: int) -> dict
     """``ServerArgs``: what this engine needs, then what a user gave."""
     return {
         **_DEFAULTS,
-        **(_ON_CPU if choices.device == "cpu" else _BESIDE_A_TRAINER),
+        **(_ON_CPU if choices.device == "cpu" else _BESIDE_A_TRAINER if choices.beside_trainer else {}),
         **model,
         "device": choices.device,
         "dtype": _dtype(choices.dtype, choices.device),
@@ -160,15 +177,18 @@ def _arguments(choices: Choices, model: Mapping[str, Any], context: int) -> dict
         "random_seed": choices.seed,
         "weight_version": "-1",
         **choices.arguments,
+        "custom_weight_loader": [*choices.arguments.get("custom_weight_loader", ()), loader.NAME],
     }
 
 
-def _capabilities(translator: Translator) -> frozenset[str]:
+def _capabilities(translator: Translator, choices: Choices) -> frozenset[str]:
     """What the manifest declares, as far as its conditions hold here."""
     holds = {
         "sampling_support": translator.supports,
         "routed_experts": translator.routing is not None,
         "keyed_sampling": translator.seed is not None,
+        "draft": choices.drafts,
+        "sleep": bool(choices.arguments.get("enable_memory_saver")),
     }
     return frozenset(c.name for c in plugin.declared("engine") if holds.get(c.name, True))
 
@@ -226,10 +246,18 @@ def _dtype(asked: str, device: str) -> str:
     return "float32" if device == "cpu" else "bfloat16"
 
 
-def _environment(device: str) -> dict[str, str | None]:
-    """Variables that SGLang reads. Its log-probabilities must be those at the sampling temperature."""
+def _experts(config: Mapping[str, Any], choices: Choices) -> int:
+    """Of the model, where SGLang records which ones it routes to, in a scheduler that can be asked what it loaded; else 0."""
+    if _routing(config, choices) is None or choices.arguments.get("enable_dp_attention"):
+        return 0
+    return next(int(fact.value) for fact in config_facts(config) if fact.name == "model.num_experts")
+
+
+def _environment(device: str, experts: int) -> dict[str, str | None]:
+    """Variables that SGLang, and what runs inside it, read. Its log-probabilities must be those at the sampling temperature."""
     found: dict[str, str | None] = {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the slack above the model's own limit
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,
+        inside.VARIABLE: "uint8" if 0 < experts <= inside.MOST else None,
     }
     return {**found, "SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else found

@@ -59,6 +59,7 @@ class Settings:
         capabilities: that hold with the options SGLang was started with.
         bucket_bytes: at most, of weights that travel together.
         memory_saver: SGLang can give its memory back.
+        separate_draft: SGLang drafts with a model of its own, which updates must leave alone.
         restarts: how often SGLang may be started again when it died.
     """
 
@@ -71,6 +72,7 @@ class Settings:
     capabilities: frozenset[str] = frozenset()
     bucket_bytes: int = 512 << 20
     memory_saver: bool = False
+    separate_draft: bool = False
     restarts: Restarts = field(default_factory=lambda: Restarts(0))
 
 
@@ -102,6 +104,7 @@ class SglangEngine(Engine):
         self._numbers = itertools.count()
         self._version, self._usable, self._dead = -1, True, False
         self._paused: PauseMode | None = None
+        self._asleep: set[EnginePart] = set()
         self._open = asyncio.Event()
         self._renewal = Renewal(self._spend, self._renew)
 
@@ -113,6 +116,13 @@ class SglangEngine(Engine):
 
     async def start(self) -> None:
         self._info = await self.link.start()
+        draft = self._info.get("speculative_draft_model_path")
+        if not self.link.same_host and draft not in (None, self._info.get("model_path")):
+            await self.link.stop()
+            raise SglangError(
+                f"the server drafts with {draft}, and would load every update of the policy's weights into that too, because both "
+                "come from one directory; start it without the draft"
+            )
         self._paused = None
         self._open.set()
 
@@ -245,14 +255,21 @@ class SglangEngine(Engine):
         """Free the cache; and, where SGLang was started with its memory saver, give the parts' memory back."""
         if any(call.sent for call in self._calls.values()):
             raise RuntimeError("sleep with requests in flight: abort them first")
-        await self._ask("flush_cache", {})
+        if "cache" not in self._asleep:
+            await self._ask("flush_cache", {})
         if self.settings.memory_saver:
-            await self._ask("release_memory_occupation", {"tags": [_TAGS[part] for part in parts]})
+            await self._renewal.asked(lambda: self._move("release_memory_occupation", set(parts) - self._asleep))
+            self._asleep |= set(parts)
             self._usable = self._usable and "weights" not in parts
 
     async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
-        if self.settings.memory_saver:
-            await self._ask("resume_memory_occupation", {"tags": [_TAGS[part] for part in parts]})
+        await self._renewal.asked(lambda: self._move("resume_memory_occupation", set(parts) & self._asleep))
+        self._asleep -= set(parts)
+
+    async def _move(self, endpoint: str, parts: Collection[EnginePart]) -> None:
+        """Give back, or take again, the memory of these; of a new SGLang all parts are awake."""
+        if parts:
+            await self.link.call(endpoint, {"tags": sorted(_TAGS[part] for part in parts)})
 
     async def _ask(self, endpoint: str, body: Mapping[str, Any]) -> Any:
         """``Link.call`` of this SGLang, or of the one that replaces it."""
@@ -281,7 +298,7 @@ class SglangEngine(Engine):
 
     async def _start_anew(self) -> None:
         """SGLang without weights, and not paused; where it is started with the weights, ``update_weights`` starts it."""
-        self._usable, self._paused, self._dead = False, None, False
+        self._usable, self._paused, self._dead, self._asleep = False, None, False, set()
         if self._how() != "restart":
             self._info = await self.link.restart({})
 
@@ -345,6 +362,7 @@ class SglangEngine(Engine):
     async def _send(self, flat: buckets.Flat, version: int | None = None) -> None:
         """One bucket; the last one of an update says which ``version`` is complete."""
         body, payload = flat.message(int(self._info.get("tp_size") or 1))
+        body["disable_draft_model"] = self.settings.separate_draft
         body["flush_cache"] = version is not None and self._paused != "in_place"
         body["weight_version"] = None if version is None else str(version)
         self._check(await self.link.call("update_weights_from_tensor", body, payload))

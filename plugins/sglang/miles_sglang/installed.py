@@ -10,7 +10,7 @@ from miles_core import Rule
 
 #: The versions this plugin was tested with.
 TESTED = ">=0.5.17,<0.5.18"
-INSTALL = "pip install 'miles-plugin-sglang[server]'"
+INSTALL = f"pip install 'sglang{TESTED}'"
 
 
 def version() -> str | None:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,28 @@ _PROGRESS = (
     (re.compile(r"Capture cuda graph begin"), "capturing CUDA graphs"),
     (re.compile(r"JIT|DeepGEMM.*(warm|compil)", re.IGNORECASE), "compiling kernels"),
 )
-#: A line of the log that names the cause, beside the last ones.
-_CAUSE = re.compile(r"(Error|Exception|out of memory)\b.*", re.IGNORECASE)
+#: A line of the log that names the cause, beside the last ones; what processes say because another one ended is none.
+_CAUSE = re.compile(r"\w*(Error|Exception|out of memory)\b.*", re.IGNORECASE)
+_NO_CAUSE = re.compile(r"Initialization failed|scheduler is dead|EOFError|BrokenPipe|SIGQUIT|Killing")
 #: Seconds it may take to end when it is asked to.
 _END_S = 20.0
 #: What the log says -> what helps.
 _HINTS = (
     (
-        re.compile(r"out of memory|Not enough memory|mem.fraction.static", re.IGNORECASE),
+        re.compile(r"increase --mem-fraction-static", re.IGNORECASE),
+        "; weights and cache do not fit into its share of the GPU: raise --sglang-mem-fraction-static",
+    ),
+    (
+        re.compile(r"out of memory|OutOfMemory", re.IGNORECASE),
         "; it ran out of memory: lower --sglang-mem-fraction-static or --max-running-requests",
     ),
     (
         re.compile(r"address already in use|EADDRINUSE|port \d+ is (already )?(in use|not available)", re.IGNORECASE),
         "; a port is taken: give others with --sglang-port and --sglang-nccl-port, or end what holds it",
+    ),
+    (
+        re.compile(r"Model architectures .* not supported|Cannot find model module", re.IGNORECASE),
+        "; this SGLang does not know the model: use --engine embedded, or an SGLang that does",
     ),
     (
         re.compile(r"No CUDA GPUs are available|Found no NVIDIA driver|no accelerator", re.IGNORECASE),
@@ -135,8 +144,12 @@ class ProcessLink(Link):
                     f"SGLang did not come up within {self.startup_timeout:g} s (--sglang-startup-timeout); {self._log_says()}",
                     self._last_lines(),
                 )
-        info, _ = ready.result()
-        return info
+        try:
+            return ready.result()[0]
+        except SglangLost:
+            raise
+        except SglangError as error:
+            raise SglangError(f"{error}{_hint([str(error)])}") from error
 
     def _new_output(self, position: int) -> tuple[str, int]:
         with self.log_file.open("rb") as file:
@@ -254,9 +267,14 @@ class ProcessLink(Link):
     def _log_says(self) -> str:
         """Which log it is, the cause that is found there, and what helps against it."""
         lines = self._last_lines(200)
-        cause = next((found.group(0) for line in reversed(lines) if (found := _CAUSE.search(line))), "")
-        hint = next((hint for pattern, hint in _HINTS if any(pattern.search(line) for line in lines)), "")
-        return f"its log {self.log_file} ends{f' ({cause[:200]})' if cause else ''}{hint}"
+        causes = (found for line in reversed(lines) if not _NO_CAUSE.search(line) and (found := _CAUSE.search(line)))
+        cause = next((found.group(0) for found in causes), "")
+        return f"its log {self.log_file} ends{f' ({cause[:200]})' if cause else ''}{_hint(lines)}"
+
+
+def _hint(lines: Sequence[str]) -> str:
+    """What helps against what SGLang said."""
+    return next((hint for pattern, hint in _HINTS if any(pattern.search(line) for line in lines)), "")
 
 
 def _kill_group(pid: int) -> None:

@@ -163,6 +163,8 @@ class Translator:
 
     def _metrics(self, request: Request, meta: Mapping[str, Any], extras: dict[str, Any]) -> dict[str, float]:
         metrics = {"cached_tokens": float(meta.get("cached_tokens") or 0)}
+        if meta.get("spec_verify_ct"):
+            metrics |= _acceptance(meta)
         rows = extras.get(SAMPLING_SUPPORT.name)
         if rows is not None:
             cut = request.sampling.top_k <= 0 and self.vocab_size > SUPPORT_CAP
@@ -174,6 +176,18 @@ def seed_of(run_seed: int, key: int) -> int:
     """A request's seed for SGLang: 63 bits of a hash, so that neither neighbouring keys nor neighbouring runs are alike."""
     digest = hashlib.blake2b(f"{run_seed}:{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _acceptance(meta: Mapping[str, Any]) -> dict[str, float]:
+    """How a request's drafts did: steps that verified some, tokens drafted and kept in all, tokens a step, and the share of
+    these steps that kept at least so many."""
+    steps, counts = meta["spec_verify_ct"], meta.get("spec_correct_drafts_histogram") or ()
+    drafted, kept = meta.get("spec_num_proposed_drafts", 0), meta.get("spec_num_correct_drafts", 0)
+    found = {"draft_steps": float(steps), "drafted": float(drafted), "drafts_kept": float(kept)}
+    found["accept_length"] = meta["completion_tokens"] / steps
+    if drafted:
+        found["accept_rate"] = kept / drafted
+    return found | {f"accepted_to_{d}": sum(counts[d:]) / sum(counts) for d in range(1, len(counts)) if sum(counts)}
 
 
 def _first(tokens: Sequence[int], wanted: Sequence[int]) -> int | None:

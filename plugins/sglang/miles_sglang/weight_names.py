@@ -6,6 +6,7 @@ another version there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 
 from miles_core import MilesError
@@ -22,10 +23,13 @@ class WeightNames:
         names: the tensors of the checkpoint that SGLang was started for, as they are called before a number format stores
             them; none where they are not known, and then the first complete update says which they are.
         tied: the model's head is its embedding.
+        layers: of the model; the checkpoint's weights behind them are those of its MTP layer, which come all or, from a
+            trainer that does not hold it, not at all.
     """
 
-    def __init__(self, names: Collection[str] = (), tied: bool = False) -> None:
+    def __init__(self, names: Collection[str] = (), tied: bool = False, layers: int | None = None) -> None:
         self.names, self._optional = set(names), {_TIED} if tied else set()
+        self._draft = {name for name in names if _of_mtp(name, layers)}
         self._settled = bool(names)
 
     def complete(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
@@ -45,7 +49,8 @@ class WeightNames:
                 raise MilesError(f"the update of the weights holds {unit.name} twice")
             seen.add(unit.name)
             yield unit
-        missing = sorted(self.names - seen - self._optional)
+        absent = self._draft if not self._draft & seen else set()
+        missing = sorted(self.names - seen - self._optional - absent)
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise MilesError(
@@ -54,3 +59,11 @@ class WeightNames:
             )
         if not self._settled:
             self.names, self._settled = seen, True
+
+
+def _of_mtp(name: str, layers: int | None) -> bool:
+    """Whether a tensor belongs to an MTP layer, by the two ways in which checkpoints name them."""
+    if name.startswith("mtp."):
+        return True
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return layers is not None and found is not None and int(found.group(1)) >= layers

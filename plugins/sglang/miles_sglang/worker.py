@@ -17,7 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from miles_sglang import frames
+from miles_sglang import frames, inside
 from miles_sglang.answers import Answer
 from miles_sglang.together import Together
 
@@ -81,21 +81,22 @@ class Worker:
         result: dict[str, Any] = {}
         async for out in self.manager.generate_request(GenerateReqInput(**body), None):
             result = out
-        return Answer.of(result)
+        return Answer.of(result, os.environ.get(inside.VARIABLE, "int32"))
 
     async def update_from_tensor(self, body: dict[str, Any], payload: bytes) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        from miles_sglang import buckets
+        from miles_sglang import buckets, loader
 
         ranks = int(self.engine.server_args.tp_size)
         held, payloads = buckets.for_sglang(body, payload, ranks)
         success, message = await self.manager.update_weights_from_tensor(
             UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=payloads,
-                load_format="flattened_bucket",
+                load_format=loader.NAME,
                 flush_cache=body["flush_cache"],
                 weight_version=body["weight_version"],
+                disable_draft_model=body["disable_draft_model"],
             ),
             None,
         )
@@ -190,6 +191,7 @@ def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
 
     try:
         engine = sglang.Engine(**first[0])
+        inside.check(engine)
     except Exception as error:
         connection.sendall(frames.head({"id": 0, "error": f"SGLang did not start: {type(error).__name__}: {error}"}))
         raise

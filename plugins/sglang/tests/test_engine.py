@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -33,12 +34,11 @@ from miles_embedded.engine.build import detokenizer, end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.testing.routes import ROUTES, record_routes
-from miles_sglang import build
+from miles_sglang import build, loader
 from miles_sglang.answers import Answer
 from miles_sglang.build import Choices, assemble
 from miles_sglang.engine import SglangEngine
 from miles_sglang.link import Link, SglangError, SglangLost
-from miles_sglang.together import Together
 from miles_sglang.worker import Worker
 
 
@@ -47,9 +47,6 @@ class _Body(types.SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         return None
-
-    def __copy__(self) -> _Body:
-        return _Body(**vars(self))
 
 
 def stand_in_for_sglang(monkeypatch: Any) -> None:
@@ -63,14 +60,10 @@ def stand_in_for_sglang(monkeypatch: Any) -> None:
     class Serializer:
         serialize = staticmethod(lambda content: content)
 
-    def metadata(*values: Any) -> _Body:
-        return _Body(**dict(zip(("name", "shape", "dtype", "start_idx", "end_idx", "numel"), values, strict=True)))
-
-    for parent in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.weight_sync"):
+    for parent in ("sglang", "sglang.srt", "sglang.srt.managers"):
         module(parent, __version__="0.5.17")
     module("sglang.srt.managers.io_struct")
     module("sglang.srt.utils", MultiprocessingSerializer=Serializer)
-    module("sglang.srt.weight_sync.tensor_bucket", FlattenedTensorMetadata=metadata)
 
 
 class Manager:
@@ -88,11 +81,11 @@ class Manager:
             Settings(self.detokenize, self.end, seed=7, max_running_requests=running, max_context=self.context),
         )
         self.tensors = load_file(checkpoint / "model.safetensors")
-        self.version = str(arguments["weight_version"])
+        self.version, self.loaders = str(arguments["weight_version"]), arguments["custom_weight_loader"]
         self.layers = model.config.num_hidden_layers
         self.rids: dict[str, int] = {}
         self.paused = False
-        self.cached = True  # something of the weights in force may be in the prefix cache
+        self.released: set[str] = set()
         self._load()
 
     def _load(self) -> None:
@@ -107,6 +100,7 @@ class Manager:
         pass
 
     async def generate_request(self, body: Any, _: Any) -> AsyncIterator[dict[str, Any]]:
+        assert not self.released
         parameters = body.sampling_params
         key = self.rids[body.rid] = int(parameters.get("sampling_seed", len(self.rids))) % (1 << 31)
         if parameters["max_new_tokens"] == 0:
@@ -161,11 +155,16 @@ class Manager:
         return base64.b64encode(record.tobytes()).decode()
 
     async def update_weights_from_tensor(self, body: Any, _: Any) -> tuple[bool, str]:
-        content = body.serialized_named_tensors[0]
-        for meta in content["metadata"]:
-            piece = content["flattened_tensor"][meta.start_idx : meta.end_idx]
-            self.tensors[meta.name] = piece.view(meta.dtype).reshape(meta.shape).clone()
+        assert body.load_format in self.loaders
+        loader.load(self, body.serialized_named_tensors[0])  # type: ignore[arg-type]
         return self._updated(body)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return iter(self.tensors.values())
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.tensors[name].copy_(tensor)
 
     async def update_weights_from_disk(self, body: Any, _: Any) -> tuple[bool, str, int]:
         for file in sorted(Path(body.model_path).glob("*.safetensors")):
@@ -193,7 +192,18 @@ class Manager:
         asyncio.get_running_loop().create_task(self.engine.abort(keys))  # type: ignore[arg-type]
 
     async def flush_cache(self) -> Any:
+        assert "kv_cache" not in self.released
         return _Body(success=True)
+
+    async def release_memory_occupation(self, body: Any, _: Any) -> None:
+        assert not self.released & set(body.tags), "its memory was given back already"
+        self.released |= set(body.tags)
+
+    async def resume_memory_occupation(self, body: Any, _: Any) -> None:
+        assert set(body.tags) <= self.released
+        self.released -= set(body.tags)
+        if "weights" in body.tags:
+            self.tensors = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
 
 
 class DoubleLink(Link):
@@ -331,7 +341,7 @@ def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> 
     assert not any((tmp_path / "work" / "weights").iterdir())
 
 
-def test_a_run_with_routing_replay_survives_three_deaths(monkeypatch: Any, toy_run: Any, caplog: Any) -> None:
+def test_a_colocated_run_with_routing_replay_survives_three_deaths(monkeypatch: Any, toy_run: Any, caplog: Any) -> None:
     """Its log-probs are the trainer's after each: what replaces SGLang has the current weights."""
     rules = tuple(r for r in miles_sglang.plugin.requires if "pip install" not in r.because)
     monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, requires=rules))
@@ -343,7 +353,8 @@ def test_a_run_with_routing_replay_survives_three_deaths(monkeypatch: Any, toy_r
         return links[0]
 
     monkeypatch.setattr(build, "ProcessLink", double)
-    run = toy_run(["r3", "tis"], engine="sglang", device="cpu", sglang_enable_deterministic_inference=True)
+    options = {"engine": "sglang", "device": "cpu", "colocate": True}
+    run = toy_run(["r3", "tis"], sglang_enable_deterministic_inference=True, **options)
     assert all(step["mismatch/abs_log_prob"] < 1e-4 for step in run.metrics if step["step"])
     assert run.metrics[-1]["r3/tokens_differing"] == 0
     assert links[0].starts == 4
@@ -374,20 +385,3 @@ def test_an_engine_that_may_not_be_started_again_says_who_was_lost(tmp_path: Pat
     engine.resend = resend
     with pytest.raises(WorkerLost, match="worker sglang was lost: it ended, and none may be replaced"):
         asyncio.run(asked())
-
-
-def test_requests_of_one_moment_reach_the_scheduler_together() -> None:
-    sent: list[Any] = []
-    manager = types.SimpleNamespace(_dispatch_to_scheduler=sent.append)
-
-    async def asked() -> None:
-        Together(manager)
-        for rid in "ab":
-            manager._dispatch_to_scheduler(_Body(rid=rid))
-        assert not sent
-        manager._dispatch_to_scheduler("abort")
-        manager._dispatch_to_scheduler(_Body(rid="c"))
-        await asyncio.sleep(0)
-
-    asyncio.run(asked())
-    assert [one.rid for one in sent[0].batch] == ["a", "b"] and sent[1] == "abort" and sent[2].rid == "c"

@@ -14,9 +14,15 @@ from typing import Any
 
 import pytest
 
+from miles_core import MilesError
+from miles_core.backend import Codec, Encoded, Request, Sampling
+from miles_sglang.answers import Answer
+from miles_sglang.engine import Settings, SglangEngine
 from miles_sglang.link import SglangError
 from miles_sglang.process import ProcessLink
+from miles_sglang.responses import Translator
 from miles_sglang.server import ServerLink
+from miles_sglang.weight_names import WeightNames
 
 #: What ``import sglang`` finds in the spawned process; ``model_path`` says what becomes of the start.
 PACKAGE = """
@@ -30,6 +36,10 @@ class Engine:
             raise ValueError("Model architectures ['Nobody'] are not supported")
         if model_path == "large":
             print("torch.OutOfMemoryError: CUDA out of memory.", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), 9)
+        if model_path == "taken":
+            print("DistNetworkError: port: 58951, name: EADDRINUSE", file=sys.stderr, flush=True)
+            print("[server] server_args=ServerArgs(mem_fraction_static=0.4)", file=sys.stderr, flush=True)
             os.kill(os.getpid(), 9)
         if model_path == "slow":
             time.sleep(60)
@@ -101,8 +111,9 @@ def test_a_process_that_dies_is_named_with_its_last_words(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("unknown", r"SGLang did not start: ValueError: Model architectures \['Nobody'\]"),
+        ("unknown", r"SGLang did not start: ValueError: Model architectures \['Nobody'\].*does not know the model"),
         ("large", r"signal SIGKILL.*out of memory.*--sglang-mem-fraction-static"),
+        ("taken", r"signal SIGKILL.*EADDRINUSE.*a port is taken: give others with --sglang-port"),
         ("slow", r"did not come up within 1 s \(--sglang-startup-timeout\)"),
     ],
 )
@@ -115,8 +126,10 @@ def test_a_start_that_fails_says_why(tmp_path: Path, model: str, said: str) -> N
 
 
 class _Handler(BaseHTTPRequestHandler):
+    draft: str | None = None
+
     def do_GET(self) -> None:
-        self.answer({"tp_size": 1})
+        self.answer({"tp_size": 1, "model_path": "policy", "speculative_draft_model_path": self.draft})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -149,7 +162,7 @@ def url() -> Iterator[str]:
 def test_a_running_server_is_asked_over_http(url: str) -> None:
     async def used() -> None:
         one = ServerLink(url + "/")
-        assert await one.start() == {"tp_size": 1}
+        assert (await one.start())["tp_size"] == 1
         assert (await one.generate({"input_ids": [1]})).columns["tokens"].tolist() == [1, 2]
         assert (await one.call("flush_cache", {}))["success"]
         with pytest.raises(SglangError, match=r"answered 400.*too long"):
@@ -164,3 +177,36 @@ def test_a_running_server_is_asked_over_http(url: str) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(SglangError, match=r"--sglang-url http://127.0.0.1:9: no SGLang server answers"):
         asyncio.run(ServerLink("http://127.0.0.1:9", startup_timeout=0.1).start())
+
+
+def test_a_server_with_a_draft_of_its_own_is_refused(url: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_Handler, "draft", "small")
+    engine = SglangEngine(ServerLink(url), Settings(Translator(str, 8, 8), Codec(), WeightNames(), Path()))
+    with pytest.raises(SglangError, match="drafts with small, and would load every update"):
+        asyncio.run(engine.start())
+
+
+def test_an_mtp_layer_comes_whole_or_not_at_all() -> None:
+    policy, draft = ["model.layers.0.w", "model.layers.1.w"], ["model.layers.2.eh_proj.weight", "model.layers.2.w"]
+    names = WeightNames([*policy, *draft], layers=2)
+
+    def sent(*which: str) -> int:
+        return len(list(names.complete(Encoded(name, {}) for name in which)))
+
+    assert (sent(*policy), sent(*policy, *draft)) == (2, 4)
+    with pytest.raises(MilesError, match=r"model.layers.2.w did not come"):
+        sent(*policy, draft[0])
+
+
+def test_what_became_of_drafts_is_in_the_metrics() -> None:
+    meta = {"finish_reason": {"type": "length"}, "weight_version": "3", "completion_tokens": 9}
+    meta |= {"spec_verify_ct": 4, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 8}
+    answer = Answer.of({"output_ids": [7], "meta_info": {**meta, "spec_correct_drafts_histogram": [1, 1, 2]}})
+    found = Translator(str, 8, 8).response(Request([5], Sampling(1)), answer, 1).metrics
+    assert {k: found[k] for k in ("draft_steps", "drafted", "drafts_kept")} == {
+        "draft_steps": 4,
+        "drafted": 8,
+        "drafts_kept": 5,
+    }
+    assert (found["accept_rate"], found["accept_length"]) == (5 / 8, 9 / 4)
+    assert (found["accepted_to_1"], found["accepted_to_2"]) == (3 / 4, 2 / 4)

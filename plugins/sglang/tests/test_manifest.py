@@ -12,6 +12,7 @@ from miles_core import ConfigError, PlanError
 from miles_sglang import installed, read_server_args
 from miles_sglang.config import SglangConfig, described_version, given_arguments
 from miles_sglang.installed import missing
+from miles_sglang.shapes import check_blocks
 
 SOURCE = '''
 CHOICES = ["one", "two"]
@@ -110,3 +111,42 @@ def test_what_sglang_cannot_do_is_refused_with_the_reason(plan):
 def test_r3_makes_sglang_record_routed_experts(plan):
     accepted = plan(["r3"], engine="sglang", facts=["gpu.count=1"])
     assert accepted.fact("sglang.enable_return_routed_experts") is True
+
+
+def test_drafts_that_sglang_cannot_serve_are_refused_with_the_reason(plan):
+    def refused(said, facts=(), **options):
+        with pytest.raises(PlanError, match=said):
+            plan(engine="sglang", facts=["gpu.count=1", *facts], **{f"sglang_{k}": v for k, v in options.items()})
+
+    draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "small"}
+    refused("no MTP layer to draft with", speculative_algorithm="NEXTN")
+    refused("a small model of its own", speculative_algorithm="STANDALONE")
+    refused("SGLang drafts nothing", speculative_num_steps=3)
+    refused("would not have sampled", **draft, speculative_accept_threshold_acc=0.9)
+    refused("no data-parallel attention", **draft, enable_dp_attention=True)
+    refused("is in no sync", **draft, enable_memory_saver=True)
+    refused("enable-memory-saver", **draft, enable_draft_weights_cpu_backup=True)
+    rejection = {"speculative_use_rejection_sampling": True, "enable_deterministic_inference": True}
+    refused("depend on the batch", ["model.mtp_layers=1"], speculative_algorithm="NEXTN", **rejection)
+    backup = {"sglang_enable_memory_saver": True, "sglang_enable_draft_weights_cpu_backup": True}
+    named = {f"sglang_{k}": v for k, v in draft.items()}
+    plan(engine="sglang", facts=["gpu.count=1"], **named, **backup)
+
+
+def test_an_mtp_layer_is_trained_here_and_drafts_there(plan):
+    """What the plugin that trains it wants of an engine is there when SGLang drafts with it, and only then."""
+    options = {"engine": "sglang", "enable_mtp_training": True, "facts": ["gpu.count=1", "model.mtp_layers=1"]}
+    plan(["speculative"], sglang_speculative_algorithm="NEXTN", **options)
+    with pytest.raises(PlanError, match="draft"):
+        plan(["speculative"], **options)
+
+
+def test_a_model_that_is_no_whole_blocks_is_refused_in_fp8():
+    from miles_core.backend import Codec
+    from miles_fp8.format import Fp8
+
+    smol = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    with pytest.raises(ConfigError, match=r"q_proj.weight is 576 x 576.*-hf gate_proj,k_proj,o_proj,q_proj\)"):
+        check_blocks(smol, Codec(Fp8()))
+    check_blocks(smol, Codec())
+    check_blocks({"hidden_size": 1024, "num_attention_heads": 8, "moe_intermediate_size": 512}, Codec(Fp8()))

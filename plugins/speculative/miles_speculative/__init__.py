@@ -1,6 +1,6 @@
 """Speculative decoding with drafts that learn while the policy moves, for miles-core."""
 
-from miles_core import Hint, Plugin, Rule, below
+from miles_core import Hint, Panel, Plugin, Rule, below
 from miles_speculative.config import SpeculativeConfig
 
 __version__ = "0.1.0"
@@ -13,8 +13,12 @@ plugin = Plugin(
     config=SpeculativeConfig,
     hooks={"": ("miles_speculative.hooks:Speculative", "miles_speculative.embedded:EmbeddedSpeculative")},
     provides={"decoder": {"speculative": "miles_speculative.build:make_decoder"}},
+    review="miles_speculative.review:review",
     uses={"engine.draft": "the engine verifies the drafted tokens"},
-    converts={"--mtp-num-layers": "miles_speculative.checkpoint:convert"},
+    converts={
+        "--mtp-num-layers": "miles_speculative.checkpoint:convert",
+        "--eagle-num-layers": "miles_speculative.checkpoint:convert",
+    },
     requires=(
         Rule(
             needs="speculative.mtp_num_layers == 1",
@@ -27,6 +31,10 @@ plugin = Plugin(
             "creates one, and --draft-model-path DIR drafts with a small model",
         ),
         Rule(
+            needs="not speculative.eagle_num_layers",
+            because="--eagle-num-layers is for miles convert, which writes a head; a run takes it with --draft-model-path DIR",
+        ),
+        Rule(
             needs="speculative.mtp_training or speculative.sft_interval",
             when="speculative.draft_lr or speculative.ema_decay > 0 or speculative.reinit_interval",
             because="a draft that is not trained has no learning rate, no running mean and nothing to start anew: add "
@@ -35,7 +43,8 @@ plugin = Plugin(
         Rule(
             needs="not speculative.draft_model_path",
             when="speculative.mtp_training or speculative.reinit_interval",
-            because="--enable-mtp-training and --reinit-draft-interval are about an MTP layer; a draft model learns with --online-sft-interval N",
+            because="--enable-mtp-training and --reinit-draft-interval are about an MTP layer; a draft model and an EAGLE head "
+            "learn with --online-sft-interval N",
         ),
         Rule(
             needs="trainer == embedded",
@@ -43,12 +52,45 @@ plugin = Plugin(
             because="the embedded engine takes the draft's weights with the policy's, and only the embedded trainer holds both",
         ),
     ),
+    panels=(
+        Panel(
+            "drafts_kept",
+            "Drafts kept",
+            {"speculative/accept_rate": "of all", "speculative/accepted_to_*": "up to depth *"},
+            section="speculative",
+            percent=True,
+        ),
+        Panel(
+            "drafts_length",
+            "Tokens a step, and drafts",
+            {"speculative/accept_length": "tokens, with drafts", "speculative/lookahead": "drafts"},
+            section="speculative",
+        ),
+        Panel(
+            "drafts_speed",
+            "Rollout speed with drafts",
+            {
+                "speculative/tokens_per_second_without": "without drafts (estimated)",
+                "rollout/tokens_per_second": "as it was",
+            },
+            "tokens per second",
+            section="speculative",
+        ),
+        Panel(
+            "drafts_loss",
+            "Loss of the draft",
+            {"train/draft_*": "*"},
+            "nats per token",
+            section="speculative",
+        ),
+        Panel("drafts_mtp", "Loss of the MTP layer", {"train/mtp": "loss"}, "nats per token", section="speculative"),
+    ),
     hints=(
         Hint(
             "low-acceptance",
             "*speculative/accept_rate",
             below(0.3),
-            "{metric}: only {value} of the drafted tokens are kept",
+            "{metric}: only {percent} of the drafted tokens are kept",
             "draft fewer tokens (--spec-lookahead 1, or auto), train the draft (--enable-mtp-training, --online-sft-interval 1) and "
             "with a higher --draft-lr, or start it anew now and then (--reinit-draft-interval)",
             when="plugin.speculative",

@@ -8,7 +8,7 @@ from miles_core import ConfigError
 from miles_embedded import has_windows
 from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.draft import Draft
-from miles_speculative.draft_model import DraftModel
+from miles_speculative.draft_model import draft_on
 from miles_speculative.head import head_of
 from miles_speculative.lookahead import Auto, Lookahead
 from miles_speculative.tree import TreeDecoder
@@ -24,11 +24,11 @@ def make_decoder(run: Any, policy: Any, engine: Any) -> SpeculativeDecoder:
         lookahead: Lookahead = Auto()
     else:
         lookahead = Lookahead(int(options.lookahead), _PLAIN if options.profile else 0)
-    draft: Draft = DraftModel(engine.model, engine.model.draft) if options.draft_model_path else head_of(engine.model)
+    draft: Draft = draft_on(engine.model) if options.draft_model_path else head_of(engine.model)
     if options.topk == 1:
         return SpeculativeDecoder(draft, lookahead, options.profile)
     if any(map(has_windows, (engine.model, getattr(engine.model, "draft", engine.model)))):
-        raise ConfigError(
+        raise ConfigError(  # the plan says so of the run's own checkpoint; a policy may have another
             f"--spec-topk {options.topk}: {type(engine.model).__name__} or its draft has layers with a sliding window, which cannot tell the "
             "branches of a tree apart; draft a chain (--spec-topk 1)"
         )

@@ -1,4 +1,4 @@
-"""A checkpoint with an MTP layer, made from one without."""
+"""What ``miles convert`` makes of a checkpoint: one with an MTP layer, or an EAGLE head for it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from transformers import AutoTokenizer
 from miles_core import ConfigError
 from miles_embedded import add_layer, export_checkpoint, load_model
 from miles_speculative.config import SpeculativeConfig
+from miles_speculative.eagle import new_eagle
 from miles_speculative.head import initialise, make_layer
 
 
 def convert(source: Path, target: Path, options: SpeculativeConfig) -> str:
-    """``miles convert --mtp-num-layers 1``: see ``with_mtp``."""
+    """``miles convert --mtp-num-layers 1``: see ``with_mtp``; ``--eagle-num-layers``: see ``new_eagle``."""
+    if options.eagle_num_layers:
+        made = new_eagle(source, target, options.eagle_num_layers)
+        return f"wrote {made}, an EAGLE head for {source} that is still to be trained (--draft-model-path {made} --online-sft-interval 1)"
     if options.mtp_num_layers != 1:
         raise ConfigError(
             f"--mtp-num-layers {options.mtp_num_layers}: one layer can be created, which drafts as often as wanted; give 1"

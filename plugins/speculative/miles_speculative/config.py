@@ -37,8 +37,15 @@ class SpeculativeConfig:
     draft_model_path: str | None = option(
         None,
         flag="--draft-model-path",
-        help="draft with this small model of the same tokenizer instead of the MTP layer",
+        help="draft with this small model of the same tokenizer, or this EAGLE head, instead of the MTP layer",
         metavar="DIR",
+    )
+    eagle_num_layers: int | None = option(
+        None,
+        flag="--eagle-num-layers",
+        help="with miles convert: write a new EAGLE head of so many layers for the checkpoint, to be given to --draft-model-path",
+        ge=1,
+        le=4,
     )
     mtp_training: bool = option(
         False,

@@ -2,12 +2,14 @@
 
 A row's draft keys and values cover its tokens but the last few: those whose hidden states the model has computed since. The first
 draft forward of a step feeds these, so an entry that was made from the draft's own guess of a hidden state is replaced by the true one,
-and what was rejected is overwritten.
+and what was rejected is overwritten. After steps without drafts it is fed their last tokens; older ones, and prompts that came
+while nothing was drafted, it then does not know. It drafts worse for that, and what is emitted has the same distribution.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -24,8 +26,8 @@ from miles_speculative.verify import verify
 
 #: Streams of random numbers, see ``engine.uniform``: the token behind what is kept, whether a draft is kept, the drafts.
 DRAW, KEEP, DRAFT = 0, 1, 2
-#: While nothing is drafted, the draft reads what came after so many tokens of a row: their hidden states wait in memory until then.
-UNREAD = 256
+#: While nothing is drafted, the hidden states of so many steps wait in memory, should drafting begin again; what came before is forgotten.
+UNREAD = 16
 
 
 class SpeculativeDecoder(Decoder):
@@ -40,8 +42,14 @@ class SpeculativeDecoder(Decoder):
         self.ledger = Ledger(lookahead.most, profile)
         #: row -> hidden states [m, hidden] in pieces, in front of its last m tokens, which the draft was not fed yet
         self._fresh: dict[Any, list[Tensor]] = {}
+        #: steps without drafts: the rows' entries of ``_fresh``, and the hidden states [rows, hidden] that belong behind them
+        self._passed: deque[tuple[list[list[Tensor]], Tensor]] = deque()
+        #: rows whose prompt the draft does not know
+        self._blind: set[Any] = set()
 
     def prompts(self, engine: Any, prompts: Prompts) -> None:
+        if self.lookahead.idle:
+            return
         before = torch.cat([torch.zeros_like(prompts.hidden[:1]), prompts.hidden[:-1]])
         before[prompts.positions == 0] = 0
         self.draft(prompts.tokens, before, prompts.positions, prompts.call)
@@ -50,32 +58,32 @@ class SpeculativeDecoder(Decoder):
         for row, state in zip(rows, hidden, strict=True):
             self._fresh[row] = [state.unsqueeze(0)]
             self.ledger.begin(row)
+        if self.lookahead.idle:
+            self._blind.update(rows)
 
     def leave(self, rows: Sequence[Any]) -> None:
         for row in rows:
             self._fresh.pop(row, None)
+            self.ledger.end(row)
+        self._blind.difference_update(rows)
 
     def step(self, engine: Any, rows: list[Any]) -> Emitted:
         k = min(self.lookahead.choose(len(rows)), max(row.limit - len(row.tokens) for row in rows) - 1)
         start = self._now()
-        unread = max(sum(map(len, self._fresh[row])) for row in rows)
         if k < 1:
-            steady = unread < UNREAD
-            if not steady:
-                self._read(engine, rows)
-                self._fresh.update((row, []) for row in rows)
+            steady = True
             emitted = self._plain(engine, rows)
             drafted, kept, parts = [0] * len(rows), [0] * len(rows), {}
         else:
             # a draft that was left alone for a while has more to read than usual
-            steady = unread <= self.lookahead.most + 1
+            steady = not self._passed and max(len(piece) for row in rows for piece in self._fresh[row]) <= k + 1
             drafts = self._draft(engine, rows, k)
             middle = self._now()
             emitted = self._verified(engine, rows, drafts)
             drafted, kept = [min(k, _room(row)) for row in rows], [len(tokens) - 1 for tokens in emitted.tokens]
             parts = {"draft": middle - start, "verify": self._now() - middle} if self.profile else {}
         seconds = self._now() - start
-        tried, held = self.ledger.count(rows, max(k, 0), drafted, kept)
+        tried, held = self.ledger.count(rows, max(k, 0), drafted, kept, self._blind)
         self.lookahead.record(len(rows), max(k, 0), seconds if steady else None, tried, held)
         self.ledger.spend(rows, seconds, self.lookahead.plain_seconds(len(rows)), kept, **parts)
         return emitted
@@ -88,12 +96,18 @@ class SpeculativeDecoder(Decoder):
     def _plain(self, engine: Any, rows: list[Any]) -> Emitted:
         fed = engine.forward(rows, [row.tokens[-1:] for row in rows])
         sampled = one_each(engine.sample(fed.logits, rows))
-        for row, state in zip(rows, fed.hidden.split(1), strict=True):
-            self._fresh[row].append(state)
+        self._passed.append(([self._fresh[row] for row in rows], fed.hidden))
+        if len(self._passed) > UNREAD:
+            for pieces in self._passed.popleft()[0]:
+                pieces.clear()
         return sampled
 
     def _read(self, engine: Any, rows: list[Any]) -> Tensor:
         """Feed the draft what it does not know of each row; [rows, hidden] what it made of the last token."""
+        for entries, hidden in self._passed:
+            for pieces, state in zip(entries, hidden.split(1), strict=True):
+                pieces.append(state)
+        self._passed.clear()
         fresh = torch.cat([piece for row in rows for piece in self._fresh[row]])
         counts = [sum(map(len, self._fresh[row])) for row in rows]
         lengths, device = lengths_of(rows), fresh.device
@@ -126,8 +140,12 @@ class SpeculativeDecoder(Decoder):
         counts = torch.tensor([len(chain) for chain in chains], device=device)
         dist = engine.distribution(fed.logits, rows, counts)
         starts = [0, *accumulate(map(len, chains))]
-        padded = [[s + min(i, n) for i in range(k + 1)] for s, n in zip(starts, room, strict=False)]
-        probs = dist.log_probs.exp()[torch.tensor(padded, device=device)]
+        probs = dist.log_probs.exp()
+        if min(room) == k:
+            probs = probs.view(len(rows), k + 1, -1)
+        else:
+            padded = [[s + min(i, n) for i in range(k + 1)] for s, n in zip(starts, room, strict=False)]
+            probs = probs[torch.tensor(padded, device=device)]
         at = torch.from_numpy(lengths_of(rows)).to(device).unsqueeze(1) + torch.arange(k + 1, device=device)
         keep, draw = engine.uniform(rows, at[:, :k], KEEP), engine.uniform(rows, at, DRAW)
         found = verify(probs, q, drafts, torch.tensor(room, device=device), keep, draw)

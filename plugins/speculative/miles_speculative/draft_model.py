@@ -1,12 +1,11 @@
-"""A separate small model of the same tokenizer as draft.
+"""A draft from a directory of its own: a small model of the same tokenizer, or an EAGLE head.
 
-It stands in the policy as ``draft``, so that sync, checkpoints, formats and optimiser know its parameters, and keeps its keys and values
+A small model stands in the policy as ``draft``, so that sync, checkpoints, formats and optimiser know its parameters, and keeps its keys and values
 in the policy's cache, under layer numbers behind the policy's. It needs no hidden states.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,9 @@ from torch import Tensor, nn
 
 from miles_core import CheckpointError
 from miles_embedded import backbone, load_model, logits_of
+from miles_speculative.draft import Draft
+from miles_speculative.draft_files import is_eagle, misfits
+from miles_speculative.eagle import Eagle, attach_eagle
 
 
 class DraftModel:
@@ -43,8 +45,15 @@ class DraftModel:
         return logits_of(self.draft, out)
 
 
-def attach_model(policy: Any, path: str | Path) -> DraftModel:
+def draft_on(policy: Any) -> Draft:
+    """The draft that ``attach_model`` gave to ``policy``."""
+    return Eagle(policy, policy.draft) if hasattr(policy.draft, "fc") else DraftModel(policy, policy.draft)
+
+
+def attach_model(policy: Any, path: str | Path) -> Draft:
     """Give ``policy`` the draft in ``path``, in its own dtype and on its device."""
+    if is_eagle(path):
+        return attach_eagle(policy, path)
     like = next(policy.parameters())
     draft = load_model(path, str(like.dtype).removeprefix("torch."), like.device)
     behind = len(backbone(policy).layers)  # type: ignore[arg-type]
@@ -59,30 +68,15 @@ def check_draft(path: str, checkpoint: str, tokenizer: Any) -> None:
     """Refuse a draft that cannot be one of ``checkpoint``, whose tokenizer is ``tokenizer``.
 
     Raises:
-        CheckpointError: no checkpoint, another vocabulary or tokenizer, or it is not smaller.
+        CheckpointError: see ``misfits``, or it has another tokenizer. An EAGLE head has none.
     """
-    flag = f"--draft-model-path {path}"
-    if not (Path(path) / "config.json").is_file():
-        raise CheckpointError(f"{flag}: it holds no config.json, so it is not a Hugging Face checkpoint")
-    sizes = [_vocabulary(Path(p)) for p in (path, checkpoint)]
-    if sizes[0] != sizes[1]:
-        raise CheckpointError(
-            f"{flag}: its vocabulary has {sizes[0]} tokens and the policy's {sizes[1]}; a draft needs the policy's tokenizer"
-        )
+    for why in misfits(path, checkpoint):
+        raise CheckpointError(why)
+    if is_eagle(path):
+        return
     from transformers import AutoTokenizer
 
     if AutoTokenizer.from_pretrained(path).get_vocab() != tokenizer.get_vocab():
         raise CheckpointError(
-            f"{flag}: its tokenizer gives some tokens other ids than the policy's; a draft needs the policy's tokenizer"
+            f"--draft-model-path {path}: its tokenizer gives some tokens other ids than the policy's; a draft needs the policy's tokenizer"
         )
-    weights = [sum(f.stat().st_size for f in Path(p).glob("*.safetensors")) for p in (path, checkpoint)]
-    if weights[0] >= weights[1]:
-        raise CheckpointError(
-            f"{flag}: its weights have {weights[0] / 1e6:.0f} MB and the policy's {weights[1] / 1e6:.0f} MB; take a draft of a quarter to "
-            "a tenth of the policy"
-        )
-
-
-def _vocabulary(path: Path) -> int:
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    return int((config.get("text_config") or config)["vocab_size"])

@@ -57,12 +57,17 @@ class Head:
 
     def logits(self, out: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab] by the model's head, whose weights get no gradient from it."""
-        top = self.policy.get_output_embeddings()
-        if not out.requires_grad:
-            return logits_of(self.policy, out)
-        frozen = {name: p.detach() for name, p in top.named_parameters()}
-        logits: Tensor = torch.func.functional_call(top, frozen, (out,))
-        return logits
+        return policy_logits(self.policy, out)
+
+
+def policy_logits(policy: Any, out: Tensor) -> Tensor:
+    """[n, hidden] -> [n, vocab] by the model's head, whose weights get no gradient from it."""
+    if not out.requires_grad:
+        return logits_of(policy, out)
+    top = policy.get_output_embeddings()
+    frozen = {name: p.detach() for name, p in top.named_parameters()}
+    logits: Tensor = torch.func.functional_call(top, frozen, (out,))
+    return logits
 
 
 def make_layer(model: nn.Module) -> nn.Module:

@@ -1,9 +1,24 @@
-"""What a request is told about its drafts: counts and seconds in its row's metrics."""
+"""What a request is told about its drafts: counts and seconds in its row's metrics.
+
+What is the same for all rows of a step is added up once, and a row gets the difference between its end and its beginning; so a step without
+drafts costs nothing a row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass
+class _Open:
+    """A row that runs: the sums when it began, (drafted, kept) -> its steps, and what it owes to kept drafts of the seconds of plain steps."""
+
+    start: dict[str, float]
+    steps: Counter[tuple[int, int]] = field(default_factory=Counter)
+    plain: float = 0.0
 
 
 class Ledger:
@@ -15,40 +30,53 @@ class Ledger:
     """
 
     def __init__(self, most: int, profile: bool = False) -> None:
-        names = [
-            "decode_steps",
-            "lookahead",
-            "draft_steps",
-            "drafted",
-            "decode_seconds",
-            "compared_seconds",
-            "plain_seconds",
-        ]
+        names = ["decode_steps", "lookahead", "decode_seconds", "compared_seconds", "plain_seconds"]
         names += ["draft_seconds", "verify_seconds"] if profile else []
-        self._empty = dict.fromkeys([*names, *(f"{w}_{d + 1}" for w in ("tried", "kept") for d in range(most))], 0.0)
+        self._sums = dict.fromkeys(names, 0.0)
+        own = ["draft_steps", "drafted", *(f"{w}_{d + 1}" for w in ("tried", "kept") for d in range(most))]
+        self._empty = dict.fromkeys([*names, *own], 0.0)
+        self._open: dict[Any, _Open] = {}
 
     def begin(self, row: Any) -> None:
         """A row runs (again)."""
-        row.metrics.update(self._empty | row.metrics)
+        self._open[row] = _Open(dict(self._sums))
+
+    def end(self, row: Any) -> None:
+        """It runs no longer: what was counted is in its metrics."""
+        ended = self._open.pop(row, None)
+        if ended is None:
+            return
+        found = self._empty | row.metrics
+        for name, value in self._sums.items():
+            found[name] += value - ended.start[name]
+        found["plain_seconds"] += ended.plain
+        for (drafted, kept), steps in ended.steps.items():
+            found["draft_steps"] += steps
+            found["drafted"] += drafted * steps
+            for depth in range(drafted):
+                found[f"tried_{depth + 1}"] += steps
+                found[f"kept_{depth + 1}"] += steps * (depth < kept)
+        row.metrics.update(found)
 
     def count(
-        self, rows: Sequence[Any], k: int, drafted: Sequence[int], kept: Sequence[int]
+        self, rows: Sequence[Any], k: int, drafted: Sequence[int], kept: Sequence[int], apart: Collection[Any] = ()
     ) -> tuple[list[int], list[int]]:
-        """A step with k drafts: ``drafted[i]`` of row i counted and ``kept[i]`` were kept. Returns how many rows tried, and kept, each depth."""
+        """A step with k drafts: ``drafted[i]`` of row i counted and ``kept[i]`` were kept. Returns how many rows tried, and kept, each depth,
+        those ``apart`` left out."""
+        self._sums["decode_steps"] += 1
+        self._sums["lookahead"] += k
         tried, held = [0] * k, [0] * k
-        for row, many, few in zip(rows, drafted, kept, strict=True):
-            metrics = row.metrics
-            metrics["decode_steps"] += 1
-            metrics["lookahead"] += k
-            if not many:
-                continue
-            metrics["drafted"] += many
-            metrics["draft_steps"] += 1
+        if not k:
+            return tried, held
+        told: Counter[tuple[int, int]] = Counter()
+        for row, pair in zip(rows, zip(drafted, kept, strict=True), strict=True):
+            if pair[0]:
+                self._open[row].steps[pair] += 1
+                told[pair] += row not in apart
+        for (many, few), count in told.items():
             for depth in range(many):
-                tried[depth] += 1
-                held[depth] += depth < few
-                metrics[f"tried_{depth + 1}"] += 1
-                metrics[f"kept_{depth + 1}"] += depth < few
+                tried[depth] += count
+                held[depth] += count * (depth < few)
         return tried, held
 
     def spend(
@@ -56,10 +84,13 @@ class Ledger:
     ) -> None:
         """The step took so long. ``plain``: what one without drafts takes, where that is known; ``parts`` of the seconds, by name."""
         share = 1 / len(rows)
+        self._sums["decode_seconds"] += seconds * share
+        for name, part in parts.items():
+            self._sums[f"{name}_seconds"] += part * share
+        if plain is None:
+            return
+        self._sums["compared_seconds"] += seconds * share
+        self._sums["plain_seconds"] += plain * share
         for row, few in zip(rows, kept, strict=True):
-            row.metrics["decode_seconds"] += seconds * share
-            if plain is not None:
-                row.metrics["compared_seconds"] += seconds * share
-                row.metrics["plain_seconds"] += (few + 1) * plain * share
-            for name, part in parts.items():
-                row.metrics[f"{name}_seconds"] += part * share
+            if few:
+                self._open[row].plain += few * plain * share

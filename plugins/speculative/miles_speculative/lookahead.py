@@ -7,19 +7,24 @@ plain decoding, and k = 0 wins unless drafting is faster by more than the measur
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 
 from miles_speculative.config import MOST
 
-#: Weight of the newest time in a running mean.
-_NEWEST = 0.3
+#: A time is the median of the newest ones, so many.
+_TIMES = 3
 #: What a step forgets of the counts of drafts before it; of a batch smaller than this, in proportion less.
 _FORGOTTEN, _MANY = 0.04, 4
 #: Drafting must be faster by this factor.
 _GAIN = 1.03
-#: A batch size is measured anew after so many steps, then after twice as many, up to a limit.
+#: A batch size is measured anew after so many steps, then, while the choice stays the same, after twice as many, up to a limit.
 _AGAIN, _SELDOM = 64, 1024
+#: Between trials the choice is made again every so many steps.
+_EVERY = 8
+#: Prompts are worth reading again so many steps before trials are due.
+_AHEAD = 256
 #: Numbers of drafts that are tried first; the first step of each is not counted.
 _FIRST = (0, 0, 1, 1, 3, 3)
 
@@ -44,6 +49,11 @@ class Lookahead:
         self.steps += 1
         return 0 if self.plain and self.steps % self.plain == 0 else self.k
 
+    @property
+    def idle(self) -> bool:
+        """Whether what joins now will hardly be drafted for, at this size of the batch or, as rows leave, at any smaller one."""
+        return False
+
     def record(self, rows: int, k: int, seconds: float | None, tried: list[int], kept: list[int]) -> None:
         """A step with k drafts was made: ``tried[d]`` rows drafted more than d tokens and ``kept[d]`` of them kept more than d. ``seconds``:
         None where it took other than such steps do."""
@@ -62,24 +72,39 @@ class Auto(Lookahead):
 
     def __init__(self, most: int = MOST // 2) -> None:
         super().__init__(most)
+        self.size = 0
+
+    @property
+    def idle(self) -> bool:
+        smaller = [self.costs.get(size) for size in range(1, self.size + 1)]
+        return bool(smaller) and all(
+            c is not None and not c.trials and c.due - c.steps > _AHEAD and c.chosen == 0 for c in smaller
+        )
 
     def choose(self, rows: int) -> int:
-        costs = self.costs.get(rows.bit_length())
+        self.size = rows.bit_length()
+        costs = self.costs.get(self.size)
         if costs is None:
-            costs = self.costs[rows.bit_length()] = self._begin(rows.bit_length())
+            costs = self.costs[self.size] = self._begin(self.size)
         costs.steps += 1
         if not costs.trials and costs.steps >= costs.due:
             # what is not in use goes stale: plain steps, and one draft more, while drafting pays; drafts while it does not
             best = self.best(costs)
-            costs.trials = [0, 0, best + 1, best + 1] if best else [self.best(costs, least=1)] * 3
-            costs.due, costs.wait = costs.steps + costs.wait, min(2 * costs.wait, _SELDOM)
+            costs.trials = [0, 0, best + 1, best + 1] if best else [self.best(costs, least=1)] * 2
+            costs.wait = min(2 * costs.wait, _SELDOM) if best == costs.best or not best else _AGAIN
+            costs.due, costs.best = costs.steps + costs.wait, best
         if costs.trials:
+            costs.chosen = None
             return min(costs.trials.pop(0), self.most)
-        return self.best(costs)
+        if costs.chosen is None or costs.steps % _EVERY == 0 or len(costs.times.get(costs.chosen, ())) < 2:
+            costs.chosen = self.best(costs)
+        return costs.chosen
 
     def best(self, costs: Costs, least: int = 0) -> int:
-        """The k, at least ``least``, with the most tokens a second."""
-        rates = {k: self.acceptance.length(k) / costs.of(k) for k in range(1, self.most + 1)}
+        """The k, at least ``least``, with the most tokens a second; at most one more than was tried, because products of a few rows
+        more may take another path and cost much more than those before them."""
+        most = min(max(costs.seconds, default=0) + 1, self.most)
+        rates = {k: self.acceptance.length(k) / costs.of(k) for k in range(1, most + 1)}
         best = max(rates, key=rates.__getitem__)
         return 0 if not least and rates[best] < _GAIN / costs.of(0) else best
 
@@ -88,9 +113,8 @@ class Auto(Lookahead):
         if not self.costs:
             return Costs(trials=list(_FIRST))
         near = min(self.costs, key=lambda known: abs(known - size))
-        seconds = dict(self.costs[near].seconds)
-        made = Costs(seconds, guessed=set(seconds))
-        made.trials = [0, 0, *[self.best(made, least=1)] * 2] if 0 in seconds else list(_FIRST)
+        made = Costs(dict(self.costs[near].seconds))
+        made.trials = [0, 0, *[self.best(made, least=1)] * 2] if 0 in made.seconds else list(_FIRST)
         return made
 
 
@@ -133,30 +157,29 @@ class Costs:
     """Seconds of a step at one batch size.
 
     Attributes:
-        seconds: drafts -> running mean.
-        guessed: those whose mean is another batch size's.
+        seconds: drafts -> median of the newest times; of another batch size as long as there are none.
         trials: numbers of drafts to be tried next.
-        steps, due, wait: steps made, when the next trials are due, and how long after that the next ones.
+        steps, due, wait: steps made, when the next trials are due, and how long that is after the last ones.
+        best, chosen: what was best at the last trials, and is in use.
+        times: drafts -> the newest times; empty after the first one, which is not counted.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
-    guessed: set[int] = field(default_factory=set)
     trials: list[int] = field(default_factory=list)
     steps: int = 0
     due: int = _AGAIN
     wait: int = _AGAIN
-    warm: set[int] = field(default_factory=set)
+    best: int | None = None
+    chosen: int | None = None
+    times: dict[int, deque[float]] = field(default_factory=dict)
 
     def add(self, k: int, seconds: float) -> None:
         """A step with k drafts took so long. The first of its kind is not counted: it pays for memory and code that the others find."""
-        if k not in self.warm:
-            self.warm.add(k)
+        if k not in self.times:
+            self.times[k] = deque(maxlen=_TIMES)
             return
-        if k not in self.seconds or k in self.guessed:
-            self.guessed.discard(k)
-            self.seconds[k] = seconds
-        else:
-            self.seconds[k] += _NEWEST * (min(seconds, 2 * self.seconds[k]) - self.seconds[k])
+        self.times[k].append(seconds)
+        self.seconds[k] = median(self.times[k])
 
     def of(self, k: int) -> float:
         """Seconds of a step with k drafts. Where it was not measured, the line of least squares through the steps with drafts; infinite

@@ -56,6 +56,12 @@ def divergence(draft: Draft, out: Tensor, policy: Tensor, temperature: float) ->
     return _summed(share, draft, out, policy)
 
 
+def distance(out: Tensor, policy: Tensor) -> Tensor:
+    """Sum over n rows of the mean smooth L1 distance between what a head made, ``out`` [n, hidden], and the policy's hidden states [n, hidden],
+    float32: the next draft starts from the one in place of the other."""
+    return functional.smooth_l1_loss(out.float(), policy.float(), reduction="sum") / out.shape[-1]
+
+
 def _summed(share: Callable[[Tensor, Tensor], Tensor], draft: Draft, out: Tensor, other: Tensor) -> Tensor:
     """``share`` over all rows, so many at a time as the logits may hold; computed again in the backward pass where that is several times."""
     rows = max(_LOGITS // len(draft.policy.get_output_embeddings().weight), 1)

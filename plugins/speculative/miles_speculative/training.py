@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from miles_core import Batch, ConfigError, Context, Unit
 from miles_embedded import OptimizerGroup, backbone, optimizer_group
 from miles_speculative.config import SpeculativeConfig
 from miles_speculative.draft import Draft
+from miles_speculative.eagle import Eagle
 from miles_speculative.head import Head, initialise
-from miles_speculative.loss import cross_entropy, divergence, entries
+from miles_speculative.loss import cross_entropy, distance, divergence, entries
 
+#: What an EAGLE head's distance from the policy's hidden states counts beside the distributions' (arXiv 2401.15077, section 4.2).
+_FEATURES = 10.0
 #: In ``Context.attached`` of a training pass: its call and its last hidden states.
 SEEN = "speculative.seen"
 
@@ -56,31 +60,24 @@ class DraftTraining:
         if soft:
             policy = hidden.index_select(0, packing.sources)
             found["draft_kl"] = (divergence(self.draft, out, policy, self.temperature), count)
+            if isinstance(self.draft, Eagle):
+                found["draft_features"] = (_FEATURES * distance(out, policy), count)
         return found
 
     @torch.no_grad()
     def stepped(self) -> None:
         """An optimiser step was made."""
-        self._whole()
         for name, mean in self.means.items():
             mean.lerp_(self.draft.parameters[name].detach().float(), 1 - self.options.ema_decay)
 
     @torch.no_grad()
     def renew(self) -> None:
         """Start again from the policy as it is now, without moments."""
-        self._whole()
         assert isinstance(self.draft, Head)  # a rule of the manifest
         initialise(self.draft.policy, self.draft.layer)
         self.group.renewed = True
         for name, mean in self.means.items():
             mean.copy_(self.draft.parameters[name])
-
-    def _whole(self) -> None:
-        if any(hasattr(p, "full_tensor") for p in self.draft.parameters.values()):
-            raise ConfigError(
-                "--draft-ema-decay and --reinit-draft-interval work on whole weights, and the trainer's ranks have divided them: "
-                "add --sharding-strategy no_shard"
-            )
 
     def averaged(self, units: Iterator[Unit]) -> Iterator[Unit]:
         """The export stream with the running means in place of the draft's parameters."""
@@ -94,6 +91,16 @@ class DraftTraining:
 
         for unit in units:
             yield Unit({name: mean_of(tensor) for name, tensor in unit.tensors.items()})
+
+
+def check_ranks(options: SpeculativeConfig, strategy: str) -> None:
+    """Refuse what works on whole weights where ``strategy`` divides them among several ranks; ConfigError."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and strategy == "full_shard" and (options.ema_decay or options.reinit_interval):
+        raise ConfigError(
+            f"--draft-ema-decay and --reinit-draft-interval work on whole weights, and --sharding-strategy full_shard divides them among "
+            f"{ranks} ranks: add --sharding-strategy no_shard"
+        )
 
 
 def _see(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

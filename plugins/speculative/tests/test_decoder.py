@@ -113,13 +113,12 @@ def test_a_tree_emits_what_plain_decoding_emits(mtp_checkpoint, family):
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_after_rejections_the_draft_knows_what_it_would_know_from_nothing(mtp_checkpoint, monkeypatch, width):
+def test_after_rejections_the_draft_knows_what_it_would_know_from_nothing(mtp_checkpoint, width):
     """Its keys and values are those of the true hidden states, whatever was drafted, rejected, left alone and retracted in between."""
     engine = make_engine(mtp_checkpoint(), 3, max_running_requests=4)
     if width > 1:
         engine.decoder = TreeDecoder(engine.decoder.draft, Lookahead(3), width)
     engine.decoder.lookahead.plain = 3
-    monkeypatch.setattr(decoder, "UNREAD", 2)
     read, checked = engine.decoder._read, []
 
     def checked_read(engine, rows):
@@ -150,6 +149,47 @@ def test_after_rejections_the_draft_knows_what_it_would_know_from_nothing(mtp_ch
     responses = asyncio.run(main())
     kept = sum(r.metrics["kept_1"] for r in responses)
     assert len(checked) > 20 and 0 < kept < sum(r.metrics["tried_1"] for r in responses)
+
+
+class Off(Lookahead):
+    """Drafts in few steps, and at first in none."""
+
+    steps = 0
+
+    @property
+    def idle(self):
+        return self.steps < 2
+
+    def choose(self, rows):
+        self.steps += 1
+        return self.k if self.steps % 5 == 0 else 0
+
+
+def test_a_draft_that_was_left_alone_drafts_on(mtp_checkpoint, monkeypatch):
+    """Prompts it did not read and tokens it forgot cost acceptance, not text; nothing is computed by it, or kept for it, meanwhile."""
+    checkpoint = mtp_checkpoint()
+    monkeypatch.setattr(decoder, "UNREAD", 3)
+    requests = [Request([5, 9, 3 + i % 2], Sampling(14, temperature=0.0, ignore_eos=True), key=i) for i in range(6)]
+    plain = generate(make_engine(checkpoint), requests)
+    engine = make_engine(checkpoint, 3, max_running_requests=4)
+    engine.decoder.lookahead, read = Off(3), []
+    draft = engine.decoder.draft
+
+    class Counted:
+        logits = draft.logits
+
+        def __call__(self, *given):
+            read.append(engine.decoder.lookahead.steps)
+            return draft(*given)
+
+    engine.decoder.draft = Counted()
+    drafted = generate(engine, requests)
+    assert [r.tokens for r in drafted] == [p.tokens for p in plain]
+    assert read and all(steps and (steps % 5 == 0 or steps > 5) for steps in read)
+    assert min(read) == 5 and len(engine.decoder._passed) <= 3
+    counts = engine.decoder.lookahead.acceptance.reached
+    assert 0 < counts[0] < sum(r.metrics["tried_1"] for r in drafted)  # the first rows' drafts say nothing of the draft
+    assert not engine.decoder._blind
 
 
 def test_a_draft_that_is_always_right_is_always_kept(mtp_checkpoint):

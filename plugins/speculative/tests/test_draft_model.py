@@ -6,19 +6,31 @@ import asyncio
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from miles_core import CheckpointError, PlanError
 from miles_core.backend import Request, Sampling
+from miles_core.cli.main import main
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.testing.toy import toy_files
 from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_speculative.decoder import SpeculativeDecoder
+from miles_speculative.draft_files import misfits
 from miles_speculative.draft_model import attach_model, check_draft
+from miles_speculative.eagle import new_eagle
 from miles_speculative.lookahead import Lookahead
+from miles_speculative.tree import TreeDecoder
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8, "intermediate_size": 16}
+
+
+def answers(engine, requests):
+    async def ask():
+        return await asyncio.gather(*[engine.generate(r) for r in requests])
+
+    return asyncio.run(ask())
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +67,61 @@ def test_a_draft_that_is_the_policy_is_always_kept(tmp_path):
         for i, t in enumerate((0.0, 1.0, 1.3))
     ]
 
-    async def main():
-        return await asyncio.gather(*[engine.generate(r) for r in requests])
-
-    for response in asyncio.run(main()):
+    for response in answers(engine, requests):
         kept = sum(v for n, v in response.metrics.items() if n.startswith("kept_"))
         assert kept >= 0.99 * response.metrics["drafted"] > 10
+
+
+EAGLE = {
+    "fc.weight",
+    "layers.0.post_attention_layernorm.weight",
+    *(f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+}
+
+
+def test_an_eagle_head_drafts_trees_and_learns(toy_run, tmp_path, capsys):
+    policy, head = toy_files() / "model", tmp_path / "head"
+    assert main(["convert", "--eagle-num-layers", "1", "--model-dir", str(policy), "--save-dir", str(head)]) == 0
+    assert "EAGLE head" in capsys.readouterr().out
+    assert load_file(head / "model.safetensors").keys() == EAGLE
+    given = {"draft_model_path": head, "spec_lookahead": 2, "spec_topk": 2, "rollout_max_response_len": 12}
+    run = toy_run(["speculative", "r3", "tis"], **given, steps=5, lr=1e-9, draft_lr=1e-2, online_sft_interval=1)
+    first, last = run.metrics[0], run.metrics[-1]
+    assert last["train/draft_kl"] < 0.8 * first["train/draft_kl"]
+    assert last["train/draft_features"] < 0.8 * first["train/draft_features"]
+    assert last["speculative/accept_rate"] > 0 and last["mismatch/abs_log_prob"] < 1e-4
+    ours, theirs = (dict(m.draft.named_parameters()) for m in (run.engine.model, run.trainer.model))
+    assert ours.keys() == EAGLE and all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_an_eagle_head_is_read_as_published(tmp_path):
+    """From torch's own file, with a bias and copies of what the policy has; not from another layout."""
+    checkpoint = tiny_checkpoint("qwen3", tmp_path / "policy")
+    head = new_eagle(checkpoint, tmp_path / "head", 1)
+    tensors = load_file(head / "model.safetensors")
+    (head / "model.safetensors").unlink()
+    published = tensors | {"fc.bias": torch.ones(len(tensors["fc.weight"])), "embed_tokens.weight": torch.zeros(64, 32)}
+    torch.save(published, head / "pytorch_model.bin")
+    draft = attach_model(load_model(checkpoint), head)
+    assert draft.parameters.keys() == EAGLE | {"fc.bias"}
+    assert torch.equal(draft.parameters["fc.bias"], published["fc.bias"])
+    (head / "pytorch_model.bin").unlink()
+    save_file(tensors | {"lm_head.weight": torch.zeros(1)}, head / "model.safetensors")
+    engine = EmbeddedEngine(load_model(checkpoint), Settings(str, eos=[1]))
+    engine.decoder = TreeDecoder(attach_model(engine.model, head), Lookahead(3), 2)
+    plain = EmbeddedEngine(load_model(checkpoint), Settings(str, eos=[1]))
+    requests = [Request([3 + i, 7, 5], Sampling(12, temperature=0.0, ignore_eos=True), key=i) for i in range(3)]
+    assert [r.tokens for r in answers(engine, requests)] == [r.tokens for r in answers(plain, requests)]
+    wide = tiny_checkpoint("qwen3", tmp_path / "wide", hidden_size=64)
+    assert "trained for another model" in next(misfits(head, wide))
+    save_file(tensors | {"fc.weight": torch.zeros(2, 6), "other": torch.zeros(2)}, head / "model.safetensors")
+    with pytest.raises(CheckpointError, match="2 tensors are missing, unknown or of another shape"):
+        attach_model(engine.model, head)
+    save_file(
+        {"fc.weight": torch.zeros(2, 6), "midlayer.hidden_norm.weight": torch.zeros(2)}, head / "model.safetensors"
+    )
+    assert "EAGLE-3" in next(misfits(head, checkpoint))
 
 
 def test_a_draft_of_another_kind_is_refused(toy_run, small, tmp_path):
@@ -74,6 +135,8 @@ def test_a_draft_of_another_kind_is_refused(toy_run, small, tmp_path):
         check_draft(str(toy_files() / "model"), str(small), tokenizer)
     with pytest.raises(PlanError, match="are about an MTP layer"):
         toy_run(["speculative"], draft_model_path=small, enable_mtp_training=True)
+    with pytest.raises(PlanError, match="its vocabulary has 64 tokens"):  # and all of it before anything is loaded
+        toy_run(["speculative"], draft_model_path=other)
 
 
 def load_tokenizer(path):

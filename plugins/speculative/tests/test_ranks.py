@@ -13,7 +13,7 @@ from miles_embedded.trainer.build import data_parallel
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_speculative.config import SpeculativeConfig
 from miles_speculative.head import attach
-from miles_speculative.training import DraftTraining
+from miles_speculative.training import DraftTraining, check_ranks
 
 
 def trained(checkpoint, strategy, share, renew=False):
@@ -49,8 +49,8 @@ def test_two_ranks_train_the_draft_as_one_process_does(ranks, mtp_checkpoint, st
         for name, tensor in whole.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
     if strategy == "full_shard":
-        with pytest.raises(AssertionError, match="--sharding-strategy no_shard"):
-            ranks.run(trained, each=[(checkpoint, strategy, share, True) for share in SHARES["unequal"]])
+        with pytest.raises(AssertionError, match="among 2 ranks: add --sharding-strategy no_shard"):
+            ranks.run(check_ranks, each=[(SpeculativeConfig(mtp_training=True, ema_decay=0.5), strategy)] * 2)
 
 
 def test_a_start_anew_on_one_process_is_the_policys_last_layer(mtp_checkpoint):

@@ -35,7 +35,7 @@ plugin = Plugin(
             "weights-at-bound",
             "*tis/fraction_truncated_high",
             above(0.1),
-            "{metric}: {value} of the importance weights are cut at their upper bound, which biases the gradient",
+            "{metric}: {percent} of the importance weights are cut at their upper bound, which biases the gradient",
             "take fewer optimiser steps per rollout (--num-steps-per-rollout), or find the cause of the mismatch "
             "(miles verify --budget)",
             trouble="mismatch",
@@ -44,7 +44,7 @@ plugin = Plugin(
             "vetoed",
             "*tis/fraction_vetoed",
             above(0.05),
-            "{metric}: {value} of the tokens are in sequences that were dropped as a whole",
+            "{metric}: {percent} of the tokens are in sequences that were dropped as a whole",
             "some tokens have almost no probability in the trainer: miles verify shows which; "
             "check that both sides use the same sampler (--full-vocab-logprobs off) and number format",
         ),

@@ -5,8 +5,8 @@ differ. With rho_t = exp(log p_train_old - log p_rollout) the policy gradient is
 the product (``sequence``) or geometric mean (``geometric``) of its ratios, and the weight is bounded: cut at the upper end
 (``truncate``: TIS, Yao et al. 2025), at both (``clip``), or set to 0 outside (``mask``: MIS, IcePop). Bounded and
 token-level weights are biased for sequence functions; what they buy is variance. Rejection and veto give weight 0 by bounds
-of their own. A rejected token keeps its place in the loss's denominator. Log-ratios are clamped to +-20 and everything is
-detached.
+of their own. A rejected token keeps its place in the loss's denominator. Log-ratios, of a token
+and summed over a sequence, are clamped to +-20 before they become ratios, and everything is detached.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Ratios:
         owner: [T] which sample a token belongs to.
         count: [N] trained tokens of each sample.
         token: [T] log rho, clamped, 0 where nothing is trained.
-        sequence: [N] their sum.
-        geometric: [N] their mean.
+        sequence: [N] their sum; neither it nor its terms are clamped.
+        geometric: [N] their mean, likewise.
     """
 
     mask: Tensor
@@ -56,19 +56,19 @@ class Ratios:
     def between(cls, inputs: CorrectionInputs, above: Tensor, below: Tensor) -> Ratios:
         """Of two columns of log-probabilities: ``above - below``."""
         mask = inputs.mask.bool()
-        token = torch.where(mask, above.double() - below.double(), 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        exact = torch.where(mask, above.double() - below.double(), 0.0)
         owner = torch.repeat_interleave(torch.arange(len(inputs.lengths), device=mask.device), inputs.lengths)
         zero = torch.zeros(len(inputs.lengths), dtype=torch.float64, device=mask.device)
         count = zero.index_add(0, owner, mask.double())
-        sequence = zero.index_add(0, owner, token)
-        return cls(mask, owner, count, token, sequence, sequence / count.clamp(min=1))
+        sequence = zero.index_add(0, owner, exact)
+        return cls(mask, owner, count, _clamped(exact), sequence, sequence / count.clamp(min=1))
 
     def at(self, level: str) -> Tensor:
         """[T] log-ratio of a token, or of the sequence it belongs to."""
         if level == "token":
             return self.token
         chosen = self.sequence if level == "sequence" else self.geometric
-        return chosen.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)[self.owner]
+        return _clamped(chosen)[self.owner]
 
     def anywhere(self, tokens: Tensor) -> Tensor:
         """[T] bool: whether any trained token of the same sample is in ``tokens`` [T]."""
@@ -172,15 +172,19 @@ def _mean_weight(weight: Tensor, ratios: Ratios, inputs: CorrectionInputs, optio
 def _metrics(ratios: Ratios, weight: Tensor) -> Pairs:
     """Everything that is a mean over tokens or sequences; ``derived`` adds what is computed from those."""
     ratio = ratios.token.exp()
-    squared = (2 * ratios.sequence).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    squared = (2 * _clamped(ratios.sequence)).exp()
     return {
         "tis/ratio_mean": ratios.token_mean(ratio),
         "tis/weight_mean": ratios.token_mean(weight),
         "tis/weight_square_mean": ratios.token_mean(weight.square()),
-        "tis/ppl_ratio": ratios.sequence_mean((-ratios.geometric).exp()),
+        "tis/ppl_ratio": ratios.sequence_mean((-_clamped(ratios.geometric)).exp()),
         "tis/chi2_token": ratios.token_mean(ratio.square() - 1),
         "tis/chi2_sequence": ratios.sequence_mean(squared - 1),
     }
+
+
+def _clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:

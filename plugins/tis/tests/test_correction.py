@@ -6,7 +6,7 @@ import torch
 from miles_core import ConfigError, CorrectionInputs
 from miles_tis.bounds import bounds, rejection_bounds
 from miles_tis.config import TisConfig
-from miles_tis.correction import correct, derived, importance_correction, needs, opsm
+from miles_tis.correction import Ratios, correct, derived, importance_correction, needs, opsm
 
 TRAIN = torch.tensor([-1.0, -2.0, -0.5, -3.0])
 ROLLOUT = torch.tensor([-1.05, -3.0, -0.5, -2.0])
@@ -210,3 +210,12 @@ def test_metrics_against_their_definitions():
     assert derived({"a/tis/weight_mean": 2.0, "a/tis/weight_square_mean": 8.0}) == {"a/tis/ess": 0.5}
     ess = derived(found)["tis/ess"]
     assert ess == pytest.approx(float(ratio.sum() ** 2 / (4 * (ratio**2).sum())))
+
+
+def test_sums_are_clamped_and_not_their_terms():
+    """A token of 30 nats and one of -25 make a sequence of 5; the second moment of one of 15 nats is exp(30)."""
+    far = inputs(torch.tensor([30.0, 0, 15, 0]), torch.tensor([0.0, 25, 0, 0]), lengths=(2, 2))
+    ratios = Ratios.of(far)
+    assert ratios.sequence.tolist() == [5, 15] and ratios.token.tolist() == [20, -20, 15, 0]
+    total, count = importance_correction(far, TisConfig(clip=9.0)).metrics["tis/chi2_sequence"]
+    assert float(total / count) == pytest.approx((math.exp(10) + math.exp(30)) / 2 - 1)

@@ -9,7 +9,7 @@ _INSIDE = "runtime == inline and engine == embedded"
 
 plugin = Plugin(
     name="zero_copy",
-    summary="shared storage, shared memory, device handles and deltas for the weight sync, with checksums",
+    summary="shared storage, shared memory, device handles, broadcasts and deltas for the weight sync, with checksums",
     version=__version__,
     core="~=0.1",
     config=ZeroCopyConfig,
@@ -32,7 +32,8 @@ plugin = Plugin(
         "version, because it generates while the trainer steps (--schedule sync would share one storage)",
         "zero_copy.async_sync": "the engine holds a second copy of the encoded weights, from when a version is trained until it "
         "is in force",
-        "runtime != inline": "the first transfer chooses the path: memory that engine and trainer share on one host (device handles "
-        "on a GPU), else buckets over the runtime's own channel; the log says which, and why",
+        "runtime != inline": "the first transfer chooses the path: on one GPU handles, between GPUs that do not see each other a "
+        "broadcast (NCCL), on one host shared memory, else messages over the runtime's own channel with what changed since the "
+        "version before; the log says which, and why",
     },
 )

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from miles_core.backend import Bucket, DeviceMemory
+from miles_core import SyncError
+from miles_core.backend import Broadcast, Bucket, DeviceMemory, difference
 from miles_zero_copy import segment
 from miles_zero_copy.segment import Segment
 
 #: Bytes that a probe copies, and how often.
 PROBE_BYTES, PROBES = 64 << 20, 3
+#: Bytes of a bucket in shared memory: what one core writes is still in the processor's cache when the other reads it.
+IN_CACHE = 8 << 20
+#: Bytes of a bucket in a message, before it is made smaller.
+MESSAGE = 64 << 20
+
+#: Tells the engine to receive a message, the last one or not.
+Receive = Callable[[Mapping[str, Any], bool], Awaitable[None]]
 
 
 class Slot(ABC):
@@ -27,8 +37,14 @@ class Slot(ABC):
         self.bucket = Bucket(buffer)
 
     @abstractmethod
-    def memory(self) -> dict[str, Any]:
-        """How the receiver gets at the bucket's bytes: the ``memory`` of its message."""
+    def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
+        """How the receiver gets at the bytes of the bucket, whose ``header`` was made and which belongs to ``version``."""
+
+    async def deliver(self, receive: Receive, message: Mapping[str, Any], last: bool) -> float:
+        """Send the message about the bucket; returns when the engine has taken what is in it, with the seconds its bytes took."""
+        start = time.perf_counter()
+        await receive(message, last)
+        return time.perf_counter() - start
 
     def close(self) -> None:
         """Free it."""
@@ -41,7 +57,7 @@ class SegmentSlot(Slot):
         self._segment = Segment(nbytes)
         super().__init__(self._segment.buffer)
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
         path = str(self._segment.path)
         return {"kind": "file", "key": path, "path": path}
 
@@ -56,21 +72,65 @@ class DeviceSlot(Slot):
         self._memory = DeviceMemory(nbytes, device)
         super().__init__(self._memory.buffer)
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
         return self._memory.memory
 
     def close(self) -> None:
         self._memory.close()
 
 
+class BroadcastSlot(Slot):
+    """A bucket that every engine gets through a process group; ``group`` is the sender's end."""
+
+    def __init__(self, nbytes: int, device: torch.device, group: Broadcast) -> None:
+        try:
+            super().__init__(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError as error:
+            raise SyncError(f"{nbytes:,} bytes of GPU memory for a broadcast are not to be had") from error
+        self._group = group
+
+    def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
+        return {**self._group.memory, "times": 1 if header["units"] else 2}  # the second time everybody is there
+
+    async def deliver(self, receive: Receive, message: Mapping[str, Any], last: bool) -> float:
+        times = message["memory"]["times"]
+        told = asyncio.ensure_future(receive(message, last))
+        sent = asyncio.create_task(asyncio.to_thread(self._group.send, self.bucket.filled, times))
+        for late in (told, sent):
+            late.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody's, after the first error
+        await asyncio.wait([told, sent], return_when=asyncio.FIRST_EXCEPTION)
+        if told.done() and told.exception() is not None:
+            self._group.close()
+        if told.done():
+            await told
+        seconds = await sent
+        await told
+        return seconds
+
+
 class MessageSlot(Slot):
-    """A bucket that travels inside its message."""
+    """A bucket that travels inside its message: what changed of it since it was sent last, where that is less.
 
-    def __init__(self, nbytes: int) -> None:
+    ``sent`` is what was sent last of each bucket, by the name of its first tensor: [version, checksum] and bytes. Both sides
+    hold these, so this takes as much host memory as the encoded weights on each.
+    """
+
+    def __init__(self, nbytes: int, sent: dict[str, tuple[list[int], Tensor]]) -> None:
         super().__init__(torch.zeros(nbytes, dtype=torch.uint8))
+        self._sent = sent
 
-    def memory(self) -> dict[str, Any]:
-        return {"kind": "data", "data": self.bucket.filled.numpy().tobytes()}
+    def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
+        new = self.bucket.filled
+        if not header["units"]:
+            return {"kind": "data", "data": new.numpy().tobytes()}
+        key = header["units"][0][0]
+        kept = {"keep": key, "version": version}
+        name, base = self._sent.pop(key, ([], new[:0]))
+        changed = difference(new, base) if len(base) == len(new) else None
+        self._sent[key] = [version, header["checksum"]], base.copy_(new) if len(base) == len(new) else new.clone()
+        if changed is None:
+            return {"kind": "data", "data": new.numpy().tobytes(), **kept}
+        return {"kind": "delta", "data": changed, "base": name, **kept}
 
 
 @dataclass(frozen=True)
@@ -78,27 +138,51 @@ class Path:
     """A way for buckets.
 
     Attributes:
-        name: what the log calls it.
-        make: makes a slot of so many bytes; NoSegmentError or SyncError where it cannot.
-        limit: measures the bytes a second of one copy in its memory; None where there is none to compare with.
+        make: makes a slot of so many bytes; SyncError where it cannot.
+        limit: measures the bytes a second of one copy in its memory; None where that of the way itself is to be measured.
+        enough: bytes of a bucket above which larger ones are not faster.
+        probe: bytes of a bucket that shows how fast the way is.
+        lends: engines read the trainer's own tensors where these have handles.
+        close: frees what all slots have in common.
     """
 
-    name: str
     make: Callable[[int], Slot]
     limit: Callable[[], float] | None = None
+    enough: int = 1 << 40
+    probe: int = 4 << 20
+    lends: bool = False
+    close: Callable[[], None] = lambda: None
 
 
-def paths(device: torch.device) -> list[Path]:
-    """Every way there may be for tensors on ``device``, the fastest first."""
-    found = [
-        Path("shared memory", SegmentSlot, copy_speed),
-        Path("messages over the runtime's channel", MessageSlot),
-    ]
+def paths(device: torch.device, engines: int = 1) -> dict[str, Callable[[], Path]]:
+    """Every way there may be for tensors on ``device`` to so many engines, by name, the fastest first."""
+    found: dict[str, Callable[[], Path]] = {}
     if device.type == "cuda":
-        found.insert(
-            0, Path("GPU memory by handle", lambda n: DeviceSlot(n, device), lambda: copy_speed(device=str(device)))
-        )
+        found["GPU memory by handle"] = partial(_handles, device)
+        found["a broadcast (NCCL)"] = partial(broadcast, device, engines)
+    found["shared memory"] = _shared
+    found["messages over the runtime's channel"] = _messages
     return found
+
+
+def _shared() -> Path:
+    return Path(SegmentSlot, copy_speed, IN_CACHE)
+
+
+def _messages() -> Path:
+    return Path(partial(MessageSlot, sent={}), enough=MESSAGE)
+
+
+def _handles(device: torch.device) -> Path:
+    make, limit = partial(DeviceSlot, device=device), partial(copy_speed, device=str(device))
+    return Path(make, limit, lends=True)
+
+
+def broadcast(device: torch.device, engines: int) -> Path:
+    """Through a process group with so many engines: NCCL on a GPU, gloo on a CPU."""
+    group = Broadcast.open(engines, device)
+    make = partial(BroadcastSlot, device=device, group=group)
+    return Path(make, probe=(256 if device.type == "cuda" else 16) << 20, close=group.close)
 
 
 def copy_speed(nbytes: int = PROBE_BYTES, device: str = "cpu") -> float:

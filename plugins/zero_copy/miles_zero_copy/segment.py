@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from miles_core import SyncError
+
 #: Where Linux has shared memory.
 DIRECTORY = Path("/dev/shm")
 _NAME = "miles-weights-"
 
 
-class NoSegmentError(Exception):
+class NoSegmentError(SyncError):
     """There is no shared memory to be had here; one sentence."""
 
 

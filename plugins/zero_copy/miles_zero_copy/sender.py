@@ -1,52 +1,63 @@
-"""Filling one bucket while the other is read."""
+"""Filling one bucket while the other is read, and lending what need not be packed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from miles_core.backend import BLOCK, Encoded, room_of, rounded
+from miles_core.backend import BLOCK, Encoded, Loan, room_of, rounded
 from miles_core.format import Stored
-from miles_zero_copy.paths import Slot
+from miles_zero_copy.paths import Path, Receive, Slot
 
 log = logging.getLogger(__name__)
 
 #: Bytes of a slot before it is known that they do not do.
 FIRST = 16 << 20
 
-#: Tells the engine to receive a message, the last one or not.
-Receive = Callable[[Mapping[str, Any], bool], Awaitable[None]]
+#: How often the bucket is sent that measures a way.
+PROBES = 3
+#: Bytes from which on a tensor is rather read where it lies than packed.
+LENT = 1 << 20
 
 
 @dataclass
 class Sent:
-    """What was sent of one version."""
+    """What was sent of one version: ``nbytes`` of tensors, ``saved`` of which did not travel, because the engine had them."""
 
     nbytes: int = 0
+    saved: int = 0
     tensors: int = 0
     buckets: int = 0
+
+    @property
+    def travelled(self) -> int:
+        """Bytes that did travel."""
+        return max(self.nbytes - self.saved, 0)
 
 
 class Sender:
     """Sends streams of tensors through two slots, which are filled again once the engine has acknowledged what was in them.
 
     Args:
-        make: makes a slot of so many bytes.
-        nbytes: bytes of a slot; they are made smaller until more is to be sent, and larger for a tensor that needs it.
+        path: makes the slots.
+        nbytes: bytes of a slot, at most; they are made smaller until more is to be sent, and larger for a tensor that needs it.
         sender: this rank, and of how many.
     """
 
-    def __init__(self, make: Callable[[int], Slot], nbytes: int, sender: tuple[int, int]) -> None:
-        self._make, self._sender = make, sender
-        self._wanted = rounded(nbytes)
+    def __init__(self, path: Path, nbytes: int, sender: tuple[int, int]) -> None:
+        self.path, self._sender = path, sender
+        self._given = rounded(nbytes)
+        self._enough = min(self._given, rounded(path.enough))
+        self._wanted = min(self._given, 2 * self._enough)  # so that what is nearly full takes one more
         self._slots: list[Slot] = []
         self._make_slots(min(self._wanted, FIRST))
-        self._reading: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[float] | None = None
+        self._loan = Loan()
         self.sent = Sent()
 
     @property
@@ -58,26 +69,32 @@ class Sender:
         """Where a weight's codes may be written: into the bucket they will be sent in."""
         return self._slot.bucket.room(name, stored)
 
-    async def greet(self, receive: Receive) -> None:
+    async def greet(self, receive: Receive, version: int) -> None:
         """Begin a version with a bucket that holds no tensors. SyncError where the engine cannot read the slots."""
         self.sent = Sent()
         for slot in self._slots:
             slot.bucket.clear()
-        bucket = self._slot.bucket
-        bucket.end = BLOCK
-        bucket.filled.random_()
-        await self._deliver(receive)
-        await self._acknowledged()
+        await self._send_noise(BLOCK, receive, version)
 
-    async def send(self, units: Iterator[Encoded], receive: Receive) -> Sent:
+    async def speed(self, receive: Receive, version: int) -> float:
+        """Bytes a second of this way, from buckets that hold no tensors: the best of a few."""
+        nbytes = min(self.path.probe, self._given)
+        if len(self._slot.bucket.buffer) < nbytes:
+            self._make_slots(nbytes)
+        return max([nbytes / await self._send_noise(nbytes, receive, version) for _ in range(PROBES)])
+
+    async def send(self, units: Iterator[Encoded], receive: Receive, version: int) -> Sent:
         """Send all of ``units`` after a greeting, or as the beginning of a version; returns when the engine has them."""
         self._slot.bucket.clear()
         try:
             for unit in units:
-                await self._add(unit, receive)
-            await self._deliver(receive, last=True)
+                await self._add(unit, receive, version)
+            await self._deliver(receive, version, last=not self._loan)
+            if self._loan:
+                await self._post(self._slot, self._loan.message(), receive, last=True)
             await self._acknowledged()
         finally:
+            self._loan = Loan()
             if self._reading is not None:  # after an error: nobody reads a slot that may be freed
                 await asyncio.wait([self._reading])
                 self._reading = None
@@ -86,59 +103,85 @@ class Sender:
 
     def close(self) -> None:
         """Free the slots."""
-        for slot in self._slots:
-            slot.close()
-        self._slots = []
+        self._free_slots()
+        self.path.close()
 
-    async def _add(self, unit: Encoded, receive: Receive) -> None:
-        if not self._slot.bucket.add(unit):
-            await self._deliver(receive)
-            needed = rounded(room_of(unit))
-            if needed > self._wanted:
-                log.warning(
-                    "--sync-bucket-size %d is smaller than %s (%d bytes): buckets are made that large",
-                    self._wanted,
-                    unit.name,
-                    needed,
-                )
-                self._wanted = needed
-            if len(self._slot.bucket.buffer) < self._wanted:
-                await self._acknowledged()
-                self.close()
-                self._make_slots(self._wanted)
+    async def _send_noise(self, nbytes: int, receive: Receive, version: int) -> float:
+        bucket = self._slot.bucket
+        bucket.end = nbytes
+        bucket.filled.random_()
+        await self._deliver(receive, version)
+        return await self._acknowledged()
+
+    async def _add(self, unit: Encoded, receive: Receive, version: int) -> None:
+        if self._lent(unit):
+            pass
+        elif not self._slot.bucket.add(unit):
+            if self._slot.bucket.units:
+                await self._deliver(receive, version)
+            await self._grow(unit)
             self._slot.bucket.add(unit)
         self.sent.tensors += len(unit.parts)
         self.sent.nbytes += unit.nbytes
+        if self._slot.bucket.end >= self._enough:
+            await self._deliver(receive, version)
 
-    async def _deliver(self, receive: Receive, last: bool = False) -> None:
+    def _lent(self, unit: Encoded) -> bool:
+        """Whether the engine is to read a tensor where the trainer has it."""
+        if not self.path.lends or not unit.lasting or unit.format or unit.nbytes < LENT:
+            return False
+        return self._loan.add(unit.name, unit.parts[unit.name])
+
+    async def _grow(self, unit: Encoded) -> None:
+        """Room for a tensor, and for the next ones."""
+        needed = rounded(room_of(unit))
+        if needed > self._given:
+            log.warning(
+                "--sync-bucket-size %d is smaller than %s (%d bytes): buckets are made that large",
+                self._given,
+                unit.name,
+                needed,
+            )
+            self._given = needed
+        self._wanted = max(self._wanted, needed)
+        if len(self._slot.bucket.buffer) < self._wanted:
+            await self._acknowledged()
+            self._make_slots(self._wanted)
+
+    async def _deliver(self, receive: Receive, version: int, last: bool = False) -> None:
         """Send the bucket on its way, and go on with the other once it was read."""
         slot = self._slot
-        message = {
-            **slot.bucket.header(),
-            "memory": slot.memory(),
-            "number": self.sent.buckets,
-            "sender": list(self._sender),
-        }
-        self.sent.buckets += 1
-        await self._acknowledged()
-        self._reading = asyncio.create_task(_told(receive, message, last))
-        await asyncio.sleep(0)  # the message leaves before the other slot is filled
+        header = slot.bucket.header()
+        await self._post(slot, {**header, "memory": slot.memory(header, version)}, receive, last)
         self._slots.reverse()
         self._slot.bucket.clear()
 
-    async def _acknowledged(self) -> None:
+    async def _post(self, slot: Slot, message: Mapping[str, Any], receive: Receive, last: bool = False) -> None:
+        """Send a message once the one before it was answered."""
+        memory = message["memory"]
+        if memory["kind"] == "delta":
+            self.sent.saved += message["nbytes"] - len(memory["data"])
+        numbered = {**message, "number": self.sent.buckets, "sender": list(self._sender)}
+        self.sent.buckets += 1
+        await self._acknowledged()
+        self._reading = asyncio.create_task(slot.deliver(receive, numbered, last))
+        await asyncio.sleep(0)  # the message leaves before the other slot is filled
+
+    async def _acknowledged(self) -> float:
+        """The bucket that is on its way was read; the seconds it took."""
         reading, self._reading = self._reading, None
-        if reading is not None:
-            await reading
+        return 0.0 if reading is None else await reading
 
     def _make_slots(self, nbytes: int) -> None:
+        self._free_slots()
         try:
             for _ in range(2):
-                self._slots.append(self._make(nbytes))
+                self._slots.append(self.path.make(nbytes))
         except BaseException:
-            self.close()
+            self._free_slots()
             raise
 
-
-async def _told(receive: Receive, message: dict[str, Any], last: bool) -> None:
-    await receive(message, last)
+    def _free_slots(self) -> None:
+        for slot in self._slots:
+            slot.close()
+        self._slots = []

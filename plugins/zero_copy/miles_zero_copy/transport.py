@@ -17,7 +17,6 @@ from miles_core.backend import ALONE, CopyTransport, Encoded, Engine, Run, SyncR
 from miles_core.format import Stored
 from miles_zero_copy.config import ZeroCopyConfig
 from miles_zero_copy.paths import paths
-from miles_zero_copy.segment import NoSegmentError
 from miles_zero_copy.sender import Receive, Sender
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,8 @@ def make_transport(run: Run, engine: Engine, world: World = ALONE) -> Transport:
     here = run.config.run.runtime == "inline" and "shared_storage" in engine.capabilities
     if here and not options.async_sync:
         return SharedStorage(engine) if run.config.run.schedule == "sync" else CopyTransport(engine)
-    return BucketTransport(engine, world, run.config.run.sync_bucket_size, options.async_sync)
+    run_options = run.config.run
+    return BucketTransport(engine, world, run_options.sync_bucket_size, options.async_sync, run_options.colocate)
 
 
 class SharedStorage(Transport):
@@ -61,13 +61,17 @@ class BucketTransport(Transport):
         world: this rank and how many there are: each sends what its trainer yields it, the engine waits for all.
         bucket_size: bytes of each of the two buckets, at most.
         staging: send each version beside the one in force, and switch when it is pushed.
+        colocated: the two take turns on a GPU, so neither keeps memory of it for the next version.
     """
 
-    def __init__(self, engine: Engine, world: World, bucket_size: int, staging: bool = False) -> None:
-        self.engine, self.world, self.bucket_size, self.staging = engine, world, bucket_size, staging
+    def __init__(
+        self, engine: Engine, world: World, bucket_size: int, staging: bool = False, colocated: bool = False
+    ) -> None:
+        self.engine, self.world, self.bucket_size = engine, world, bucket_size
+        self.staging, self.colocated = staging, colocated
         self._staged: SyncReport | None = None
         self._sender: Sender | None = None
-        self._limit = 0.0
+        self._limit, self._told = 0.0, ""
 
     def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
         return None if self._sender is None else self._sender.room(name, stored)
@@ -94,24 +98,31 @@ class BucketTransport(Transport):
         """Send all of ``units``; messages say ``how`` they are meant too."""
 
         async def receive(message: Mapping[str, Any], last: bool) -> None:
-            await self.engine.receive({**message, **(how or {})}, version, last)
+            once = {"once": True} if self.colocated else {}
+            await self.engine.receive({**message, **once, **(how or {})}, version, last)
 
         try:
             if self._sender is None:
                 first = list(itertools.islice(units, 1))
                 device = next(iter(first[0].parts.values())).device if first else torch.device("cpu")
-                self._sender = await self._chosen(device, receive)
+                self._sender = await self._chosen(device, receive, version)
                 units = itertools.chain(first, units)
             started = time.perf_counter()
-            sent = await self._sender.send(units, receive)
+            sent = await self._sender.send(units, receive, version)
         except Exception:
             self.close()  # the next push finds out anew which paths there are
+            self._limit = 0.0
             for _ in units:  # other ranks may wait in its collectives
                 pass
             raise
         seconds = time.perf_counter() - started
-        ratio = {"of_limit": sent.nbytes / seconds / self._limit} if self._limit else {}
-        return SyncReport(version, sent.nbytes, sent.tensors, seconds, ratio)
+        if self.colocated and self._sender.path.lends:
+            self.close()
+        metrics = {
+            "of_limit": sent.travelled / seconds / self._limit,
+            "travelled": sent.travelled / max(sent.nbytes, 1),
+        }
+        return SyncReport(version, sent.travelled, sent.tensors, seconds, metrics)
 
     def close(self) -> None:
         """Free the memory that buckets lie in."""
@@ -119,23 +130,24 @@ class BucketTransport(Transport):
             self._sender.close()
             self._sender = None
 
-    async def _chosen(self, device: torch.device, receive: Receive) -> Sender:
+    async def _chosen(self, device: torch.device, receive: Receive, version: int) -> Sender:
         """A sender over the fastest path on which the engine reads a greeting, which is sent."""
         reasons = []
-        for path in paths(device):
+        for name, way in paths(device, self.engine.receivers).items():
+            sender: Sender | None = None
             try:
-                sender = Sender(path.make, self.bucket_size, (self.world.rank, self.world.size))
-            except (NoSegmentError, SyncError) as error:
-                reasons.append(str(error))
-                continue
-            try:
-                await sender.greet(receive)
+                path = way()
+                sender = Sender(path, self.bucket_size, (self.world.rank, self.world.size))
+                await sender.greet(receive, version)
+                self._limit = self._limit or (path.limit() if path.limit else await sender.speed(receive, version))
             except SyncError as error:
-                sender.close()
+                if sender is not None:
+                    sender.close()
                 reasons.append(str(error))
                 continue
             why = f", because {'; '.join(reasons)}" if reasons else ""
-            log.log(logging.WARNING if reasons else logging.INFO, "weights travel through %s%s", path.name, why)
-            self._limit = path.limit() if path.limit else 0.0
+            if name + why != self._told:
+                self._told = name + why
+                log.log(logging.WARNING if reasons else logging.INFO, "weights travel through %s%s", name, why)
             return sender
         raise SyncError(f"weights cannot travel to the engine: {'; '.join(reasons)}")

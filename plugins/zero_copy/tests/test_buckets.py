@@ -6,16 +6,18 @@ import asyncio
 import logging
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 from miles_core import MilesError, SyncError
-from miles_core.backend import Sampling, World
+from miles_core.backend import Encoded, Sampling, World
 from miles_core.testing.asking import ask, under_way
 from miles_core.testing.engine_contract import FREE
 from miles_core.testing.stored import stored_units
-from miles_zero_copy import segment
+from miles_zero_copy import paths, segment, sender
+from miles_zero_copy import transport as transport_module
 from miles_zero_copy.transport import BucketTransport
 
 SMALL = 40 << 10  # the tiny model takes three of them
@@ -80,7 +82,7 @@ def test_a_bucket_with_another_checksum_is_a_failed_sync_and_the_next_push_repai
 
     engine.spoil = spoil
     with pytest.raises(
-        SyncError, match=r"starts with model\..* arrived with checksum [0-9a-f]{8}, and [0-9a-f]{8} was sent"
+        SyncError, match=r"starts with model\..* arrived with checksum [0-9a-f]{16}, and [0-9a-f]{16} was sent"
     ):
         asyncio.run(transport.send(stream(), 1))
     assert engine.version == -1 and len(rest) == len(units)  # consumed to its end
@@ -96,7 +98,7 @@ def test_a_bucket_with_another_checksum_is_a_failed_sync_and_the_next_push_repai
 def test_an_engine_that_was_started_anew_in_the_middle_says_so(engine, transport, checkpoints):
     def spoil(message, number):
         if number == 3:
-            engine._weights._arriving = None
+            engine._weights.arrivals.forget()
         return message
 
     engine.spoil = spoil
@@ -104,14 +106,65 @@ def test_an_engine_that_was_started_anew_in_the_middle_says_so(engine, transport
         asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
 
 
-def test_an_engine_that_cannot_read_shared_memory_gets_messages(engine, transport, checkpoints, unreachable, caplog):
+def stepped(units):
+    """A step of an optimiser that changes a hundredth of the weights by one unit in the last place."""
+    bits = {u.name: u.parts[u.name].view(torch.int32).clone() for u in units}
+    for words in bits.values():
+        words += (torch.rand(words.shape) < 0.01).int()
+    return [Encoded(name, {name: words.view(torch.float32)}) for name, words in bits.items()]
+
+
+def test_an_engine_that_cannot_read_shared_memory_gets_messages_and_then_what_changed(
+    engine, transport, checkpoints, unreachable, caplog
+):
     engine.spoil = unreachable
-    asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
+    units = stored_units(checkpoints[1])
+    full = asyncio.run(transport.send(iter(units), 1))
     assert engine.version == 1 and set(engine.received) == {"file", "data"}
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert record.message == (
         "weights travel through messages over the runtime's channel, because the two are on different hosts"
     )
+    engine.received, steps = [], [stepped(units)]
+    report = asyncio.run(transport.send(iter(steps[0]), 2))
+    received = weights(engine)
+    asyncio.run(transport.engine.update_weights(steps[0], 2))  # a copy, after which nobody holds a base
+    assert same(received, weights(engine)) and set(engine.received) == {"delta"}
+    assert report.nbytes < 0.05 * full.nbytes and report.metrics["travelled"] < 0.05
+    with pytest.raises(
+        SyncError, match=r"starts with \S+ came as a difference to version 2, which this engine does not hold"
+    ):
+        asyncio.run(transport.send(iter(stepped(steps[0])), 3))
+    assert asyncio.run(transport.send(iter(units), 3)).nbytes > full.nbytes / 2
+    asyncio.run(engine.update_weights(units, 4))
+    assert engine.version == 4
+
+
+def test_a_broadcast_brings_the_same_buckets_and_an_engine_that_cannot_be_reached_another_way(
+    engine, transport, checkpoints, monkeypatch, caplog
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    ways = paths.paths(torch.device("cpu"))
+    monkeypatch.setattr(
+        transport_module, "paths", lambda *given: {"a broadcast (gloo)": partial(paths.broadcast, *given), **ways}
+    )
+    caplog.set_level(logging.INFO)
+    units = stored_units(checkpoints[1])
+    for version in (1, 2):
+        report = asyncio.run(transport.send(iter(units), version))
+    received = weights(engine)
+    assert set(engine.received) == {"broadcast"} and report.metrics["of_limit"] > 0
+    assert "weights travel through a broadcast (gloo)" in caplog.text
+    asyncio.run(engine.update_weights(units, 3))
+    assert same(received, weights(engine))
+    transport.close()
+
+    def spoil(message, number):
+        return message if "host" not in str(message) else {**message, "memory": {**message["memory"], "port": 9}}
+
+    engine.spoil = spoil
+    asyncio.run(transport.send(iter(units), 4))
+    assert engine.version == 4 and "weights travel through shared memory, because the trainer cannot be" in caplog.text
 
 
 def test_a_host_without_shared_memory_gets_messages(engine, transport, checkpoints, monkeypatch, tmp_path, caplog):
@@ -119,6 +172,21 @@ def test_a_host_without_shared_memory_gets_messages(engine, transport, checkpoin
     asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
     assert engine.version == 1 and set(engine.received) == {"data"}
     assert f"there is no shared memory on this host: {tmp_path / 'shm'} is not there" in caplog.text
+
+
+def test_shared_memory_that_gets_full_in_the_middle_is_a_failed_sync(engine, transport, checkpoints, monkeypatch):
+    monkeypatch.setattr(sender, "FIRST", 4096)  # what comes next needs more
+    monkeypatch.setattr(segment.os, "posix_fallocate", partial(full, segment.os.posix_fallocate))
+    with pytest.raises(SyncError, match="bytes of shared memory are not to be had"):
+        asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
+    assert engine.version == -1
+
+
+def full(allocate, file, start, nbytes):
+    """A /dev/shm that has room for the first buckets only."""
+    if nbytes > 4096:
+        raise OSError(28, "No space left on device")
+    allocate(file, start, nbytes)
 
 
 def test_shared_memory_that_is_full_is_said_with_what_helps():
@@ -188,7 +256,7 @@ def test_a_staged_version_that_is_wrong_leaves_the_engine_as_it_was(engine, chec
     asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 2))
     assert engine.version == 2
     asyncio.run(transport.stage(iter(stored_units(checkpoints[0])), 3))
-    engine._weights._staged = None  # it was started anew
+    engine._weights.arrivals.forget()  # it was started anew
     with pytest.raises(SyncError, match="version 3 was not staged in this engine"):
         asyncio.run(transport.send(iter(()), 3))
     transport.close()

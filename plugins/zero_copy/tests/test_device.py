@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from miles_core import SyncError
-from miles_core.backend import DeviceMemory, Encoded, Inbox, World
+from miles_core.backend import DeviceMemory, Encoded, Inbox, Loan, World
 from miles_core.sync.device_memory import attach
 from miles_core.testing.stored import stored_units
 from miles_embedded.testing import ProcessEngine
+from miles_zero_copy import sender
 from miles_zero_copy.transport import BucketTransport
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -28,28 +29,52 @@ def test_a_gpu_that_the_engine_does_not_see_is_said():
         Inbox().open({"memory": where})
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_another_process_reads_gpu_memory(checkpoints, engine, caplog):
-    caplog.set_level(logging.INFO)
-    units = stored_units(checkpoints[1])
+def there_and_here(units, engine, checkpoints, versions=1):
+    """Send to an engine in another process: what it scores, what this one does, and the last report."""
     there = ProcessEngine(checkpoints[0], seed=7, max_context=48, max_running_requests=4)
     transport = BucketTransport(there, World(), 40 << 10)
-    on_gpu = [Encoded(u.name, {n: t.cuda() for n, t in u.parts.items()}) for u in units]
     with asyncio.Runner() as runner:
         runner.run(there.start())
         try:
-            for version in (1, 2):
-                report = runner.run(transport.send(iter(on_gpu), version))
+            for version in range(1, versions + 1):
+                report = runner.run(transport.send(iter(units), version))
             scored = runner.run(there.score([[3, 4, 5, 6]]))[0]
         finally:
             runner.run(there.stop())
             transport.close()
-        runner.run(engine.update_weights(units, 1))
+        runner.run(engine.update_weights(stored_units(checkpoints[1]), 1))
         here = runner.run(engine.score([[3, 4, 5, 6]]))[0]
-    assert there.version == 2 and report.nbytes == sum(u.nbytes for u in units)
-    assert scored.tolist() == here.tolist()
-    assert "weights travel through GPU memory by handle" in caplog.text
+    assert there.version == versions and report.nbytes >= sum(u.nbytes for u in units)
+    return scored.tolist(), here.tolist()
+
+
+def on_gpu(checkpoint, lasting=False):
+    return [
+        Encoded(u.name, {n: t.cuda() for n, t in u.parts.items()}, lasting=lasting) for u in stored_units(checkpoint)
+    ]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("lasting", [False, True], ids=["packed", "lent"])
+def test_another_process_reads_gpu_memory(checkpoints, engine, caplog, monkeypatch, lasting):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(sender, "LENT", 1024)
+    units, lent, message = on_gpu(checkpoints[1], lasting), [], Loan.message
+    monkeypatch.setattr(Loan, "message", lambda self: lent.append(len(self)) or message(self))
+    scored, here = there_and_here(units, engine, checkpoints, versions=2)
+    assert scored == here and "weights travel through GPU memory by handle" in caplog.text
+    assert len(lent) == (2 if lasting else 0) and all(count > len(units) / 2 for count in lent)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_gpu_that_does_not_see_the_other_gets_a_broadcast(checkpoints, engine, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    units = on_gpu(checkpoints[1])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of the processes that are started now
+    scored, here = there_and_here(units, engine, checkpoints, versions=2)
+    assert scored == here and "weights travel through a broadcast (NCCL), because weights lie on GPU" in caplog.text
 
 
 @pytest.mark.gpu

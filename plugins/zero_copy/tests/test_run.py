@@ -11,6 +11,8 @@ import torch
 from miles_core import PlanError
 from miles_core.cli import doctor
 from miles_core.testing import plan
+from miles_core.testing.doubles import apart
+from miles_zero_copy import segment
 
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}
 FP8 = {"rollout_precision": "fp8", "train_precision": "fp8", "emulate_precision": True}
@@ -104,6 +106,16 @@ def test_a_failed_sync_is_made_again_then_by_the_plain_copy(toy_run, tmp_path, f
     assert ("sync/of_limit" in run.metrics[-1]) == (failures == 1)  # the plain copy has none
     if failures == 2:
         assert "weights travel by the plain copy from version 0 on" in said[1]
+
+
+def test_engines_elsewhere_get_what_changed(toy_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(segment, "DIRECTORY", tmp_path / "shm")
+    options = {"dtype": "bfloat16", "lr": 1e-6, "steps": 3, "use_zero_copy_sync": True}
+    run = toy_run([apart.__file__], runtime="apart", apart_engines=2, **options)
+    here = toy_run(**options)
+    assert [r["reward/mean"] for r in run.metrics] == [r["reward/mean"] for r in here.metrics]
+    assert [r["train/grad_norm"] for r in run.metrics] == [r["train/grad_norm"] for r in here.metrics]
+    assert all(0 < r["sync/travelled"] < 0.2 for r in run.metrics)
 
 
 def test_the_plan_says_which_path_and_why():

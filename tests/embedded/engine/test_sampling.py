@@ -104,6 +104,13 @@ def test_distribution_is_the_joint_one(seed, temperature, top_k, top_p):
         torch.testing.assert_close(log_probs[finite], expected, atol=1e-5, rtol=1e-5)
 
 
+def test_top_p_of_one_leaves_top_k_its_tokens():
+    """The first token's probability is 1 in rounding, and yet two are kept."""
+    for parameters in (draw.Params(1.0, 2, 1.0), draw.Params(1.0, torch.tensor([[2]]), torch.tensor([[1.0]]).double())):
+        found = draw.distribution(torch.tensor([[60.0, 0.0, -1.0]]), parameters)
+        assert found.support.tolist() == [[True, True, False]]
+
+
 def test_rows_with_different_parameters_equal_each_alone():
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(1))
     every = [

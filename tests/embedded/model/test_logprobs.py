@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from miles_core.data.batch import Ragged
-from miles_core.errors import CheckpointError
 from miles_embedded.model.logprobs import logits_of, token_log_probs
 
 
@@ -80,8 +79,10 @@ def test_extreme_logits_stay_finite():
     assert found.isfinite().all() and entropy.isfinite().all()
 
 
-def test_a_soft_cap_is_applied_and_unknown_scaling_refused():
+def test_logits_are_capped_and_scaled_as_the_family_does():
     model, (hidden, _) = Head(final_logit_softcapping=2.0), inputs()
-    torch.testing.assert_close(logits_of(model, hidden), torch.tanh(model.lm_head(hidden) / 2) * 2)
-    with pytest.raises(CheckpointError, match=r"logit_scale = 0\.5"):
-        logits_of(Head(logit_scale=0.5), hidden)
+    plain = model.lm_head(hidden)
+    torch.testing.assert_close(logits_of(model, hidden), torch.tanh(plain / 2) * 2)
+    torch.testing.assert_close(logits_of(Head(logit_scale=0.5), hidden), plain * 0.5)
+    torch.testing.assert_close(logits_of(Head(logits_scaling=4.0), hidden), plain / 4)
+    torch.testing.assert_close(logits_of(Head(logits_scaling=4.0, model_type="hyperclovax"), hidden), plain * 4)

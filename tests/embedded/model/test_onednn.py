@@ -1,5 +1,7 @@
 """Products by the faster library: the same numbers as torch's, to rounding, forward and backward."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,23 @@ def test_a_fast_linear_has_the_values_and_gradients_of_a_plain_one(bias, shape):
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-5)
     for a, b in zip(plain.parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(not onednn.turns_few(), reason="on this processor the plain product is the faster one")
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_have_the_values_of_a_plain_linear(bias, monkeypatch):
+    plain = nn.Linear(256, 256, bias=bias)
+    fast = nn.Sequential(copy.deepcopy(plain))
+    onednn.use_fast_linear(fast)
+    taken = []
+    few = onednn._few_rows
+    monkeypatch.setattr(onednn, "_few_rows", lambda module, x, rows: taken.append(rows) or few(module, x, rows))
+    with torch.no_grad():
+        for shape in ((1, 256), (3, 256), (1, 4, 256), (256,), (5, 256)):
+            x = torch.randn(shape)
+            torch.testing.assert_close(fast(x), plain(x))
+    assert taken == [1, 3, 4, 1]
+    fast(x.requires_grad_()).sum().backward()  # and with a gradient, torch's
 
 
 def test_other_dtypes_stay_with_torch():

@@ -139,7 +139,15 @@ def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_an_export_never_overwrites(tmp_path):
+def test_an_export_never_overwrites_and_fills_what_is_there(tmp_path):
     model = load_model(tiny_checkpoint("llama", tmp_path / "llama"))
+    (tmp_path / "mounted" / "lost+found").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "mounted")
+    export_checkpoint(model, None, tmp_path / "link")
+    found = {p.name for p in (tmp_path / "mounted").iterdir()}
+    assert {"config.json", "model.safetensors"} < found and not {n for n in found if n.startswith(".")}
+    assert json.loads((tmp_path / "mounted" / "config.json").read_text()).get(
+        "use_cache", True
+    )  # for whoever generates
     with pytest.raises(CheckpointError, match="not empty"):
         export_checkpoint(model, None, tmp_path / "llama")

@@ -10,7 +10,8 @@ from miles_core.data.sample import Sample
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import load_model
-from miles_embedded.trainer.balance import Balance, routers
+from miles_embedded.model.routers import routed_blocks
+from miles_embedded.trainer.balance import Balance
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 
@@ -30,11 +31,13 @@ def test_the_loss_is_the_formula(family, tmp_path):
     for sample in samples:
         seen = []
         handles = [
-            m.register_forward_hook(lambda m, a, o, s=seen: s.append(o if isinstance(o, torch.Tensor) else o[0]))
-            for m, _ in routers(plain)
+            r.router.register_forward_hook(lambda m, a, o, s=seen: s.append(o if isinstance(o, torch.Tensor) else o[0]))
+            for r in routed_blocks(plain)
         ]
         chosen = []
-        handles += [m.register_forward_pre_hook(lambda m, a, s=chosen: s.append(a[1])) for _, m in routers(plain)]
+        handles += [
+            r.experts.register_forward_pre_hook(lambda m, a, s=chosen: s.append(a[1])) for r in routed_blocks(plain)
+        ]
         with torch.no_grad():
             plain(torch.tensor([sample.tokens[:-1]]))
         for handle in handles:
@@ -61,5 +64,5 @@ def test_nothing_is_recorded_outside_of_a_training_pass(tmp_path):
 
 def test_routers_of_every_family_are_found(tmp_path):
     for family, expected in (("qwen3_moe", 2), ("deepseek_v3", 1), ("llama", 0)):
-        assert len(routers(load_model(tiny_checkpoint(family, tmp_path / family)))) == expected
+        assert len(routed_blocks(load_model(tiny_checkpoint(family, tmp_path / family)))) == expected
     assert Balance(load_model(tiny_checkpoint("qwen3_moe", tmp_path / "again")), 0.1).coefficient == 0.1

@@ -10,7 +10,7 @@ from miles_core.observe.hints import HINTS
 from miles_core.testing.tiny import tiny_checkpoint
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import load_model
-from miles_embedded.trainer.balance import routers
+from miles_embedded.model.routers import routed_blocks
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 NAME = "train/expert_imbalance"
@@ -34,18 +34,18 @@ def trainer_of(model, **settings):
 def by_hand(model, made):
     """max / mean load of the worst layer, from one forward a sample of what it needs (all but its last token)."""
     worst = []
-    chosen = [[] for _ in routers(model)]
+    chosen = [[] for _ in routed_blocks(model)]
     handles = [
-        m.register_forward_pre_hook(lambda m, a, s=s: s.append(a[1]))
-        for (_, m), s in zip(routers(model), chosen, strict=True)
+        r.experts.register_forward_pre_hook(lambda m, a, s=s: s.append(a[1]))
+        for r, s in zip(routed_blocks(model), chosen, strict=True)
     ]
     trainer = trainer_of(model, micro_batch_size=1, share_prompts=False)
     for sample in made:
         trainer.log_probs(collate([sample]), "old")
     for handle in handles:
         handle.remove()
-    for (_, experts), seen in zip(routers(model), chosen, strict=True):
-        loads = torch.bincount(torch.cat(seen).flatten(), minlength=experts.num_experts).double()
+    for found, seen in zip(routed_blocks(model), chosen, strict=True):
+        loads = torch.bincount(torch.cat(seen).flatten(), minlength=found.count).double()
         worst.append(float(loads.max() / loads.mean()))
     return max(worst)
 
@@ -71,9 +71,9 @@ def test_each_step_is_counted_by_itself(tmp_path):
 
 def test_one_expert_for_all_is_the_worst(tmp_path):
     model = load_model(tiny_checkpoint("qwen3_moe", tmp_path / "moe", num_experts_per_tok=1), "float32")
-    for _, experts in routers(model):
-        experts.register_forward_pre_hook(lambda m, a: (a[0], torch.zeros_like(a[1]), a[2]))
-        assert experts.num_experts == 4
+    for found in routed_blocks(model):
+        found.experts.register_forward_pre_hook(lambda m, a: (a[0], torch.zeros_like(a[1]), a[2]))
+        assert found.count == 4
     assert trainer_of(model).step(collate(samples()))[NAME] == (4.0, 1.0)
 
 

@@ -1,0 +1,157 @@
+"""Model families in the embedded backend, held against Transformers: the table of ``docs/families.md``.
+
+Run: ``python benchmarks/families.py --write`` (a minute). Every family is a tiny random checkpoint in FP32: packed scores, greedy
+generation, gradients and export (``miles_embedded.testing.families``); for mixtures of experts also the gap of a trainer that
+replays the engine's experts (r3); and for each number format an export that went through it, against Transformers with the same
+weights. Plugins are those that are installed here. The last line of the output is one JSON object; the exit code is 1 when a number
+is out of bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import ROOT, commit, installed
+
+from miles_core.contracts.engine import Request, Sampling
+from miles_core.contracts.trainer import Callbacks
+from miles_core.data.batch import collate
+from miles_core.data.sample import Sample
+from miles_core.errors import MilesError
+from miles_core.precision.codec import Codec
+from miles_core.precision.fused_experts import Family
+from miles_core.train.optimizer import OptimizerConfig
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
+from miles_embedded.manifest import REFUSED
+from miles_embedded.model.configuration import configuration
+from miles_embedded.model.export import export_checkpoint
+from miles_embedded.model.load import load_model
+from miles_embedded.model.load_units import load_units
+from miles_embedded.model.routers import routed_blocks
+from miles_embedded.model.views import export, views
+from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint, score_gap
+from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_fp8.format import Fp8
+from miles_int4.format import Int4
+from miles_mxfp8.format import Mxfp8
+from miles_nvfp4.format import Nvfp4
+from miles_r3 import ROUTES
+from miles_r3.embedded import RECORDED, REPLAY, tap
+from miles_r3.hooks import routes_of_rows
+
+PAGE = ROOT / "docs" / "families.md"
+FORMATS = {"fp8": Fp8, "mxfp8": Mxfp8, "int4": lambda: Int4(group_size=16), "nvfp4": Nvfp4}
+#: Largest differences that FP32 explains: nats, and parts of a gradient's largest entry.
+BOUNDS = {"score": 2e-5, "greedy": 2e-5, "gradient": 1e-3, "r3": 2e-5}
+
+
+def replayed(checkpoint: Path) -> float | str:
+    """Largest gap, in nats, of a trainer that replays what the engine chose; a dash without a router."""
+    model = load_model(checkpoint, "float32")
+    if not routed_blocks(model):
+        return "-"
+    try:
+        tap(model)
+    except MilesError:
+        return "refused"
+    engine = EmbeddedEngine(model, Settings(str, eos=[], max_context=64))
+    requests = [Request([3 + i, 4, 5], Sampling(9 + i, ignore_eos=True), key=i, extras={ROUTES.name}) for i in range(3)]
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*[engine.generate(r) for r in requests])
+
+    samples = []
+    for i, (request, response) in enumerate(zip(requests, asyncio.run(main()), strict=True)):
+        samples.append(Sample(tokens=request.tokens + response.tokens, response_length=len(response.tokens), index=i))
+        samples[-1].rollout_log_probs = response.log_probs
+        samples[-1].fields[ROUTES.name] = response.extras[ROUTES.name]
+    other = load_model(checkpoint, "float32")
+    tap(other)
+    trainer = EmbeddedTrainer(other, TrainerConfig(OptimizerConfig()))
+    trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))
+    batch = collate(samples, [ROUTES])
+    micro, ctx = trainer.prepare(batch, list(range(len(batch))), "train", False)
+    ctx.attached[REPLAY], ctx.attached[RECORDED] = routes_of_rows(micro.columns[ROUTES.name], ctx.rows)
+    found = trainer.forward(other, micro, ctx).log_probs.detach()
+    return float((found - micro.columns["rollout_log_probs"])[micro.mask != 0].abs().max())
+
+
+def stored(checkpoint: Path) -> Iterator[str]:
+    """Formats whose weights the engine takes from the trainer's export, and computes with as Transformers does."""
+    for name, make in FORMATS.items():
+        model = load_model(checkpoint, "float32")
+        codec = Codec(make())
+        try:
+            codec.settle({v.name: v.size for v in views(model)}, Family.of(configuration(model).to_dict()))
+            load_units(model, codec.encode(export(model)), codec.decode)
+        except MilesError:
+            continue  # sizes that the format does not divide, or nothing that it is for
+        with tempfile.TemporaryDirectory() as there:
+            export_checkpoint(model, None, Path(there) / "stored")
+            if score_gap(Path(there) / "stored") < BOUNDS["score"]:
+                yield name
+
+
+def row(family: str, directory: Path) -> dict[str, Any]:
+    """Everything about one family."""
+    checkpoint = family_checkpoint(family, directory)
+    found = compare(checkpoint)
+    return {
+        "score": found.score,
+        "greedy": found.greedy,
+        "gradient": found.gradient,
+        "export": found.export,
+        "r3": replayed(checkpoint),
+        "formats": list(stored(checkpoint)),
+    }
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
+    """``docs/families.md``."""
+
+    def cells(found: dict[str, Any]) -> str:
+        numbers = [x if isinstance(x := found[n], str) else f"{x:.0e}" for n in BOUNDS]
+        return " | ".join(
+            [*numbers[:3], "equal" if found["export"] else "differs", numbers[3], ", ".join(found["formats"])]
+        )
+
+    lines = [f"| {family} | {cells(found)} |" for family, found in rows.items()]
+    refused = [f"- {', '.join(f'`{t}`' for t in sorted(types))}: {why}." for why, types in REFUSED.items()]
+    text = (ROOT / "benchmarks" / "families.md").read_text(encoding="utf-8")
+    return text.replace("<!-- table -->", "\n".join(lines)).replace("<!-- refused -->", "\n".join(refused))
+
+
+def main() -> None:
+    """The table, and whether it holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/families.md")
+    parser.add_argument("families", nargs="*", help="only these")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for number, family in enumerate(options.families or FAMILIES):
+            rows[family] = row(family, Path(directory) / str(number))
+            print(f"{family:24s} {json.dumps(rows[family])}", flush=True)
+    if options.write:
+        PAGE.write_text(page(rows), encoding="utf-8")
+    bad = [
+        f
+        for f, x in rows.items()
+        if not x["export"] or any(not isinstance(x[n], str) and x[n] > b for n, b in BOUNDS.items())
+    ]
+    print(json.dumps({"families": rows, "bad": bad, "commit": commit(), **installed("torch", "transformers")}))
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Seconds of a whole GRPO step with SGLang as the engine, by phase: a random BF16 model on one GPU, 32 prompts of 64 tokens x 8 samples
+of 256 new ones, one optimiser step on all of them.
+
+Each set of plugins (``--plugins``) is a run of ``miles train`` of its own; its first step, which compiles, does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import commit, finish, installed, options
+from sglang_engine import SIZES, VOCABULARY, make_model
+
+REWARD = """
+async def rm(args, sample):
+    tokens = sample.tokens[-64:]
+    return sum(t % 2 for t in tokens) / len(tokens)
+"""
+
+
+def workload(directory: Path, prompts: int) -> list[str]:
+    """Flags of a run's prompts and reward: random words, and the share of odd ones in the answer."""
+    choose = random.Random(0)
+    rows = [
+        {"prompt": " ".join(f"w{choose.randrange(2, VOCABULARY)}" for _ in range(64)), "label": ""}
+        for _ in range(prompts * 16)
+    ]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "reward.py").write_text(REWARD)
+    flags = ["--prompt-data", str(directory / "prompts.jsonl"), "--input-key", "prompt", "--label-key", "label"]
+    return [*flags, "--custom-rm-path", f"{directory / 'reward.py'}:rm"]
+
+
+def flags_of(given: Any, plugins: str, checkpoint: Path, directory: Path) -> list[str]:
+    """Of one run."""
+    samples = given.prompts * 8
+    flags = f"""--hf-checkpoint {checkpoint} --save {directory / "run"} --engine sglang --rollout-batch-size {given.prompts}
+        --n-samples-per-prompt 8 --rollout-max-response-len {given.tokens} --num-rollout {given.steps + 1} --lr 1e-6
+        --max-running-requests {samples} --use-dynamic-batch-size --max-tokens-per-gpu {given.max_tokens} --seed 0
+        --rollout-max-context-len {64 + given.tokens + 8}"""
+    if torch.cuda.is_available():
+        graphs = ",".join(str(n) for n in (samples // 4, samples))
+        flags += f""" --sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
+            --sglang-disable-prefill-cuda-graph --sglang-cuda-graph-bs-decode {graphs} --sglang-mem-fraction-static 0.3"""
+    else:
+        flags += " --device cpu --sglang-max-total-tokens 8192"
+    return [*flags.split(), *workload(directory, given.prompts), *(["--plugins", plugins] if plugins else [])]
+
+
+def measured(given: Any, plugins: str, checkpoint: Path) -> dict[str, Any]:
+    """Medians of a run's steps."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "miles_core.cli.main", "train"]
+        done = subprocess.run(
+            [*command, *flags_of(given, plugins, checkpoint, Path(directory))], stdout=sys.stderr, check=False
+        )
+        if done.returncode:
+            return {"failed": done.returncode}
+        lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [step for step in map(json.loads, lines) if step["step"] > 1]
+    names = [n for n in steps[0] if n.startswith(("time/", "mismatch/abs", "r3/", "sync/")) or n.endswith("per_second")]
+    return {name: round(statistics.median(step[name] for step in steps if name in step), 4) for name in names}
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--model", choices=sorted(SIZES), default="dense")
+    parser.add_argument("--plugins", nargs="*", default=["tis"], help="sets of plugins, one run each")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=5, help="that count")
+    parser.add_argument("--max-tokens", type=int, default=32768, help="of a micro-batch")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = make_model(given.model, Path(directory) / "model")
+        found = {}
+        for plugins in given.plugins:
+            found[plugins or "none"] = measured(given, plugins, checkpoint)
+            print(f"step {plugins}: {json.dumps(found[plugins or 'none'])}", file=sys.stderr, flush=True)
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+    result = {"model": given.model, "gpu": gpu, "commit": commit(), "runs": found}
+    finish("sglang_step", result, given.save, lambda: installed("torch", "transformers", "sglang"), given.model)
+
+
+if __name__ == "__main__":
+    main()

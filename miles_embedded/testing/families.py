@@ -1,0 +1,328 @@
+"""Tiny random checkpoints of many model families, and what the embedded backend makes of each, held against Transformers.
+
+``compare`` runs one checkpoint as engine and as trainer: packed scores, greedy generation behind shared prompts, gradients and
+export. The table of ``docs/families.md`` and the tests are made of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from miles_core.contracts.engine import Request, Sampling
+from miles_core.contracts.trainer import Callbacks
+from miles_core.data.batch import collate
+from miles_core.data.sample import Sample
+from miles_core.testing import tiny
+from miles_core.train.optimizer import OptimizerConfig
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.runner import Runner
+from miles_embedded.engine.settings import Settings
+from miles_embedded.model.growing_rope import rope_switch
+from miles_embedded.model.load import load_model
+from miles_embedded.model.views import export
+from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+
+_COMMON = {k: v for k, v in tiny.FAMILIES["qwen3"][1].items() if k != "head_dim"}
+_HEADS = {**_COMMON, "head_dim": 16}
+_LATENT = {
+    k: v for k, v in tiny.FAMILIES["deepseek_v3"][1].items() if not k.startswith(("n_", "moe_", "num_experts", "topk"))
+}
+_INDEXED = {k: v for k, v in tiny.FAMILIES["deepseek_v32"][1].items() if k != "num_local_experts"}
+_MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ALTERNATING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 16,
+    "factor": 4.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
+_GEMMA4 = tiny.ROUTER_FAMILIES["gemma4"][1]
+_TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_IMAGE = {**_TOWER, "image_size": 28, "patch_size": 14}
+_QWEN_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+_QWEN_IDS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+
+
+def _sections(*sections: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
+
+
+#: family -> (name of the configuration class, its arguments). Windows, chunks and what an indexer keeps are shorter than sequences.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    **tiny.FAMILIES,
+    **tiny.ROUTER_FAMILIES,
+    "qwen2": ("Qwen2Config", _COMMON),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**_COMMON, **_MOE, "use_sliding_window": True, "sliding_window": 5, "shared_expert_intermediate_size": 16},
+    ),
+    "mistral": ("MistralConfig", {**_COMMON, "sliding_window": 5}),
+    "ministral3": ("Ministral3Config", _HEADS),
+    "gemma": ("GemmaConfig", _HEADS),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **_HEADS,
+            **_ALTERNATING,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3_text": ("Gemma3TextConfig", {**_HEADS, **_ALTERNATING}),
+    "granite": (
+        "GraniteConfig",
+        {
+            **_COMMON,
+            "logits_scaling": 4.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+        },
+    ),
+    "cohere": ("CohereConfig", {**_COMMON, "logit_scale": 0.25}),
+    "cohere2": ("Cohere2Config", {**_COMMON, **_ALTERNATING, "logit_scale": 0.25}),
+    "minicpm3": ("MiniCPM3Config", {**_LATENT, "dim_model_base": 16, "scale_emb": 3, "scale_depth": 1.4}),
+    "hyperclovax": ("HyperCLOVAXConfig", {**_COMMON, "logits_scaling": 0.25}),
+    "phi3": ("Phi3Config", {**_COMMON, "original_max_position_embeddings": 16, "rope_parameters": _LONG}),
+    "llama, longrope": ("LlamaConfig", {**_COMMON, "rope_parameters": _LONG}),
+    "llama, dynamic": (
+        "LlamaConfig",
+        {
+            **_COMMON,
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        },
+    ),
+    "phimoe": ("PhimoeConfig", {**_COMMON, **_LOCAL_MOE}),
+    "glm4": ("Glm4Config", _HEADS),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared"]}),
+    "olmo2": ("Olmo2Config", _COMMON),
+    "olmoe": ("OlmoeConfig", {**_COMMON, "num_experts": 4, "num_experts_per_tok": 2}),
+    "smollm3": ("SmolLM3Config", _COMMON),
+    "starcoder2": ("Starcoder2Config", {**_COMMON, "sliding_window": None}),
+    "ernie4_5": ("Ernie4_5Config", _COMMON),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", _HEADS),
+    "seed_oss": ("SeedOssConfig", _HEADS),
+    "gemma3": (
+        "Gemma3Config",
+        {
+            "text_config": {**_HEADS, **_ALTERNATING},
+            "vision_config": _IMAGE,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 60,
+            "boi_token_index": 61,
+            "eoi_token_index": 62,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4, with towers": (
+        "Gemma4Config",
+        {
+            "text_config": _GEMMA4,
+            "vision_config": {**_TOWER, "head_dim": 16, "num_key_value_heads": 2},
+            "audio_config": None,
+        },
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        {
+            "text_config": {**_HEADS, "model_type": "mistral"},
+            "vision_config": {**_IMAGE, "head_dim": 16, "model_type": "pixtral"},
+            "image_token_index": 60,
+        },
+    ),
+    "qwen2_vl": (
+        "Qwen2VLConfig",
+        {
+            "text_config": {**_COMMON, **_sections(1, 1, 2)},
+            "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1},
+            **_QWEN_IDS,
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": {**_COMMON, **_sections(1, 1, 2)},
+            "vision_config": {**_QWEN_TOWER, "fullatt_block_indexes": [0]},
+            **_QWEN_IDS,
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        {
+            "text_config": {**_HEADS, **_sections(2, 3, 3)},
+            "vision_config": {**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+            **_QWEN_IDS,
+        },
+    ),
+    "llama4, with towers": (
+        "Llama4Config",
+        {
+            "text_config": tiny.ROUTER_FAMILIES["llama4"][1],
+            "vision_config": {**_IMAGE, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+            "image_token_index": 60,
+        },
+    ),
+}
+
+
+def family_checkpoint(family: str, directory: str | Path, seed: int = 0) -> Path:
+    """As ``tiny_checkpoint``, for every family of this file."""
+    import transformers
+
+    name, values = FAMILIES[family]
+    config = getattr(transformers, name)(**values)
+    return tiny.random_checkpoint(config, directory, seed)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far the embedded backend is from Transformers on one checkpoint, in FP32.
+
+    Attributes:
+        score: largest difference of log-probs of packed sequences, in nats.
+        greedy: how much less likely than the most likely one a token was that greedy generation took, in nats, or its log-prob is off.
+        gradient: largest difference of a parameter's gradient, over that gradient's largest entry.
+        export: whether the export holds the checkpoint's tensors, bit for bit.
+    """
+
+    score: float
+    greedy: float
+    gradient: float
+    export: bool
+
+
+def compare(checkpoint: str | Path, recompute: bool = False) -> Comparison:
+    """Hold engine and trainer against Transformers' own code.
+
+    Args:
+        checkpoint: of a tiny model with 64 ids.
+        recompute: train with activation checkpointing.
+    """
+    model, reference = load_model(checkpoint, "float32"), _reference(checkpoint)
+    stored = load_file(Path(checkpoint) / "model.safetensors")
+    exported = {name: tensor for unit in export(model) for name, tensor in unit.tensors.items()}
+    same = exported.keys() == stored.keys() and all(torch.equal(exported[n], stored[n]) for n in stored)
+    score, greedy = _generated(
+        EmbeddedEngine(model, Settings(str, eos=[], max_running_requests=3, max_context=64)), reference
+    )
+    return Comparison(score, greedy, _trained(model, reference, recompute), same)
+
+
+def score_gap(checkpoint: str | Path) -> float:
+    """Largest difference, in nats, of the log-probs of three sequences that the engine scores in one call."""
+    reference, runner = _reference(checkpoint), Runner(load_model(checkpoint, "float32"))
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(2, 60, (n,), generator=generator).tolist() for n in (23, 9, 17)]
+    worst = 0.0
+    for tokens, scored in zip(sequences, runner.score(sequences, 1.0), strict=True):
+        with torch.no_grad():
+            right = expected_log_probs(reference, tokens).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+        worst = max(worst, float((torch.from_numpy(scored) - right).abs().max()))
+    return worst
+
+
+def _reference(checkpoint: str | Path) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    towers = config.get_text_config() is not config
+    auto = transformers.AutoModelForImageTextToText if towers else transformers.AutoModelForCausalLM
+    return auto.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def expected_log_probs(reference: Any, tokens: Sequence[int]) -> Tensor:
+    """[len - 1, vocabulary]: of the tokens after each one, by Transformers alone. With rotary frequencies that grow it is what its
+    generation computes: with ``longrope`` from a sequence that ends there, with ``dynamic`` behind cached keys."""
+    ids = torch.tensor([tokens])
+    switch = rope_switch(reference)
+    if switch and len(tokens) - 1 > switch:
+        short, long = (reference(input_ids=ids[:, :n]).logits[0] for n in (switch, len(tokens) - 1))
+        return torch.cat([short, long[switch:]]).log_softmax(-1)
+    rope = getattr(reference.config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") != "dynamic":
+        return reference(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
+    cache, rows = None, []
+    for token in tokens[:-1]:
+        out = reference(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        rows.append(out.logits[0])
+    return torch.cat(rows).log_softmax(-1)
+
+
+def _generated(engine: EmbeddedEngine, reference: Any) -> tuple[float, float]:
+    """Rows that share prompts, come and go; prompts shorter and longer than the others' windows."""
+    prompts = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15]]
+    requests = [
+        Request(p, Sampling(n, temperature=0.0, ignore_eos=True), key=10 * i + n)
+        for i, p in enumerate(prompts)
+        for n in (5, 17)
+    ]
+
+    async def main() -> tuple[list[Any], list[Any]]:
+        responses = await asyncio.gather(*[engine.generate(r) for r in requests])
+        whole = [r.tokens + o.tokens for r, o in zip(requests, responses, strict=True)]
+        return responses, await engine.score(whole)
+
+    responses, scores = asyncio.run(main())
+    score = greedy = 0.0
+    for request, response, scored in zip(requests, responses, scores, strict=True):
+        tokens = request.tokens + response.tokens
+        with torch.no_grad():
+            rows = expected_log_probs(reference, tokens)
+        right = rows.gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+        score = max(score, float((torch.from_numpy(scored) - right).abs().max()))
+        taken = slice(len(request.tokens) - 1, None)
+        less = (rows[taken].max(1).values - right[taken]).max()
+        off = (torch.tensor(response.log_probs) - right[taken]).abs().max()
+        greedy = max(greedy, float(less), float(off))
+    return score, greedy
+
+
+def _samples() -> list[Sample]:
+    generator = torch.Generator().manual_seed(3)
+    found: list[Sample] = []
+    for group, (prompt, responses) in enumerate([(9, (12, 3)), (4, (17,)), (14, (6, 8, 1))]):
+        head = torch.randint(2, 60, (prompt,), generator=generator).tolist()
+        for length in responses:
+            tail = torch.randint(2, 60, (length,), generator=generator).tolist()
+            found.append(Sample(tokens=head + tail, response_length=length, group_index=group, index=len(found)))
+    return found
+
+
+def _trained(model: nn.Module, reference: Any, recompute: bool) -> float:
+    """Gradients of a packed micro-batch that shares prompts, against one forward a sample."""
+    trainer = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig(), recompute=recompute))
+    trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))  # type: ignore[arg-type]
+    batch = collate(_samples())
+    micro, ctx = trainer.prepare(batch, list(range(len(batch))), "train", False)
+    output = trainer.forward(model, micro, ctx)
+    assert output.log_probs is not None
+    coefficients = torch.randn(len(micro.tokens), generator=torch.Generator().manual_seed(4))
+    (output.log_probs * coefficients).sum().backward()
+    for start, length, prompt in zip(
+        *(x.tolist() for x in (micro.starts, micro.lengths, micro.prompt_lengths)), strict=True
+    ):
+        tokens = micro.tokens[start : start + length]
+        rows = expected_log_probs(reference, tokens.tolist()).gather(1, tokens[1:, None])[prompt - 1 :, 0]
+        (rows * coefficients[start + prompt : start + length]).sum().backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    worst = 0.0
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            largest = float(parameter.grad.abs().max())
+            own = found.pop(name, torch.zeros_like(parameter))
+            worst = max(worst, float((own - parameter.grad).abs().max()) / max(largest, 1e-6))
+    return worst if not found else float("inf")

@@ -1,0 +1,65 @@
+"""This plugin's half inside SGLang's schedulers, which load it through their own plugins (entry point ``miles`` of
+``sglang.srt.plugins``). It does nothing in an SGLang that was not started by this plugin.
+
+Routed experts leave a scheduler as int32, and pass three processes. Where a model has at most 256 experts they leave as one byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+#: Set for SGLang's processes where routed experts are to travel in this dtype.
+VARIABLE = "MILES_SGLANG_ROUTES"
+#: The most experts that ``uint8`` can number.
+MOST = 256
+_COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+
+
+def digest() -> str:
+    """Of this half and of the loader beside it."""
+    texts = [Path(__file__).with_name(name).read_bytes() for name in ("inside.py", "loader.py")]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+
+
+def install() -> None:
+    """What SGLang calls in each of its processes before it starts."""
+    if VARIABLE not in os.environ:
+        return
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", narrow, HookType.AFTER)
+    Scheduler.miles_digest = _same
+
+
+def narrow(_: None, processor: Any, request: Any) -> None:
+    """Store a request's routed experts in the dtype they are to travel in."""
+    import torch
+
+    if request.routed_experts is not None:
+        request.routed_experts = request.routed_experts.to(getattr(torch, os.environ[VARIABLE]))
+
+
+def check(engine: Any) -> None:
+    """Ask an engine's scheduler which half it loaded: SGLang goes on without a plugin that it cannot load.
+
+    Raises:
+        RuntimeError: another one than is here, or none.
+    """
+    if VARIABLE not in os.environ:
+        return
+    try:
+        engine.collective_rpc("miles_digest", expected=digest())
+    except AssertionError as error:
+        raise RuntimeError(
+            f"SGLang's schedulers did not load what miles-plugin-sglang runs inside them ({error}): install it anew, and name miles in "
+            "SGLANG_PLUGINS or leave that out"
+        ) from error
+
+
+def _same(scheduler: Any, expected: str) -> None:
+    if digest() != expected:
+        raise RuntimeError(f"its digest is {digest()}, not {expected}")

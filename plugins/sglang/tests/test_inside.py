@@ -1,0 +1,100 @@
+"""What runs inside SGLang's schedulers, and what reaches them, on stand-ins for them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from miles_sglang import inside
+from miles_sglang.together import Together
+
+
+@dataclass
+class Tokenized:
+    rid: str
+
+
+@dataclass
+class Batch:
+    batch: list[Tokenized]
+
+
+class Scheduler:
+    """As ``handle_rpc_request`` finds a method, and ``collective_rpc`` reports."""
+
+    def collective_rpc(self, method: str, **parameters: Any) -> None:
+        try:
+            getattr(self, method)(**parameters)
+        except Exception as error:
+            raise AssertionError(str(error)) from error
+
+
+@pytest.fixture
+def hooks(monkeypatch: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    registry = types.SimpleNamespace(register=lambda target, hook, kind: found.update({target: hook}))
+    kinds = types.SimpleNamespace(AFTER="after")
+    for name, content in (
+        ("sglang.srt.managers.scheduler", {"Scheduler": Scheduler}),
+        ("sglang.srt.plugins.hook_registry", {"HookRegistry": registry, "HookType": kinds}),
+        (
+            "sglang.srt.managers.io_struct",
+            {"TokenizedGenerateReqInput": Tokenized, "BatchTokenizedGenerateReqInput": Batch},
+        ),
+    ):
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            if (part := ".".join(parts[:end])) not in sys.modules:
+                monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+        vars(sys.modules[name]).update(content)
+    return found
+
+
+def test_it_does_nothing_in_somebody_elses_sglang(hooks: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.delenv(inside.VARIABLE, raising=False)
+    inside.install()
+    inside.check(Scheduler())
+    assert not hooks and not hasattr(Scheduler, "miles_digest")
+
+
+def test_routed_experts_leave_a_scheduler_as_bytes_and_the_half_is_known_by_its_digest(
+    hooks: dict[str, Any], monkeypatch: Any
+) -> None:
+    monkeypatch.setenv(inside.VARIABLE, "uint8")
+    monkeypatch.setattr(Scheduler, "miles_digest", None, raising=False)
+    with pytest.raises(RuntimeError, match="SGLang's schedulers did not load what miles-plugin-sglang runs"):
+        inside.check(Scheduler())
+    inside.install()
+    inside.check(Scheduler())
+    (collect,) = hooks.values()
+    request = types.SimpleNamespace(routed_experts=torch.tensor([[[0, 255]]], dtype=torch.int32))
+    collect(None, None, request)
+    assert request.routed_experts.tolist() == [[[0, 255]]] and request.routed_experts.dtype == torch.uint8
+    collect(None, None, types.SimpleNamespace(routed_experts=None))
+    ours = inside.digest()
+    monkeypatch.setattr(inside, "digest", lambda: "another")
+    with pytest.raises(AssertionError, match=f"its digest is another, not {ours}"):
+        Scheduler().collective_rpc("miles_digest", expected=ours)
+
+
+def test_requests_of_one_moment_reach_the_scheduler_together(hooks: dict[str, Any]) -> None:
+    sent: list[Any] = []
+    manager = types.SimpleNamespace(_dispatch_to_scheduler=sent.append)
+
+    async def asked() -> None:
+        Together(manager)
+        for rid in "ab":
+            manager._dispatch_to_scheduler(Tokenized(rid))
+        assert not sent
+        manager._dispatch_to_scheduler("abort")
+        manager._dispatch_to_scheduler(Tokenized("c"))
+        await asyncio.sleep(0)
+
+    asyncio.run(asked())
+    assert sent == [Batch([Tokenized("a"), Tokenized("b")]), "abort", Tokenized("c")]

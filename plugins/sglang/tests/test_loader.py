@@ -1,0 +1,84 @@
+"""Buckets as a scheduler of SGLang loads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from miles_sglang.buckets import Bucket
+from miles_sglang.loader import load
+
+
+class Model(nn.Module):
+    """Fuses two tensors into one parameter, keeps half of a third, and takes a fourth as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.part = nn.Parameter(torch.zeros(5, 4)), nn.Parameter(torch.zeros(3, 2))
+        self.own = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        self.loads = 0
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        self.loads += 1
+        for name, tensor in weights:
+            if name == "gate":
+                self.fused.data[:2].copy_(tensor)
+            elif name == "up":
+                self.fused.data.narrow(0, 2, 3).copy_(self.changed(tensor))
+            elif name == "half":
+                self.part.data.copy_(tensor.narrow(1, 2, 2))
+            else:
+                self.own.data.copy_(tensor)
+
+    def changed(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class Computing(Model):
+    """Does more than copying."""
+
+    def changed(self, tensor: Tensor) -> Tensor:
+        return tensor * 2
+
+
+def bucket(seed: int) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
+    import json
+
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"gate": (2, 4), "up": (3, 4), "half": (3, 4), "own": (3,)}
+    tensors = {n: torch.randn(size, dtype=torch.bfloat16 if n == "own" else None) for n, size in sizes.items()}
+    made = Bucket()
+    for name, tensor in tensors.items():
+        made.add(name, tensor)
+    flat = made.flatten()
+    return tensors, [(json.dumps(flat.tensors), flat.array)]
+
+
+def check(model: Model, tensors: dict[str, Tensor]) -> None:
+    assert torch.equal(model.fused.data, torch.cat([tensors["gate"], model.changed(tensors["up"])]))
+    assert torch.equal(model.part.data, tensors["half"][:, 2:]) and torch.equal(model.own.data, tensors["own"])
+
+
+@pytest.mark.parametrize(("kind", "loads"), [(Model, 1), (Computing, 3)])
+def test_what_only_copies_is_done_by_name_once(kind: type[Model], loads: int) -> None:
+    model = kind()
+    for seed in range(3):
+        tensors, named = bucket(seed)
+        load(model, named)
+        check(model, tensors)
+    assert model.loads == loads
+
+
+def test_parameters_that_moved_are_found_again() -> None:
+    model = Model()
+    load(model, bucket(0)[1])
+    old, model.fused.data = model.fused.data, torch.zeros(5, 4)
+    tensors, named = bucket(1)
+    load(model, named)
+    check(model, tensors)
+    assert model.loads == 2 and not torch.equal(old, model.fused.data)
+    load(model, bucket(2)[1])
+    assert model.loads == 2

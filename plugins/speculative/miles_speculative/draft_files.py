@@ -1,0 +1,77 @@
+"""What the files of a draft say about it, without loading it: whether it can be one of a policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+
+def is_eagle(path: str | Path) -> bool:
+    """Whether a directory holds an EAGLE head and not a whole model: ``fc`` tells them apart. Only heads come as torch's own file."""
+    names = tensor_names(Path(path))
+    return "fc.weight" in names or (not names and any(Path(path).glob("*.bin")))
+
+
+def misfits(path: str | Path, checkpoint: str | Path) -> Iterator[str]:
+    """Why the draft in ``path`` cannot be one of the policy in ``checkpoint``, a sentence each. The policy's configuration was read before."""
+    flag = f"--draft-model-path {path}"
+    config = read_config(path)
+    if config is None:
+        yield f"{flag}: it holds no config.json, so it is not a Hugging Face checkpoint"
+        return
+    theirs = read_config(checkpoint)
+    assert theirs is not None
+    if config.get("vocab_size") != theirs.get("vocab_size"):
+        yield (
+            f"{flag}: its vocabulary has {config.get('vocab_size')} tokens and the policy's {theirs.get('vocab_size')}; a draft needs "
+            "the policy's tokenizer"
+        )
+    names = tensor_names(Path(path))
+    if is_eagle(path):
+        if any(name.startswith("midlayer.") for name in names):
+            yield (
+                f"{flag}: it is an EAGLE-3 head, which reads hidden states of several layers; give one of EAGLE or EAGLE-2, or make "
+                "one: miles convert --eagle-num-layers 1"
+            )
+        elif config.get("hidden_size") != theirs.get("hidden_size"):
+            yield (
+                f"{flag}: its hidden size is {config.get('hidden_size')} and the policy's {theirs.get('hidden_size')}; the head was "
+                "trained for another model"
+            )
+        return
+    weights = [sum(f.stat().st_size for f in Path(p).glob("*.safetensors")) for p in (path, checkpoint)]
+    if weights[0] >= weights[1]:
+        yield (
+            f"{flag}: its weights have {weights[0] / 1e6:.0f} MB and the policy's {weights[1] / 1e6:.0f} MB; take a draft of a quarter "
+            "to a tenth of the policy"
+        )
+
+
+def read_config(path: str | Path) -> dict[str, Any] | None:
+    """The configuration of a checkpoint's text model; None where there is none."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found: dict[str, Any] = config.get("text_config") or config
+    return found
+
+
+def has_windows(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration speaks of layers that see the last tokens only."""
+    text = config.get("text_config") or config
+    kinds = set(text.get("layer_types") or ()) - {"full_attention"}
+    return bool(kinds) or bool(text.get("sliding_window") and text.get("use_sliding_window", True))
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Names of the tensors in a directory's safetensors files."""
+    found: set[str] = set()
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "np") as opened:
+            found.update(opened.keys())
+    return found

@@ -1,0 +1,137 @@
+"""What core's own options take from the backends, parts that no option names, and what a plan is held against beside rules."""
+
+import pytest
+
+from miles_core.config.load import load
+from miles_core.errors import ConfigError, PlanError, PluginError
+from miles_core.plugin.check import check
+from miles_core.plugin.discovery import discover
+from miles_core.plugin.explain import lint
+from miles_core.plugin.facts import Fact, Facts
+from miles_core.plugin.load import Hooks
+from miles_core.plugin.manifest import Plugin, Rule
+from miles_core.run.prepare import prepare
+from miles_embedded import plugin as embedded
+
+PARTS = {"engine": {"x": "m:e"}, "trainer": {"y": "m:t"}}
+
+
+def mine(name="mine", **parts):
+    return Plugin(name, "", "1", ">=0", **parts)
+
+
+def problems(flags, **parts):
+    """Headlines of a run whose backends are ``mine``'s."""
+    config = load(
+        ["--engine", "x", "--trainer", "y", *flags], manifests=[embedded, mine(**{"provides": PARTS} | parts)]
+    )
+    found = check({"mine": "--plugins"}, config.schema.manifests, Facts(config.facts()))
+    return [p.headline for p in found.problems], found.advice
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        (["--rollout-top-p", "0.8"], ["engine capability sampling_support", "trainer capability sampling_support"]),
+        (["--rollout-top-k", "5"], ["engine capability sampling_support", "trainer capability sampling_support"]),
+        (["--rollout-top-p", "0.8", "--full-vocab-logprobs"], []),
+        (["--entropy-coef", "0.01"], ["trainer capability entropy"]),
+        ([], []),
+    ],
+)
+def test_options_of_core_need_what_a_backend_can(flags, needed):
+    found, _ = problems(flags)
+    assert [h.partition("needs the ")[2] for h in found] == needed
+    can = {"engine": ("sampling_support",), "trainer": ("sampling_support", "entropy")}
+    assert problems(flags, capabilities=can)[0] == []
+
+
+def test_a_part_that_nothing_asks_for_is_told_and_a_second_one_refused():
+    drafts = [mine(name, provides={"decoder": {name: "m:d"}}) for name in ("one", "two")]
+    config = load([], manifests=[embedded, *drafts])
+    manifests, facts = config.schema.manifests, Facts(config.facts())
+    assert not check({"one": "--plugins"}, manifests, facts).problems
+    (problem,) = check({"one": "--plugins", "two": "--plugins"}, manifests, facts).problems
+    assert problem.headline == "two brings a second decoder" and "one provides it too" in problem.because
+    _, advice = problems([], provides=PARTS | {"decoder": {"d": "m:d"}})
+    assert "mine: its part decoder is left unused" not in "".join(advice)  # its own engine may ask for it
+    other = load(["--engine", "x", "--trainer", "y"], manifests=[embedded, mine(provides=PARTS), drafts[0]])
+    told = check({"mine": "--plugins", "one": ""}, other.schema.manifests, Facts(other.facts())).advice
+    assert any(line.startswith("one: its part decoder is left unused; engine = x") for line in told)
+
+
+def planned(flags, *manifests):
+    config = load(flags, manifests={m.name: m for m in (embedded, *manifests)})
+    return prepare(config, catalogue=config.schema.manifests)
+
+
+def test_values_that_plugins_set_obey_types_bounds_and_the_rules_of_core():
+    with pytest.raises(ConfigError, match=r"rollout.batch_size set by mine.* cannot be -3"):
+        planned(["--plugins", "mine"], mine(sets={"rollout.batch_size": -3}))
+    with pytest.raises(ConfigError, match="a sample that is generated beside the training"):
+        planned(["--plugins", "mine", "--schedule", "async"], mine(sets={"rollout.max_weight_staleness": 0}))
+
+
+def test_a_fix_that_cannot_start_is_not_proposed():
+    fast = mine(requires=(Rule("train.lr == fast", "it is in a hurry"),))
+    with pytest.raises(PlanError) as refused:
+        planned(["--plugins", "mine"], fast)
+    assert "--lr fast" not in str(refused.value)
+    late = mine(requires=(Rule("rollout.max_weight_staleness == 3", "it is late"),))
+    with pytest.raises(PlanError) as refused:
+        planned(["--plugins", "mine"], late)  # which core takes with --schedule async only
+    assert "--max-weight-staleness 3" not in str(refused.value)
+
+
+def test_hooks_that_there_are_not_and_heavy_manifests_are_found_by_the_checks(install, capsys):
+    from miles_core.cli import plan, plugins
+
+    hooks = "from miles_core import hookimpl\nclass H:\n    @hookimpl\n    def on_stepp(self): ...\n"
+    text = (
+        "from miles_core import Plugin\nplugin = Plugin('slip', '', '1', '>=0', hooks={'': 'miles_test_slip.hooks:H'}, "
+    )
+    install("slip", text + "before=('embeded', 'elsewhere'))", hooks)
+    with pytest.raises(PluginError, match=r"plugin slip: there is no hook 'on_stepp'; did you mean on_step"):
+        plan.run(["--plugins", "slip"])
+    with pytest.raises(PluginError) as found:
+        plugins.run(["check"])
+    assert "there is no hook 'on_stepp'" in str(found.value)
+    assert "it comes before embeded, which is not installed; did you mean embedded?" in str(found.value)
+    assert "elsewhere" not in str(found.value)  # it may be somebody's
+
+
+def test_a_manifest_that_imports_torch_is_told(install, monkeypatch):
+    import sys
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    install(
+        "heavy",
+        "import sys\nsys.modules['torch'] = None\nfrom miles_core import Plugin\nplugin = Plugin('heavy', '', '1', '>=0')",
+    )
+    catalogue = discover()
+    assert catalogue["heavy"].name == "heavy" and catalogue.heavy == ["heavy"]
+
+
+def test_an_error_in_an_advantage_names_plugin_and_estimator(monkeypatch):
+    from miles_core.plugin import load as loading
+
+    plugin = mine(provides={"advantage": {"odd": "m:make"}})
+    hooks = object.__new__(Hooks)
+    hooks._active = [plugin]
+
+    def make():
+        def advantage(inputs):
+            raise ValueError("no such column")
+
+        return advantage
+
+    monkeypatch.setattr(loading, "import_target", lambda *_: make)
+    with pytest.raises(ValueError, match="no such column") as caught:
+        hooks.make("advantage", "odd")(None)
+    assert caught.value.__notes__ == ["in plugin mine, hook the advantage odd"]
+
+
+def test_lint_without_names_of_hooks_holds_nothing_against_them():
+    assert lint(mine(before=("embeded",)), {"embedded": embedded}, Facts([Fact("a", 1, "")])) == [
+        "it comes before embeded, which is not installed; did you mean embedded?"
+    ]
