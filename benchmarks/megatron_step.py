@@ -233,6 +233,12 @@ def main() -> None:
     for switch in ("--recompute", "--fp8", "--embedded", "--parity"):
         parser.add_argument(switch, action="store_true")
     given = parser.parse_args()
+    if (
+        given.fp8 or given.parity
+    ):  # TransformerEngine reads them when it is imported; a BF16 run cannot have the second one
+        os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
+    if given.fp8:
+        os.environ["NVTE_BACKWARD_OVERRIDE"] = "dequantized"
     import torch
     import torch.distributed as dist
 
