@@ -42,6 +42,7 @@ class TrainedFormat:
 
     def __init__(self, weights: Weights, chunks: list[nn.Module], codec: Codec) -> None:
         self.codec = codec
+        self._inside = False
         self._held: list[Tensor] = []
         format = codec.format
         if format is None:
@@ -52,19 +53,24 @@ class TrainedFormat:
                 "quantises matrix by matrix; train with --trainer embedded"
             )
         shapes = weights.checkpoint_shapes()
+        # TransformerEngine quantises every linear layer of the decoder inside of its recipe, and knows no names
+        self._inside = torch.cuda.is_available() and format.quantizes_activations
         for entry in (e for e in weights.entries if e.name in weights.held):
             held = weights.held[entry.name]
-            if held.dim() == 2 and _chosen(entry, codec, shapes):
+            if held.dim() != 2:
+                continue
+            if self._inside and ".linear_" in entry.name and not _chosen(entry, codec, shapes):
+                raise ConfigError(
+                    f"{entry.checkpoint[0]} would stay in BF16 in the engine, and TransformerEngine computes every linear layer in "
+                    f"{format.name}: leave {format.skip_origin} out, or train with --trainer embedded"
+                )
+            if _chosen(entry, codec, shapes):
                 why = misfit(entry, weights.a, tuple(held.shape), weights.is_cut(entry, held), format.tile)
                 if why:
                     raise ConfigError(f"{entry.checkpoint[0]} cannot be trained in {format.name} like this: {why}")
                 self._held.append(held)
-        if torch.cuda.is_available():
-            self._inside = format.quantizes_activations
-        else:
-            self._inside = False
-            if format.quantizes_activations:
-                _round_inputs(chunks, {id(t) for t in self._held}, format)
+        if format.quantizes_activations and not self._inside:
+            _round_inputs(chunks, {id(t) for t in self._held}, format)
 
     @contextmanager
     def seen(self) -> Iterator[None]:
