@@ -102,7 +102,7 @@ def make_trainer(given: Any, checkpoint: Path, sizes: dict[str, Any], recompute:
     import torch
     import torch.distributed as dist
 
-    from miles_core.backend import Callbacks
+    from miles_core.backend import Callbacks, OptimizerConfig
     from miles_megatron import families
     from miles_megatron.recipes import RECIPES
     from miles_megatron.sizes import Sizes
@@ -112,11 +112,10 @@ def make_trainer(given: Any, checkpoint: Path, sizes: dict[str, Any], recompute:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     s = Sizes(**{"ranks": ranks, "etp": 1 if "ep" in sizes else sizes.get("tp", 1), **sizes})
     world = start_groups(s, 0)
-    from miles_megatron.trainer.optimizer import Rates
     from miles_megatron.trainer.trainer import MegatronTrainer, Settings
 
     settings = Settings(
-        rates=Rates(1e-5),
+        adamw=OptimizerConfig(1e-5),
         dtype=torch.bfloat16,
         micro_batch_size=given.micro_batch_size,
         longest=given.length,
@@ -186,9 +185,8 @@ def embedded(given: Any, name: str, directory: Path) -> dict[str, Any]:
     """The embedded trainer on one GPU and the same samples."""
     import torch
 
-    from miles_core.backend import Callbacks
+    from miles_core.backend import Callbacks, OptimizerConfig
     from miles_embedded import load_model
-    from miles_embedded.trainer.optimizer import OptimizerConfig
     from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
     gc.collect()
@@ -235,6 +233,12 @@ def main() -> None:
     for switch in ("--recompute", "--fp8", "--embedded", "--parity"):
         parser.add_argument(switch, action="store_true")
     given = parser.parse_args()
+    if (
+        given.fp8 or given.parity
+    ):  # TransformerEngine reads them when it is imported; a BF16 run cannot have the second one
+        os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
+    if given.fp8:
+        os.environ["NVTE_BACKWARD_OVERRIDE"] = "dequantized"
     import torch
     import torch.distributed as dist
 

@@ -77,6 +77,15 @@ def _format(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
     if name in RECIPES and facts.value("gpu.sm") and facts.value("precision.emulated"):
         why = "on a GPU TransformerEngine multiplies codes; without its tensor cores --trainer embedded emulates them"
         yield Problem("megatron", f"a GPU with {name} tensor cores, or no GPU at all", why, values)
+    if facts.value("gpu.sm") and facts.value(f"{name}.transformer_impl") == "local":
+        why = "the local modules are for machines without a GPU; on one TransformerEngine computes in this format"
+        flag = (described(facts.lookup(f"{name}.transformer_impl")),)
+        yield Problem("megatron", "--transformer-impl transformer_engine", why, flag)
+    if a.mlp_bias:
+        why = (
+            f"a {a.family} checkpoint joins all experts of a layer in one tensor, which this trainer does not quantise"
+        )
+        yield Problem("megatron", "--train-precision bf16", why, values[:1])
     size = facts.value("int4.group_size") if name == "int4" else None
     rows, columns = tile[0], int(size or tile[1])
     for needs in cuts(a, s, (rows, columns)):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from miles_core import ConfigError
-from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES, Callbacks, combined
+from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES, Callbacks, OptimizerConfig, combined
 from miles_core.format import Codec, Format, Stored, store
 from miles_core.testing import RankedTrainerContract, Setup, TrainerContract
 from miles_core.testing.yardstick import make_batch, weighted
@@ -35,11 +35,10 @@ def make(checkpoint, setup, balance=0.0, codec=None, **sizes):
     with without_cuda():
         world = start_groups(s, 0)
         adapt_modules()
-        from miles_megatron.trainer.optimizer import Rates
         from miles_megatron.trainer.trainer import MegatronTrainer, Settings
 
         settings = Settings(
-            rates=Rates(
+            adamw=OptimizerConfig(
                 setup.lr,
                 weight_decay=setup.weight_decay,
                 betas=setup.betas,
@@ -82,6 +81,8 @@ class TestWholeNorm(TestMegatron):
 
 class TestSinksAndWindows(TestMegatron):
     family = "gpt_oss"
+    # the yardstick decays the biases of experts, which the checkpoint keeps in one matrix; Megatron-Core does not
+    atol = 1e-3
 
 
 class TestReplicas(RankedTrainerContract):
@@ -225,7 +226,6 @@ def test_a_checkpoint_of_two_stages_goes_on_in_one(ranks, four_layers, tmp_path)
 
 def test_the_embedded_trainer_computes_the_same(alone, four_layers):
     from miles_embedded import load_model
-    from miles_embedded.trainer.optimizer import OptimizerConfig
     from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
     s = Setup()
@@ -302,7 +302,6 @@ def in_tiles_with(checkpoint, sizes):
 def test_a_number_format_computes_what_the_embedded_trainer_computes_in_it(ranks, four_layers, alone):
     from miles_embedded import load_model
     from miles_embedded.quantized.weights import install
-    from miles_embedded.trainer.optimizer import OptimizerConfig
     from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
     s = Setup()

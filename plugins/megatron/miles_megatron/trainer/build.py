@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from miles_core import CheckpointError
-from miles_core.backend import Policy, Run, make_codec, step_count
+from miles_core.backend import OptimizerConfig, Policy, Run, make_codec
 from miles_megatron import families
 from miles_megatron.config import table
 from miles_megatron.recipes import RECIPES
@@ -64,11 +64,9 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
 
 def settings(config: Any) -> Settings:
     """From the configuration groups ``train`` and ``rollout`` and the plugin's own."""
-    from miles_megatron.trainer.optimizer import Rates
     from miles_megatron.trainer.trainer import Settings
 
     train, rollout = config.train, config.rollout
-    steps = rollout.num_rollout * step_count(rollout.batch_size * rollout.n_samples_per_prompt, train)
     chosen = chosen_fields(config.plugin("megatron"))
     if train.activation_checkpointing and "recompute_granularity" not in chosen["TransformerConfig"]:
         chosen["TransformerConfig"] |= FULL_RECOMPUTATION
@@ -76,17 +74,7 @@ def settings(config: Any) -> Settings:
         chosen["TransformerConfig"] |= RECIPES.get(train.precision, {})
     on_gpu = torch.cuda.is_available() if config.model.dtype == "auto" else config.model.dtype == "bfloat16"
     return Settings(
-        rates=Rates(
-            lr=train.lr,
-            schedule=train.lr_schedule,
-            warmup_steps=train.lr_warmup_iters,
-            decay_steps=train.lr_decay_iters or steps,
-            min_lr=train.min_lr,
-            weight_decay=train.weight_decay,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_eps,
-            clip_grad=train.clip_grad,
-        ),
+        adamw=OptimizerConfig.of(config),
         temperature=rollout.temperature,
         micro_batch_size=None if train.use_dynamic_batch_size else train.micro_batch_size,
         max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,

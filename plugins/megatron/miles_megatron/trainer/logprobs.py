@@ -71,26 +71,30 @@ def token_log_probs(
 
 def _chunk(head: Head, weight: Tensor, hidden: Tensor, tokens: Tensor, support: Ragged | None, entropy: bool) -> Tensor:
     logits = linear(hidden, weight)
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / head.temperature
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits if head.temperature == 1.0 else logits / head.temperature
     if head.first + len(weight) > head.vocabulary:
         logits = logits.clone()
         logits[:, max(head.vocabulary - head.first, 0) :] = -torch.inf
     here = (tokens >= head.first) & (tokens < head.first + len(weight))
     picked = logits.gather(1, torch.where(here, tokens - head.first, 0).unsqueeze(1)).squeeze(1)
     picked = total(torch.where(here, picked, 0.0), group=head.group)
-    normaliser, mean = _normaliser(head, logits, support)
-    return torch.stack([picked - normaliser, normaliser - mean if entropy else torch.zeros_like(picked)], 1)
+    normaliser, entropies = _normaliser(head, logits, support, entropy)
+    return torch.stack([picked - normaliser, entropies], 1)
 
 
-def _normaliser(head: Head, logits: Tensor, support: Ragged | None) -> tuple[Tensor, Tensor]:
-    """[M] log of the sum of exponentials, and [M] the mean logit, of the whole vocabulary or of a support."""
+def _normaliser(head: Head, logits: Tensor, support: Ragged | None, entropy: bool) -> tuple[Tensor, Tensor]:
+    """[M] log of the sum of exponentials, and [M] the entropy where it is asked for, of the whole vocabulary or of a support."""
     highest = _highest(head, logits.detach().amax(1))
     weights = (logits - highest.unsqueeze(1)).exp()
     if support is not None:
         weights = weights * _within(head, logits, support)
     whole = total(weights.sum(1), group=head.group)
+    normaliser = whole.log() + highest
+    if not entropy:
+        return normaliser, torch.zeros_like(normaliser)
     mean = total((weights * logits.masked_fill(weights == 0, 0.0)).sum(1), group=head.group) / whole
-    return whole.log() + highest, mean
+    return normaliser, normaliser - mean
 
 
 def _highest(head: Head, values: Tensor) -> Tensor:

@@ -4,46 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 
 from miles_core import NonFiniteError
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Attributes:
-    lr: peak learning rate.
-    schedule: what follows the linear warm-up.
-    warmup_steps, decay_steps: optimiser steps of warm-up, and until ``min_lr``, warm-up included.
-    min_lr: where the decay ends.
-    weight_decay: decoupled; not on biases, norms and other 1-D parameters.
-    betas, eps: AdamW's.
-    clip_grad: bound of the gradient's global norm; 0 is off.
-    """
-
-    lr: float = 1e-6
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    decay_steps: int = 1
-    min_lr: float = 0.0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-8
-    clip_grad: float = 1.0
-
-    def at(self, step: int) -> float:
-        """The rate of optimiser step ``step``, from 0."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return self.lr
-        done = min((step - self.warmup_steps) / max(self.decay_steps - self.warmup_steps, 1), 1.0)
-        remaining = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return self.min_lr + (self.lr - self.min_lr) * remaining
+from miles_core.backend import OptimizerConfig
 
 
 class Optimizer:
@@ -51,29 +19,31 @@ class Optimizer:
 
     Args:
         chunks: wrapped in Megatron-Core's ``DistributedDataParallel``.
-        rates: learning rates.
+        settings: of AdamW.
         dtype: of parameters.
-        options: fields of ``OptimizerConfig`` that were chosen.
+        options: fields of Megatron-Core's own configuration that were chosen.
 
     Attributes:
         step_number: optimiser steps done, the schedule's position.
         fixed_lr: takes the place of the schedule, which then does not advance.
     """
 
-    def __init__(self, chunks: Sequence[Any], rates: Rates, dtype: torch.dtype, options: Mapping[str, Any]) -> None:
-        self.rates = rates
+    def __init__(
+        self, chunks: Sequence[Any], settings: OptimizerConfig, dtype: torch.dtype, options: Mapping[str, Any]
+    ) -> None:
+        self.settings = settings
         self.step_number = 0
         self.fixed_lr: float | None = None
         chosen = {n: getattr(torch, v) if n.endswith("_dtype") else v for n, v in options.items()}
-        config = OptimizerConfig(
+        config = MegatronConfig(
             optimizer="adam",
-            lr=rates.lr,
-            min_lr=rates.min_lr,
-            weight_decay=rates.weight_decay,
-            adam_beta1=rates.betas[0],
-            adam_beta2=rates.betas[1],
-            adam_eps=rates.eps,
-            clip_grad=rates.clip_grad,
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
@@ -82,7 +52,6 @@ class Optimizer:
         # Groups of gloo exist only where there is no NCCL (start_groups).
         gloo = not torch.cuda.is_available()
         self.inner: ChainedOptimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=gloo)
-        self._clip = rates.clip_grad
 
     def step(self) -> dict[str, float]:
         """Clip, step, refresh the model copy. Returns ``grad_norm`` (before clipping) and ``lr``; raises NonFiniteError when the
@@ -94,10 +63,10 @@ class Optimizer:
                 f"the gradient norm of optimiser step {self.step_number + 1} is {norm}; nothing was changed by this step: "
                 "try a lower --lr, or look at this step's rewards and log-probs"
             )
-        rate = self.rates.at(self.step_number) if self.fixed_lr is None else self.fixed_lr
+        rate = self.settings.rate(self.step_number) if self.fixed_lr is None else self.fixed_lr
         for group in self.inner.param_groups:
             group["lr"] = rate
-            group["weight_decay"] = self.rates.weight_decay * group.get("wd_mult", 1.0)
+            group["weight_decay"] = self.settings.weight_decay * group.get("wd_mult", 1.0)
         self.inner.step()
         self.step_number += self.fixed_lr is None
         return {"grad_norm": norm, "lr": rate}

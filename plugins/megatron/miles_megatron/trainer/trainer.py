@@ -32,6 +32,7 @@ from miles_core.backend import (
     Codec,
     Context,
     LossFunction,
+    OptimizerConfig,
     Output,
     Pass,
     Quantizer,
@@ -50,7 +51,7 @@ from miles_megatron.trainer import checkpoint
 from miles_megatron.trainer.flight import Flight, flatten, merged, passes
 from miles_megatron.trainer.logprobs import Head, token_log_probs
 from miles_megatron.trainer.model import build_chunks, fused_attention, layer_numbers, transformer_config
-from miles_megatron.trainer.optimizer import Optimizer, Rates
+from miles_megatron.trainer.optimizer import Optimizer
 from miles_megatron.trainer.packing import Packing
 from miles_megatron.trainer.precision import TrainedFormat
 from miles_megatron.trainer.routers import Routers
@@ -61,7 +62,7 @@ from miles_megatron.trainer.without_cuda import without_cuda
 @dataclass(frozen=True)
 class Settings:
     """Attributes:
-    rates: of the optimiser.
+    adamw: of the optimiser, and its learning rate.
     temperature: of the rollout; log-probs are those of the distribution that was sampled.
     micro_batch_size: samples a micro-batch.
     max_tokens: tokens a micro-batch on each rank, instead of ``micro_batch_size``.
@@ -72,7 +73,7 @@ class Settings:
     model, optimizer, reduction: chosen fields of Megatron-Core's configurations.
     """
 
-    rates: Rates = field(default_factory=Rates)
+    adamw: OptimizerConfig = field(default_factory=OptimizerConfig)
     temperature: float = 1.0
     micro_batch_size: int | None = 8
     max_tokens: int | None = None
@@ -136,7 +137,7 @@ class MegatronTrainer(Trainer):
         self.wrapped = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(plain)]
         self._chunks = plain
         self.routers = Routers(plain, a, settings.balance)
-        self.optimizer = Optimizer(self.wrapped, settings.rates, settings.dtype, settings.optimizer)
+        self.optimizer = Optimizer(self.wrapped, settings.adamw, settings.dtype, settings.optimizer)
         self.config.finalize_model_grads_func = _finalize
         self.config.no_sync_func = [c.no_sync for c in self.wrapped] if s.virtual > 1 else self.wrapped[0].no_sync
         self.config.grad_scale_func = self.optimizer.inner.scale_loss
