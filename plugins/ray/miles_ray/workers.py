@@ -20,7 +20,6 @@ from miles_core import MilesError
 from miles_core.backend import Order, Workers, last_lines, short_of_memory
 from miles_ray.actor import Actor, Found
 
-
 #: Calls that an actor works on at a time. A request of a paused engine is one until weights have come: with Ray's thousand,
 #: those weights would wait behind requests that wait for them.
 CALLS = 1_000_000
