@@ -42,7 +42,7 @@ types: install
 	$(BIN)/mypy
 
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 # The parts that touch Transformers' modules, on the oldest version supported (SGLang's pin), which shadows the installed one.
 oldest: install $(OLDEST)/.installed

@@ -65,12 +65,13 @@ class Learner:
         self.advantage: Callable[[AdvantageInputs], Tensor] = ADVANTAGES.get(options.advantage_estimator) or hooks.make(
             "advantage", options.advantage_estimator, run=run
         )
+        forward = compose(trainer.forward, hooks.chain("wrap_forward", run=run, policy=policy))
         loss = compose(
             policy_loss(options, self.correct if self.corrections else None), hooks.chain("wrap_loss", run=run)
         )
         trainer.bind(
             Callbacks(
-                forward=compose(trainer.forward, hooks.chain("wrap_forward", run=run, policy=policy)),
+                forward=forward,
                 loss=loss if self._recorder is None else self._recorder.watched(loss),
                 optimizer_step=compose(
                     self._optimizer_step, hooks.chain("wrap_optimizer_step", run=run, policy=policy)

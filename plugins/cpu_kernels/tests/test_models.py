@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("kernels")
 _ALWAYS = {"rms_norm", "log_probs"}
 _ATTENTION = {"tree_attention", "cached_attention"}
 #: What each family's modules compute with. Sinks, windows and an indexer are not what the compiled attention does; gpt_oss
-#: has another rotation and other experts, the rotations of the families without it are of a part of the numbers.
+#: has another rotation and other experts, llama4 and gemma4 other experts, the rotations of the families without it are of a part of
+#: the numbers.
 USED = {
     "llama": _ALWAYS | _ATTENTION | {"rotate"},
     "qwen3": _ALWAYS | _ATTENTION | {"rotate"},
@@ -32,6 +33,9 @@ USED = {
     "glm4_moe": _ALWAYS | _ATTENTION | {"experts"},
     "mixtral": _ALWAYS | _ATTENTION | {"rotate", "experts"},
     "minimax_m2": _ALWAYS | _ATTENTION | {"experts"},
+    "granitemoe": _ALWAYS | _ATTENTION | {"rotate", "experts"},
+    "llama4": _ALWAYS | _ATTENTION,
+    "gemma4": _ALWAYS | _ATTENTION,
 }
 
 
