@@ -5,7 +5,8 @@ into a file of its own, which no checkpoint rolls back. Of a step that was repea
 A killed driver is started again by hand, as a person would (``--load``), and must leave no process behind.
 
 The kills of a victim in a phase are divided over runs, ``--jobs`` of which go on at a time, each with a Ray cluster of its own. After
-``--seconds`` nobody is killed any more and the runs come to their ends. What each run found is a line of ``--log`` as soon as it ends.
+``--seconds`` nobody is killed any more and the runs come to their ends. What each run found is a line of ``--log`` as soon as it ends,
+and runs that are in it already count, so that the matrix can be made in several sittings.
 Run: ``python benchmarks/faults.py --kills 20 --save`` (an hour and a half on two cores; ``--kills 1``: five minutes; with
 ``--jobs 24 --kills-a-run 5`` some minutes on 32 cores).
 """
@@ -206,7 +207,8 @@ def counted(task: Task, log: Path | None) -> dict[str, Any]:
         found = count(task)
     except Exception as error:
         found = {**dict.fromkeys(SUMS, 0), "failed": 1, "waits": [], "error": str(error)}
-    line = json.dumps({"victim": task.victim, "phase": task.phase, **found})
+    found = {"victim": task.victim, "phase": task.phase, **found}
+    line = json.dumps(found)
     print(line[:2000], file=sys.stderr, flush=True)
     if log is not None:
         with STARTS, log.open("a") as file:
@@ -231,22 +233,25 @@ def main() -> None:
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which nobody is killed any more")
-    parser.add_argument("--log", type=Path, help="a JSON line for each run that has ended")
+    parser.add_argument("--log", type=Path, help="a JSON line for each run that has ended; runs that it holds already count")
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     end = time.time() + min(chosen.seconds, 1e9)
     cells = [(victim, phase) for victim in chosen.victims.split(",") for phase in chosen.phases.split(",")]
+    earlier = read_lines(chosen.log) if chosen.log is not None else []
+    open_ = {cell: chosen.kills - sum(r["kills"] for r in earlier if (r["victim"], r["phase"]) == cell) for cell in cells}
     tasks = [
-        Task(victim, phase, min(chosen.kills_a_run, chosen.kills - first), end)
+        Task(*cell, min(chosen.kills_a_run, open_[cell] - first), end)
         for first in range(0, chosen.kills, chosen.kills_a_run)
-        for victim, phase in sorted(cells, key=lambda cell: cell[0] != "driver")  # the longest first
+        for cell in cells
+        if open_[cell] > first
     ]
     toy_files()  # once, and not in several threads
     with ThreadPoolExecutor(chosen.jobs) as pool:
         runs = list(pool.map(lambda task: None if time.time() > end else counted(task, chosen.log), tasks))
     matrix = {
         f"{victim}, {phase}": merged(
-            [r for t, r in zip(tasks, runs, strict=True) if r is not None and (t.victim, t.phase) == (victim, phase)]
+            [r for r in (*earlier, *runs) if r is not None and (r["victim"], r["phase"]) == (victim, phase)]
         )
         for victim, phase in cells
     }
