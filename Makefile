@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml))
 PROJECTS := pyproject.toml $(addsuffix /pyproject.toml,$(PLUGINS))
 STAMP := $(VENV)/.miles-installed
+# Installed once, and not again in an environment for each project.
+BUILDERS := 'flit_core>=3.11,<4' 'hatchling>=1.26' editables
 
 OLDEST ?= .venv-oldest
 DOCS ?= .venv-docs
@@ -27,8 +29,8 @@ install: $(STAMP)
 $(STAMP): $(PROJECTS) Makefile
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; give one with make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" $(foreach p,$(PLUGINS),-e ./$(p))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(BUILDERS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[dev]" $(foreach p,$(PLUGINS),-e ./$(p))
 	@touch $(STAMP)
 
 demo: install
