@@ -233,13 +233,17 @@ def main() -> None:
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which nobody is killed any more")
-    parser.add_argument("--log", type=Path, help="a JSON line for each run that has ended; runs that it holds already count")
+    parser.add_argument(
+        "--log", type=Path, help="a JSON line for each run that has ended; runs that it holds already count"
+    )
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     end = time.time() + min(chosen.seconds, 1e9)
     cells = [(victim, phase) for victim in chosen.victims.split(",") for phase in chosen.phases.split(",")]
     earlier = read_lines(chosen.log) if chosen.log is not None else []
-    open_ = {cell: chosen.kills - sum(r["kills"] for r in earlier if (r["victim"], r["phase"]) == cell) for cell in cells}
+    open_ = {
+        cell: chosen.kills - sum(r["kills"] for r in earlier if (r["victim"], r["phase"]) == cell) for cell in cells
+    }
     tasks = [
         Task(*cell, min(chosen.kills_a_run, open_[cell] - first), end)
         for first in range(0, chosen.kills, chosen.kills_a_run)
