@@ -178,6 +178,8 @@ def _call(message: bytes, stack: io.TextIOWrapper) -> bytes:
         patience = timedelta(seconds=timeout)
         dist.init_process_group("gloo", f"file://{meeting}", timeout=patience, rank=rank, world_size=size)
         try:
+            # A rank that needs nobody would leave while another is still connecting to it.
+            dist.barrier()
             return _dumps((True, function(*args)))
         finally:
             dist.destroy_process_group()
