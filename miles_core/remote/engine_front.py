@@ -13,6 +13,7 @@ from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, 
 from miles_core.data.unit import Encoded
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MismatchError, WorkerLost
+from miles_core.remote.mailbox import Mailbox
 from miles_core.remote.workers import Workers, gathered
 
 
@@ -43,6 +44,7 @@ class EngineFront(Engine):
         self.renewed = 0
         self._alive = set(self.serving)
         self._version = -1
+        self._mail = [Mailbox(engines, number) for number in range(len(engines))]
         self._in_flight: Counter[int] = Counter()
         self._groups: dict[int, list[int]] = {}
         self._state: dict[str, tuple[Any, ...]] = {}
@@ -77,8 +79,7 @@ class EngineFront(Engine):
             group[:] = number, group[1] + 1
             self._in_flight[number] += 1
             try:
-                response: Response = await self.engines.call(number, "generate", request)
-                return response
+                return await self._mail[number].ask(request)
             except WorkerLost as lost:
                 self.lost(lost)
             finally:
@@ -172,6 +173,7 @@ class EngineFront(Engine):
             self.serving.discard(number)
             self._alive.discard(number)
             self._gone[number] = lost
+            self._mail[number].close(lost)
             self._check_mending()
             if self._mending is None or self._mending.done():
                 self._mending = asyncio.create_task(self._mend())

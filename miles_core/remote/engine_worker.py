@@ -14,6 +14,7 @@ from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.mismatch.parity import check_side
 from miles_core.precision.quantizer import SideParity
+from miles_core.remote.mailbox import Answers, Inbox, Letters
 from miles_core.remote.worker import Order, Worker
 
 
@@ -31,6 +32,7 @@ class EngineWorker(Worker):
         self._buckets: dict[int, list[bytes]] = {}
         self._complete: set[int] = set()
         self._served: asyncio.Future[None] | None = None
+        self._inbox = Inbox(lambda request: self.part.generate(request))
 
     async def build(self) -> dict[str, Any]:
         """Make and start the engine; what a front has to know about it."""
@@ -48,6 +50,14 @@ class EngineWorker(Worker):
         """See ``mismatch.parity.check_side``."""
         layer = {name: torch.tensor(values) for name, values in real.items()}
         return check_side(self.run, self.policy, "engine", precision, self.part.quantizer, layer)
+
+    def post(self, letters: Letters) -> None:
+        """See ``Inbox.post``."""
+        self._inbox.post(letters)
+
+    async def answers(self) -> Answers:
+        """See ``Inbox.answers``."""
+        return await self._inbox.answers()
 
     def take(self, rank: int, number: int, bucket: bytes) -> None:
         """Bucket ``number`` of what a rank sends; the first one replaces all of an earlier push."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,15 +103,20 @@ class Workers(ABC):
 
     async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
         """``send``, and WorkerLost for a worker that does not answer in time; messages call the call ``named``."""
+        return await self.answered(number, self.send(number, method, *args), named or method)
+
+    async def answered(self, number: int, answer: Awaitable[Any], named: str) -> Any:
+        """What a worker was asked: counted as its work while it is out, WorkerLost when it does not come in time or the worker died,
+        and errors that a user can mend with the worker's name."""
         name = self.names[number]
         try:
             with self.naming(number), self.busy.at(name):
                 async with asyncio.timeout(self.patience) as limit:
-                    return await self.send(number, method, *args)
+                    return await answer
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise self.lost(number, f"it did not answer {(named or method)!r} within {self.patience:g} s") from None
+            raise self.lost(number, f"it did not answer {named!r} within {self.patience:g} s") from None
         except WorkerLost as lost:
             if lost.worker:
                 raise

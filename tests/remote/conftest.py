@@ -6,17 +6,21 @@ import asyncio
 
 import pytest
 
+from miles_core.remote.mailbox import Inbox
 from miles_core.remote.workers import Workers
 
 SAID = {"capabilities": frozenset({"score"}), "kv_cache_dtype": "", "native_products": False, "model_facts": {"a": 1}}
 
 
 class Recorded(Workers):
-    """``answers[method]`` is called with (number, *args) or returned; what ``dead`` numbers are asked is lost."""
+    """``answers[method]`` is called with (number, *args) or returned; what ``dead`` numbers are asked is lost.
+
+    ``answers["generate"]`` answers requests, which come by post."""
 
     def __init__(self, names, answers=None, **options):
         super().__init__(names, **options)
         self.answers, self.calls, self.dead = answers or {}, [], set()
+        self.inboxes = {}
 
     async def send(self, number, method, *args):
         if method == "at":  # how ranks are told the step
@@ -25,12 +29,20 @@ class Recorded(Workers):
         await asyncio.sleep(0)
         if number in self.dead:
             raise self.lost(number, "it was killed")
+        if method in ("post", "answers"):
+            inbox = self.inboxes.setdefault(number, Inbox(lambda request: self._said("generate", number, request)))
+            result = getattr(inbox, method)(*args)
+            return await result if asyncio.iscoroutine(result) else result
+        return await self._said(method, number, *args)
+
+    async def _said(self, method, number, *args):
         answer = self.answers.get(method)
         result = answer(number, *args) if callable(answer) else answer
         return await result if asyncio.iscoroutine(result) else result
 
     async def renew(self, number):
         self.dead.discard(number)
+        self.inboxes.pop(number, None)
 
     async def end(self):
         pass
