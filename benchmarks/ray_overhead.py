@@ -2,7 +2,9 @@
 
 One trainer rank and one engine, which take turns (``--schedule sync``), so that two cores are enough: what differs is what the driver,
 the calls between processes and the weights in the object store take. The number of prompts is chosen so that a step takes about a
-second in one process. Every process computes with one thread. Run: ``python benchmarks/ray_overhead.py --save`` (a few minutes).
+second in one process. Every process computes with one thread. The two take turns, and a phase's seconds are the lower quartile over all
+steps, because on a shared machine a step takes up to half as long again as the one before it. Run:
+``python benchmarks/ray_overhead.py --save`` (five minutes).
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ def measured(directory: Path, words: list[str], steps: int) -> list[dict[str, An
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--prompts", type=int, default=16, help="prompts a step")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens a response")
-    parser.add_argument("--steps", type=int, default=15, help="steps measured a run")
-    parser.add_argument("--runs", type=int, default=2, help="runs of each, in turns")
+    parser.add_argument("--steps", type=int, default=10, help="steps measured a run")
+    parser.add_argument("--runs", type=int, default=6, help="runs of each, in turns")
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
     import torch
@@ -61,7 +63,7 @@ def main() -> None:
                 print(runtime, turn, file=sys.stderr, flush=True)
     phases = ("step", "rollout", "prepare", "train", "sync", "other")
     seconds = {
-        name: {phase: round(statistics.median(r[f"time/{phase}"] for r in records), 4) for phase in phases}
+        name: {phase: round(statistics.quantiles(r[f"time/{phase}"] for r in records)[0], 4) for phase in phases}
         for name, records in found.items()
     }
     overhead = seconds["ray"]["step"] - seconds["inline"]["step"]
