@@ -147,9 +147,10 @@ class Turns:
         """Seconds of a sync, after one that is not counted: the median, and each beside the speed of a copy then. ``change`` what is
         sent before each."""
         seconds, limits = [], []
+        probe = paths.PROBE_BYTES if self.device == "cpu" else paths.GPU_PROBE_BYTES
         for _ in range(self.repeats + 1):
             change()
-            limits.append(paths.copy_speed(device=self.device))
+            limits.append(paths.copy_speed(probe, self.device))
             start = time.perf_counter()
             send()
             if self.device != "cpu":
