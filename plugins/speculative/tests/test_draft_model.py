@@ -160,6 +160,8 @@ def test_a_draft_of_another_tokenizer_is_refused_in_the_plan(toy_run, small, tmp
     assert "tokenizer in" in why
     (draft / "vocab.json").write_text(json.dumps(known["model"]["vocab"]), encoding="utf-8")
     (draft / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    special = {"tokenizer_class": "GPT2Tokenizer", "eos_token": said["eos_token"], "unk_token": said["eos_token"]}
-    (draft / "tokenizer_config.json").write_text(json.dumps(special), encoding="utf-8")
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), said["eos_token"])
+    (draft / "tokenizer_config.json").write_text(
+        json.dumps(special | {"tokenizer_class": "GPT2Tokenizer"}), encoding="utf-8"
+    )
     assert not list(misfits(draft, policy))
