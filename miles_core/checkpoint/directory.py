@@ -311,7 +311,7 @@ def _seal(work: Path, step: int, plan: Mapping[str, Any] | None) -> None:
         files[file.relative_to(work).as_posix()] = {"size": file.stat().st_size, "blake2b": _digest(file, flush=True)}
     manifest = {"format": FORMAT, "step": step, "miles_core": __version__, "plan": plan, "files": files}
     with (work / MANIFEST).open("w", encoding="utf-8") as out:
-        json.dump(manifest, out, indent=1)
+        out.write(json.dumps(manifest))
         out.flush()
         os.fsync(out.fileno())
     for directory in (*(p for p in work.rglob("*") if p.is_dir()), work):

@@ -48,11 +48,11 @@ class Option:
     choices: tuple[Any, ...] = ()
     providers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def group(self) -> str:
         return self.path.partition(".")[0]
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.path.partition(".")[2]
 
@@ -60,7 +60,7 @@ class Option:
     def fact(self) -> str:
         return self.info.fact or (self.name if self.group == ROOT else self.path)
 
-    @property
+    @cached_property
     def inner(self) -> Any:
         """The type without ``| None``."""
         arguments = typing.get_args(self.type)

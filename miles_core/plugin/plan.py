@@ -144,10 +144,9 @@ class Plan:
     @cached_property
     def _text(self) -> str:
         # made once: a run writes it into every checkpoint
-        content = {"digest": self.digest, **dataclasses.asdict(self)}
-        for fact in content["facts"]:
-            fact["state"] = fact["state"].name
-        return json.dumps(content, indent=1)
+        content = {"digest": self.digest, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)}}
+        content["facts"] = [{**vars(fact), "state": fact.state.name} for fact in self.facts]
+        return "{\n" + ",\n".join(f" {json.dumps(name)}: {_lined(value)}" for name, value in content.items()) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -231,6 +230,13 @@ class Plan:
         active = {p.name for p in self.plugins}
         hidden = {f.name.partition(".")[2] for f in self.facts if f.name.startswith("plugin.")} - active
         return Facts(self.facts, hidden)
+
+
+def _lined(value: Any) -> str:
+    """A list with one item a line, dataclasses as objects; anything else on one line."""
+    if not isinstance(value, list | tuple) or not value:
+        return json.dumps(value)
+    return "[\n  " + ",\n  ".join(json.dumps(item, default=dataclasses.asdict) for item in value) + "\n ]"
 
 
 _NAMES = ("consulted", "advice", "waived", "reviews")
