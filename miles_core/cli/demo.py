@@ -27,8 +27,7 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.cli import train
 
     code = train.run(arguments)
-    if code:
-        _say(f"stopped; the run so far is in {directory} (continue it with miles train --load {directory})")
+    if code:  # what it said last is how to go on
         return code
     from miles_core.demo.outcome import outcome
     from miles_core.observe.report import report
