@@ -162,8 +162,8 @@ def _check_export(config: Config) -> None:
     if config.run.export_hf is None:
         return
     given, target = config.run.export_hf, Path(os.path.realpath(config.run.export_hf))
+    refuse_unwritable(f"--export-hf {given}", Path(given))
     if taken(target, gathering(target, "exporting")):
         raise ConfigError(f"--export-hf {given}: it already exists and is not empty; choose another directory")
     if config.model.hf_checkpoint and target.is_relative_to(Path(config.model.hf_checkpoint).resolve()):
         raise ConfigError(f"--export-hf {given}: it lies inside of --hf-checkpoint; choose another directory")
-    refuse_unwritable(f"--export-hf {given}", target)

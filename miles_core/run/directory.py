@@ -95,6 +95,12 @@ def _remove(made: list[Path]) -> None:
 def refuse_unwritable(option: str, target: Path) -> None:
     """ConfigError unless a directory could be made where ``target`` is to be; tried in the nearest directory that is there, since
     permissions do not say it all (a full disk, a file system of the kernel)."""
+    try:
+        target.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a link that leads to itself, a file where a directory should be
+        raise ConfigError(f"{option}: {error.strerror}; choose another directory") from error
     nearest = next(p for p in (target, *target.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise ConfigError(f"{option}: {nearest} is a file; choose another directory")
