@@ -8,7 +8,8 @@ What plugins may import from here, looked up when it is first used: ``load_model
 ``make_engine`` and ``make_trainer`` for those that wrap a whole side; ``Decoder``, ``Emitted``, ``Prompts``, ``one_each`` and
 ``pick`` for those that decode; ``new_layer``, ``add_layer``, ``read_layer`` and ``run_layer`` for those that put layers behind
 a model's own, ``checkpoint_config``, ``unloaded_model`` and ``prepare`` for those that build a model beside it,
-``OptimizerGroup`` and ``optimizer_group`` for those that train parameters in their own way; ``Operations`` (its functions'
+``OptimizerGroup`` and ``optimizer_group`` for those that train parameters in their own way, ``held`` and ``whole`` where ranks share these
+out, and ``views`` where what is exported is not they; ``Operations`` (its functions'
 types beside it) with ``operations_of`` and ``use_operations``, and the calls that attention works on, for those that compute a
 model's steps in another way. ``miles_embedded.testing`` is public too.
 """
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
         use_operations,
     )
     from miles_embedded.model.routers import Routed, routed, routed_blocks
+    from miles_embedded.model.sharded import held, whole
+    from miles_embedded.model.views import views
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
     from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
@@ -80,6 +83,7 @@ __all__ = [
     "decoder_layers",
     "export_checkpoint",
     "has_windows",
+    "held",
     "is_embedded",
     "load_model",
     "logits_of",
@@ -99,6 +103,8 @@ __all__ = [
     "text_configuration",
     "unloaded_model",
     "use_operations",
+    "views",
+    "whole",
 ]
 
 __getattr__, __dir__ = looked_up(
@@ -120,6 +126,8 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
         "miles_embedded.model.routers": "Routed routed routed_blocks",
+        "miles_embedded.model.sharded": "held whole",
+        "miles_embedded.model.views": "views",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
         "miles_embedded.trainer.optimizer_group": "OptimizerGroup optimizer_group",

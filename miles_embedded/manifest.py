@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from miles_core import Facts, Plugin, Problem, Review, __version__, described, option
+from miles_core import Facts, Plugin, Problem, Review, Rule, __version__, described, option
 
 _STATE = (
     "its layers keep a recurrent state (linear attention, Mamba, convolutions): the embedded backend caches keys and values, and packs "
@@ -202,5 +202,12 @@ plugin = Plugin(
         "trainer": ("entropy", "sampling_support", "routing_replay", "rebuild", "sleep"),
     },
     defaults={"engine": "embedded", "trainer": "embedded"},
+    requires=(
+        Rule(
+            "gpu.count >= 1",
+            "there is none that this process could use; --device cpu computes without",
+            when="model.device == cuda and runtime == inline",
+        ),
+    ),
     review="miles_embedded.manifest:review",
 )

@@ -37,6 +37,10 @@ class Held:
         row = math.prod(self.shape[1:])
         return self.first * row, (self.first + len(self.tensor)) * row
 
+    def take(self, tensor: Tensor) -> None:
+        """Copy this process's rows of ``tensor``, which is whole and has any dtype, into what it holds."""
+        self.tensor.copy_(tensor[self.first : self.first + len(self.tensor)] if self.divided else tensor)
+
 
 @torch.no_grad()
 def held(tensor: Tensor) -> Held:

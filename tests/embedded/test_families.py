@@ -106,3 +106,9 @@ def test_the_plan_says_no_to_what_the_build_would_refuse(kind, layers, words):
     assert [p.headline.removeprefix("embedded ") for p in found] == [words] * bool(words)
     with pytest.raises(PlanError, match="use another engine and trainer"):
         plan(facts=["model.type=qwen3_next"])
+
+
+def test_a_gpu_that_is_not_there_is_refused_in_the_plan():
+    with pytest.raises(PlanError, match=r"embedded needs gpu.count >= 1[\s\S]*--device cpu"):
+        plan(device="cuda", facts=["gpu=none"])
+    plan(device="cuda", facts=["gpu=H200"])

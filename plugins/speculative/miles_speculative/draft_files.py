@@ -9,6 +9,9 @@ from typing import Any
 
 from safetensors import safe_open
 
+from miles_core import CheckpointError
+from miles_speculative.vocabulary import difference
+
 
 def is_eagle(path: str | Path) -> bool:
     """Whether a directory holds an EAGLE head and not a whole model: ``fc`` tells them apart. Only heads come as torch's own file."""
@@ -16,8 +19,9 @@ def is_eagle(path: str | Path) -> bool:
     return "fc.weight" in names or (not names and any(Path(path).glob("*.bin")))
 
 
-def misfits(path: str | Path, checkpoint: str | Path) -> Iterator[str]:
-    """Why the draft in ``path`` cannot be one of the policy in ``checkpoint``, a sentence each. The policy's configuration was read before."""
+def misfits(path: str | Path, checkpoint: str | Path, trust_remote_code: bool = False) -> Iterator[str]:
+    """Why the draft in ``path`` cannot be one of the policy in ``checkpoint``, a sentence each. The policy's configuration was read before;
+    tokenizers are loaded with ``trust_remote_code``, where all else fits."""
     flag = f"--draft-model-path {path}"
     config = read_config(path)
     if config is None:
@@ -30,6 +34,7 @@ def misfits(path: str | Path, checkpoint: str | Path) -> Iterator[str]:
             f"{flag}: its vocabulary has {config.get('vocab_size')} tokens and the policy's {theirs.get('vocab_size')}; a draft needs "
             "the policy's tokenizer"
         )
+        return
     names = tensor_names(Path(path))
     if is_eagle(path):
         if any(name.startswith("midlayer.") for name in names):
@@ -49,6 +54,14 @@ def misfits(path: str | Path, checkpoint: str | Path) -> Iterator[str]:
             f"{flag}: its weights have {weights[0] / 1e6:.0f} MB and the policy's {weights[1] / 1e6:.0f} MB; take a draft of a quarter "
             "to a tenth of the policy"
         )
+        return
+    try:
+        other = difference(path, checkpoint, trust_remote_code)
+    except CheckpointError as error:
+        yield f"{flag}: {error}"
+        return
+    if other is not None:
+        yield f"{flag}: its tokenizer is another ({other}); a draft needs the policy's tokenizer"
 
 
 def read_config(path: str | Path) -> dict[str, Any] | None:

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from miles_core import CheckpointError
 from miles_embedded import backbone, load_model, logits_of
 from miles_speculative.draft import Draft
-from miles_speculative.draft_files import is_eagle, misfits
+from miles_speculative.draft_files import is_eagle
 from miles_speculative.eagle import Eagle, attach_eagle
 
 
@@ -62,21 +61,3 @@ def attach_model(policy: Any, path: str | Path) -> Draft:
             module.layer_idx += behind  # type: ignore[operator]
     policy.draft = draft
     return DraftModel(policy, draft)
-
-
-def check_draft(path: str, checkpoint: str, tokenizer: Any) -> None:
-    """Refuse a draft that cannot be one of ``checkpoint``, whose tokenizer is ``tokenizer``.
-
-    Raises:
-        CheckpointError: see ``misfits``, or it has another tokenizer. An EAGLE head has none.
-    """
-    for why in misfits(path, checkpoint):
-        raise CheckpointError(why)
-    if is_eagle(path):
-        return
-    from transformers import AutoTokenizer
-
-    if AutoTokenizer.from_pretrained(path).get_vocab() != tokenizer.get_vocab():
-        raise CheckpointError(
-            f"--draft-model-path {path}: its tokenizer gives some tokens other ids than the policy's; a draft needs the policy's tokenizer"
-        )

@@ -13,7 +13,7 @@ from miles_speculative.config import SpeculativeConfig
 from miles_speculative.draft import Draft
 from miles_speculative.draft_model import attach_model
 from miles_speculative.head import attach
-from miles_speculative.training import DraftTraining, check_ranks
+from miles_speculative.training import DraftTraining
 
 
 class EmbeddedSpeculative:
@@ -35,7 +35,6 @@ class EmbeddedSpeculative:
             start = run.config.model.ref_load or policy.hf_checkpoint or run.config.model.hf_checkpoint
             draft = attach(model, start)
         if role != "rollout":
-            check_ranks(self.options, run.config.embedded.sharding_strategy)
             self.drafts[policy.name] = DraftTraining(draft, self.options, run.config.rollout.temperature)
 
     @hookimpl

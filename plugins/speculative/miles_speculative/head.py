@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_embedded import add_layer, backbone, decoder_layers, logits_of, new_layer, read_layer, run_layer
+from miles_embedded import (
+    add_layer,
+    backbone,
+    decoder_layers,
+    held,
+    logits_of,
+    new_layer,
+    read_layer,
+    run_layer,
+    whole,
+)
 
 #: Copies of the model's own embedding and head that some checkpoints hold, in ours they are shared.
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
@@ -86,20 +96,21 @@ def make_layer(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def initialise(model: Any, layer: Any) -> None:
     """What a layer starts from that was never trained: the model's last block and last norm, and a projection that adds the
-    normed embedding and the normed hidden state."""
+    normed embedding and the normed hidden state. On every rank, where these share parameters out."""
     own = dict(layer.named_parameters()) | dict(layer.named_buffers())
-    last = decoder_layers(model)[-1]
-    for name, tensor in (*last.named_parameters(), *last.named_buffers()):
-        if name in own and own[name].shape == tensor.shape:
-            own[name].copy_(tensor)
-    fresh = new_layer(model)
-    for norm in (layer.enorm, layer.hnorm):
-        norm.weight.copy_(fresh.input_layernorm.weight)
+    last: Any = decoder_layers(model)[-1]
+    start = {
+        name: whole(tensor)
+        for name, tensor in (*last.named_parameters(), *last.named_buffers())
+        if name in own and own[name].shape == tensor.shape
+    }
+    fresh: Any = new_layer(model)
+    start["enorm.weight"] = start["hnorm.weight"] = fresh.input_layernorm.weight
     top: Any = backbone(model).norm
-    layer.shared_head.norm.weight.copy_(top.weight)
-    size = len(layer.eh_proj.weight)
-    half = torch.eye(size, dtype=layer.eh_proj.weight.dtype, device=layer.eh_proj.weight.device)
-    layer.eh_proj.weight.copy_(torch.cat([half, half], 1))
+    start["shared_head.norm.weight"] = whole(top.weight)
+    start["eh_proj.weight"] = torch.eye(len(own["eh_proj.weight"])).repeat(1, 2)
+    for name, tensor in start.items():
+        held(own[name]).take(tensor)
 
 
 def attach(model: nn.Module, path: str | Path) -> Head:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from miles_core import hookimpl
+from miles_core import CheckpointError, hookimpl
 from miles_speculative.config import SpeculativeConfig
-from miles_speculative.draft_model import check_draft
+from miles_speculative.draft_files import misfits
 from miles_speculative.report import Profile, summarise
 
 log = logging.getLogger(__name__)
@@ -22,9 +22,11 @@ class Speculative:
 
     @hookimpl
     def on_start(self, run: Any) -> None:
-        path = self.options.draft_model_path
+        path, trust = self.options.draft_model_path, run.config.model.trust_remote_code
         for policy in run.policies if path is not None else ():
-            check_draft(path, policy.hf_checkpoint or run.config.model.hf_checkpoint, run.tokenizer)
+            # of the run's own checkpoint the plan has said it
+            for why in misfits(path, policy.hf_checkpoint, trust) if policy.hf_checkpoint else ():
+                raise CheckpointError(why)
 
     @hookimpl
     def on_step(self, metrics: dict[str, float]) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 
 from miles_speculative.config import MOST
 
-#: A time is the median of the newest ones, so many.
-_TIMES = 3
+#: A time is the shortest of the newest ones, so many: what else the machine does only ever adds to it.
+_TIMES = 5
 #: What a step forgets of the counts of drafts before it; of a batch smaller than this, in proportion less.
 _FORGOTTEN, _MANY = 0.04, 4
 #: Drafting must be faster by this factor.
@@ -157,7 +157,7 @@ class Costs:
     """Seconds of a step at one batch size.
 
     Attributes:
-        seconds: drafts -> median of the newest times; of another batch size as long as there are none.
+        seconds: drafts -> the shortest of the newest times; of another batch size as long as there are none.
         trials: numbers of drafts to be tried next.
         steps, due, wait: steps made, when the next trials are due, and how long that is after the last ones.
         best, chosen: what was best at the last trials, and is in use.
@@ -179,7 +179,7 @@ class Costs:
             self.times[k] = deque(maxlen=_TIMES)
             return
         self.times[k].append(seconds)
-        self.seconds[k] = median(self.times[k])
+        self.seconds[k] = min(self.times[k])
 
     def of(self, k: int) -> float:
         """Seconds of a step with k drafts. Where it was not measured, the line of least squares through the steps with drafts; infinite

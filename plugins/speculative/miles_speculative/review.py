@@ -16,7 +16,8 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     found = []
     if path and model is not None and checkpoint and Path(checkpoint).is_dir():
         values = (described(facts.lookup("speculative.draft_model_path")),)
-        found += [Problem("speculative", "a draft of this policy", why, values) for why in misfits(path, checkpoint)]
+        whys = misfits(path, checkpoint, facts.value("model.trust_remote_code", False))
+        found += [Problem("speculative", "a draft of this policy", why, values) for why in whys]
     width = facts.value("speculative.topk", 1)
     if width > 1 and facts.value("engine") == "embedded":
         windows = [has_windows(config) for config in (model, path and read_config(path)) if config]

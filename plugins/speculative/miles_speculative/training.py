@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from miles_core import Batch, ConfigError, Context, Unit
-from miles_embedded import OptimizerGroup, backbone, optimizer_group
+from miles_core import Batch, Context, Unit
+from miles_embedded import OptimizerGroup, backbone, optimizer_group, views, whole
 from miles_speculative.config import SpeculativeConfig
 from miles_speculative.draft import Draft
 from miles_speculative.eagle import Eagle
@@ -40,6 +40,7 @@ class DraftTraining:
             backbone(draft.policy).register_forward_hook(_see, with_kwargs=True)
         self.means: dict[str, Tensor] = {}
         if options.ema_decay:
+            # whole on every rank, whatever the policy is: a draft is small
             self.means = {name: p.detach().float().clone() for name, p in draft.parameters.items()}
 
     def losses(self, micro_batch: Batch, ctx: Context, step: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -66,41 +67,36 @@ class DraftTraining:
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """An optimiser step was made."""
-        for name, mean in self.means.items():
-            mean.lerp_(self.draft.parameters[name].detach().float(), 1 - self.options.ema_decay)
+        """An optimiser step was made, on every rank."""
+        if self.means:
+            for name, parameter in self.draft.parameters.items():
+                self.means[name].lerp_(whole(parameter).float(), 1 - self.options.ema_decay)
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Start again from the policy as it is now, without moments."""
+        """Start again from the policy as it is now, without moments, on every rank."""
         assert isinstance(self.draft, Head)  # a rule of the manifest
         initialise(self.draft.policy, self.draft.layer)
         self.group.renewed = True
-        for name, mean in self.means.items():
-            mean.copy_(self.draft.parameters[name])
+        if self.means:
+            for name, parameter in self.draft.parameters.items():
+                self.means[name].copy_(whole(parameter))
 
+    @torch.no_grad()
     def averaged(self, units: Iterator[Unit]) -> Iterator[Unit]:
         """The export stream with the running means in place of the draft's parameters."""
-        means = {p.untyped_storage().data_ptr(): self.means[name] for name, p in self.draft.parameters.items()}
-
-        def mean_of(tensor: Tensor) -> Tensor:
-            mean = means.get(tensor.untyped_storage().data_ptr())
-            if mean is None:
-                return tensor
-            return mean.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).to(tensor.dtype)
-
+        names = {id(p): name for name, p in self.draft.policy.named_parameters()}
+        means = {}
+        for name, parameter in self.draft.parameters.items():
+            # in the parameter's own layout, of which the exported tensors are views
+            laid = torch.empty_strided(
+                parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
+            )
+            means[names[id(parameter)]] = laid.copy_(self.means[name])
+        own = {view.name: view for view in views(self.draft.policy) if view.source in means}
         for unit in units:
-            yield Unit({name: mean_of(tensor) for name, tensor in unit.tensors.items()})
-
-
-def check_ranks(options: SpeculativeConfig, strategy: str) -> None:
-    """Refuse what works on whole weights where ``strategy`` divides them among several ranks; ConfigError."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if ranks > 1 and strategy == "full_shard" and (options.ema_decay or options.reinit_interval):
-        raise ConfigError(
-            f"--draft-ema-decay and --reinit-draft-interval work on whole weights, and --sharding-strategy full_shard divides them among "
-            f"{ranks} ranks: add --sharding-strategy no_shard"
-        )
+            found = {n: own[n].of(means[own[n].source]) if n in own else tensor for n, tensor in unit.tensors.items()}
+            yield replace(unit, tensors=found, lasting=unit.lasting and not own.keys() & found.keys())
 
 
 def _see(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

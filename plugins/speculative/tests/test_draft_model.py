@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.draft_files import misfits
-from miles_speculative.draft_model import attach_model, check_draft
+from miles_speculative.draft_model import attach_model
 from miles_speculative.eagle import new_eagle
 from miles_speculative.lookahead import Lookahead
 from miles_speculative.tree import TreeDecoder
@@ -125,21 +127,41 @@ def test_an_eagle_head_is_read_as_published(tmp_path):
 
 
 def test_a_draft_of_another_kind_is_refused(toy_run, small, tmp_path):
-    tokenizer = load_tokenizer(toy_files() / "model")
-    with pytest.raises(CheckpointError, match="not a Hugging Face checkpoint"):
-        check_draft(str(tmp_path), str(toy_files() / "model"), tokenizer)
+    policy = toy_files() / "model"
+    assert "not a Hugging Face checkpoint" in next(misfits(tmp_path, policy))
     other = tiny_checkpoint("llama", tmp_path / "other", **SMALL)
-    with pytest.raises(CheckpointError, match="its vocabulary has 64 tokens and the policy's 259"):
-        check_draft(str(other), str(toy_files() / "model"), tokenizer)
-    with pytest.raises(CheckpointError, match="a quarter to a tenth"):
-        check_draft(str(toy_files() / "model"), str(small), tokenizer)
+    assert "a quarter to a tenth" in next(misfits(policy, small))
     with pytest.raises(PlanError, match="are about an MTP layer"):
         toy_run(["speculative"], draft_model_path=small, enable_mtp_training=True)
-    with pytest.raises(PlanError, match="its vocabulary has 64 tokens"):  # and all of it before anything is loaded
+    with pytest.raises(
+        PlanError, match="its vocabulary has 64 tokens and the policy's 259"
+    ):  # before anything is loaded
         toy_run(["speculative"], draft_model_path=other)
 
 
-def load_tokenizer(path):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
+def test_a_draft_of_another_tokenizer_is_refused_in_the_plan(toy_run, small, tmp_path):
+    """As many tokens, but one has another name, special or not; the same ones are taken from files of any form."""
+    policy, draft = toy_files() / "model", tmp_path / "draft"
+    shutil.copytree(small, draft)
+    files = {
+        draft / name: (draft / name).read_text(encoding="utf-8") for name in ("tokenizer.json", "tokenizer_config.json")
+    }
+    for token in ("<|start|>", "z"):
+        for file, text in files.items():
+            file.write_text(text.replace(json.dumps(token), '"another"'), encoding="utf-8")
+        (why,) = misfits(draft, policy)
+        assert why.startswith(f"--draft-model-path {draft}: its tokenizer is another (2 entries differ, ")
+    with pytest.raises(PlanError, match="2 entries differ"):
+        toy_run(["speculative"], draft_model_path=draft)
+    # the older form: vocabulary and merges in files of their own
+    known, said = map(json.loads, files.values())
+    (draft / "tokenizer.json").unlink()
+    (why,) = misfits(draft, policy)
+    assert "tokenizer in" in why
+    (draft / "vocab.json").write_text(json.dumps(known["model"]["vocab"]), encoding="utf-8")
+    (draft / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), said["eos_token"])
+    (draft / "tokenizer_config.json").write_text(
+        json.dumps(special | {"tokenizer_class": "GPT2Tokenizer"}), encoding="utf-8"
+    )
+    assert not list(misfits(draft, policy))
