@@ -44,16 +44,14 @@ types: install
 	$(BIN)/mypy
 
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
-# Left out: MiniCPM3, dynamic rope and GraniteMoE, which 5.12 does not have or has otherwise.
 # The parts that touch Transformers' modules, on the oldest version supported (SGLang's pin), which shadows the installed one.
 oldest: install $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; assert transformers.__version__ == '5.12.1', transformers.__version__"
-	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/embedded --ignore tests/embedded/trainer/test_data_parallel.py \
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/embedded --ignore tests/embedded/trainer/test_data_parallel.py \
 		tests/test_loop.py::test_it_learns tests/cli/test_convert.py plugins/r3/tests/test_routers.py \
-		plugins/r3/tests/test_embedded.py plugins/cpu_kernels/tests/test_models.py plugins/cpu_kernels/tests/test_experts.py \
-		-k 'not minicpm3 and not dynamic and not granitemoe'
+		plugins/r3/tests/test_embedded.py plugins/cpu_kernels/tests/test_models.py plugins/cpu_kernels/tests/test_experts.py
 
 $(OLDEST)/.installed: Makefile
 	rm -rf $(OLDEST)

@@ -8,7 +8,11 @@ Random matrices of [side, side] (smaller ones for few megabytes) are encoded and
 receiver of buckets is another process that copies each tensor into its own, codes as codes; on a second GPU where there is one and NCCL is measured.
 ``of_limit`` is the speed in units of one plain copy of as many bytes within one memory, measured beside it, or for NCCL of a broadcast alone;
 ``of_copy`` compares seconds with those of a copy of the BF16 weights. One storage is measured on a Llama of that size, Ray's object store as
-the plain copy under Ray uses it. Messages carry everything here (``weight_delta.py`` has differences).
+the plain copy under Ray uses it. Messages carry everything; then what changed, where the lowest bits of a share of the weights did
+(``weight_delta.py`` has the shares of real steps).
+
+A copy of memory is timed before every sync, so that the two are slowed by the same neighbours; ``of_limit`` is the lower quartile of these ratios.
+Large sizes are sent fewer times.
 """
 
 from __future__ import annotations
@@ -16,12 +20,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
+import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -33,6 +40,9 @@ from miles_core.backend import Codec, CopyTransport, Encoded, Inbox, Unit
 from miles_core.precision.installed import format_class
 from miles_zero_copy import paths
 from miles_zero_copy.sender import Sender, Sent
+
+#: Of the weights, that a step of AdamW changes at learning rates of 1e-6 and 1e-5.
+SHARES = (0.004, 0.02)
 
 
 def matrices(megabytes: int, device: str, side: int) -> dict[str, torch.Tensor]:
@@ -84,6 +94,9 @@ class Elsewhere:
     def __init__(self, device: str, gpu: int = 0) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, there = context.Pipe()
+        for end in (self.connection, there):  # a message should not take a turn of the scheduler for each 200 kB
+            with socket.socket(fileno=os.dup(end.fileno())) as pipe:
+                pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
         self.process = context.Process(target=receiver, args=(there, device, gpu), daemon=True)
         self.process.start()
 
@@ -111,42 +124,69 @@ class Here:
         self.own.take(units)
 
 
-def timed(send: Any, repeats: int, device: str) -> float:
-    """Median seconds of a sync, after one that is not counted."""
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        send()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[1:])
+@dataclass(frozen=True)
+class Turns:
+    """How often a size is sent, and to which device."""
+
+    repeats: int
+    device: str
+
+    def of(self, send: Callable[[], None], change: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Seconds of a sync, after one that is not counted: the median, and each beside the speed of a copy then. ``change`` what is
+        sent before each."""
+        seconds, limits = [], []
+        for _ in range(self.repeats + 1):
+            change()
+            limits.append(paths.copy_speed(device=self.device))
+            start = time.perf_counter()
+            send()
+            if self.device != "cpu":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return {"seconds": median(seconds[1:]), "turns": seconds[1:], "limits": limits[1:]}
 
 
-def through_buckets(way: Any, bucket: int, stream: Any, repeats: int, device: str, gpu: int) -> dict:
-    """A path to another process, which has such a GPU."""
+def through_buckets(
+    way: Any, bucket: int, stream: Any, turns: Turns, gpu: int, changes: dict[str, Callable[[], None]]
+) -> Iterator[tuple[str, dict]]:
+    """A path to another process, which has such a GPU: all weights, and, where what changed can travel, that after each of ``changes``."""
     path = way()
-    engine = Elsewhere(device, gpu)
+    engine = Elsewhere(turns.device, gpu)
     with asyncio.Runner() as runner:
         sender, sent = Sender(path, bucket, (0, 1)), Sent()
         try:
             runner.run(sender.greet(engine.receive, 0))
-            limit = None if path.limit else runner.run(sender.speed(engine.receive, 0))
+            limit = {} if path.limit else {"limit": runner.run(sender.speed(engine.receive, 0))}
+            kept = path.make.keywords.get("sent") if isinstance(path.make, partial) else None
 
             def send() -> None:
                 nonlocal sent
-                if isinstance(path.make, partial) and "sent" in path.make.keywords:
-                    path.make.keywords["sent"].clear()  # no difference to what was sent before
                 sent = runner.run(sender.send(stream(sender.room), engine.receive, 1))
 
-            found = {"seconds": timed(send, repeats, device), "bytes": sent.travelled, "buckets": sent.buckets}
+            def count() -> dict[str, Any]:
+                return {"bytes": sent.travelled, "buckets": sent.buckets, **limit}
+
+            yield "", turns.of(send, kept.clear if kept is not None else lambda: None) | count()
+            for what, change in changes.items() if kept is not None else ():
+                yield f", {what}", turns.of(send, change) | count()
         finally:
             sender.close()
             engine.close()
-    return found | ({"limit": limit} if limit else {})
 
 
-def through_ray(stream: Any, repeats: int) -> dict:
+def changed(tensors: dict[str, torch.Tensor], share: float) -> Callable[[], None]:
+    """Changes the lowest bit of a share of the weights."""
+    some = next(iter(tensors.values()))
+    mask = (torch.rand(some.shape, device=some.device) < share).to(torch.int16)
+
+    def change() -> None:
+        for tensor in tensors.values():
+            tensor.view(torch.int16).bitwise_xor_(mask)
+
+    return change
+
+
+def through_ray(stream: Any, turns: Turns) -> dict:
     """The plain copy under Ray: tensors as bytes, put into its object store, copied out by an actor."""
     import numpy as np
     import ray
@@ -168,25 +208,26 @@ def through_ray(stream: Any, repeats: int) -> dict:
         ray.get(waiting)
 
     try:
-        return {"seconds": timed(send, repeats, "cpu"), "bytes": nbytes}
+        found = turns.of(send)
+        return found | {"bytes": nbytes}
     finally:
         ray.shutdown()
 
 
-def copied(stream: Any, repeats: int, device: str) -> dict:
+def copied(stream: Any, turns: Turns) -> dict:
     """Core's copy, within the process."""
-    transport = CopyTransport(Here(device))  # type: ignore[arg-type]
+    transport = CopyTransport(Here(turns.device))  # type: ignore[arg-type]
     report: Any = None
 
     def send() -> None:
         nonlocal report
         report = asyncio.run(transport.send(stream(None), 1))
 
-    seconds = timed(send, repeats, device)
-    return {"seconds": seconds, "bytes": report.nbytes}
+    found = turns.of(send)
+    return found | {"bytes": report.nbytes}
 
 
-def shared(megabytes: int, repeats: int, device: str) -> dict:
+def shared(megabytes: int, turns: Turns) -> dict:
     """One storage, of two Llamas."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -202,7 +243,7 @@ def shared(megabytes: int, repeats: int, device: str) -> dict:
     def model() -> nn.Module:
         with torch.device("meta"):
             made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return prepare(made.to_empty(device=device))
+        return prepare(made.to_empty(device=turns.device))
 
     trainer, engine, held, nbytes = model(), model(), set[str](), 0
 
@@ -212,17 +253,18 @@ def shared(megabytes: int, repeats: int, device: str) -> dict:
         update.take(Codec().encode(export(trainer)))
         nbytes = update.finish()
 
-    seconds = timed(send, repeats, device)
-    return {"seconds": seconds, "bytes": nbytes}
+    found = turns.of(send)
+    return found | {"bytes": nbytes}
 
 
 def measured(megabytes: int, precision: str, options: argparse.Namespace) -> dict[str, Any]:
     """All paths for one size and number format."""
-    device, repeats = options.device, options.repeats
+    device = options.device
+    turns = Turns(max(1, min(options.repeats, options.repeats * 128 // megabytes)), device)
     codec = Codec() if precision == "bf16" else Codec(format_class(precision)())
     tensors = matrices(megabytes, device, options.side)
     whole = sum(t.numel() * 2 for t in tensors.values())
-    limit = paths.copy_speed(min(megabytes * 10**6, 2 * 10**9), device)
+    changes = {f"{share:.1%} changed": changed(tensors, share) for share in SHARES} if precision == "bf16" else {}
     rows: dict[str, dict] = {}
 
     def stream(room: Any) -> Iterator[Encoded]:
@@ -236,27 +278,36 @@ def measured(megabytes: int, precision: str, options: argparse.Namespace) -> dic
             continue
         try:
             gpu = 1 if "NCCL" in name and torch.cuda.device_count() > 1 else 0
-            rows[name] = through_buckets(way, options.bucket, stream, repeats, device, gpu)
+            for what, row in through_buckets(way, options.bucket, stream, turns, gpu, changes):
+                rows[name + what] = told(megabytes, precision, name + what, row, whole)
         except SyncError as error:
             print(f"{name} is not measured: {error}", flush=True)
     if wanted("copy within the process"):
-        rows["copy within the process"] = copied(stream, repeats, device)
+        rows["copy within the process"] = told(
+            megabytes, precision, "copy within the process", copied(stream, turns), whole
+        )
     if wanted("Ray") and device == "cpu" and find_spec("ray"):
-        rows["Ray's object store"] = through_ray(stream, repeats)
+        rows["Ray's object store"] = told(megabytes, precision, "Ray's object store", through_ray(stream, turns), whole)
     tensors.clear()
     if precision == "bf16" and wanted("one storage"):
-        rows["one storage"] = shared(megabytes, repeats, device)
-    for row in rows.values():
-        row["gb_per_second"] = row["bytes"] / row["seconds"] / 1e9
-        row["of_limit"] = row["bytes"] / row["seconds"] / row.get("limit", limit)
-        row["of_copy"] = row["seconds"] / (whole / limit)
-    for name, row in rows.items():
-        print(
-            f"{megabytes:>6} MB {precision:>5}  {name:36} {row['seconds']:9.4f} s {row['gb_per_second']:9.2f} GB/s "
-            f"{row['of_limit']:6.2f} of its limit, {row['of_copy']:6.2f} x a copy of BF16",
-            flush=True,
-        )
-    return {"megabytes": megabytes, "precision": precision, "limit_gb_per_second": limit / 1e9, "paths": rows}
+        rows["one storage"] = told(megabytes, precision, "one storage", shared(megabytes, turns), whole)
+    return {"megabytes": megabytes, "precision": precision, "repeats": turns.repeats, "paths": rows}
+
+
+def told(megabytes: int, precision: str, name: str, row: dict[str, Any], whole: int) -> dict[str, Any]:
+    """What is saved of a path's turns, printed too; ``whole`` bytes are the BF16 weights."""
+    seconds, limits, own = row.pop("turns"), row.pop("limits"), row.pop("limit", None)
+    ratios = sorted(row["bytes"] / s / (own or limit) for s, limit in zip(seconds, limits, strict=True))
+    row["gb_per_second"] = row["bytes"] / row["seconds"] / 1e9
+    row["limit_gb_per_second"] = (own or median(limits)) / 1e9
+    row["of_limit"] = quantiles(ratios, n=4, method="inclusive")[0] if len(ratios) > 1 else ratios[0]
+    row["of_copy"] = median(s / (whole / limit) for s, limit in zip(seconds, limits, strict=True))
+    print(
+        f"{megabytes:>6} MB {precision:>5}  {name:56} {row['seconds']:9.4f} s {row['bytes'] / 1e6:9.2f} MB {row['gb_per_second']:9.2f} GB/s "
+        f"{row['of_limit']:6.2f} of its limit, {row['of_copy']:6.2f} x a copy of BF16",
+        flush=True,
+    )
+    return row
 
 
 def main() -> None:
@@ -266,7 +317,7 @@ def main() -> None:
     parser.add_argument("--megabytes", default="1,16,128,1000,4000", help="sizes of the BF16 weights")
     parser.add_argument("--precision", default="bf16,fp8")
     parser.add_argument("--bucket", type=int, default=512 << 20, help="bytes of a bucket, at most")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=8, help="of sizes up to 128 MB; fewer of larger ones")
     parser.add_argument("--only", default="", help="paths whose name has this in it")
     parser.add_argument("--side", type=int, default=2048, help="rows and columns of a matrix")
     parser.add_argument("--save", action="store_true")

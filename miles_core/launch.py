@@ -169,7 +169,7 @@ def _write_start(run: Run) -> None:
         write_environment(run.directory)
     except OSError as error:
         raise ConfigError(
-            f"--save {run.directory}: {error.filename} cannot be written ({error.strerror}); free space there, or choose another "
+            f"--save {run.directory}: {error.filename or 'a file in it'} cannot be written ({error.strerror}); free space there, or choose another "
             "directory"
         ) from error
 

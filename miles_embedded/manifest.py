@@ -1,10 +1,15 @@
 """What this backend provides and can do, as any backend declares it."""
 
+import functools
+import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
-from miles_core import Facts, Plugin, Problem, Review, __version__, described, option
+from miles_core import Facts, Plugin, Problem, Review, Rule, __version__, described, option
 
 _STATE = (
     "its layers keep a recurrent state (linear attention, Mamba, convolutions): the embedded backend caches keys and values, and packs "
@@ -79,6 +84,13 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "modernbert-decoder"),
     ),
 }
+#: Model types -> the first release of Transformers whose code for them is computed here, and what it lacked before.
+SINCE = {
+    "granitemoe": (
+        "5.13",
+        "before that its routers and experts are no modules, so nothing could replay or balance them",
+    )
+}
 #: Kinds of layers that are computed (``layer_types`` of a configuration); the last two are one thing in different releases.
 LAYER_TYPES = {
     "full_attention",
@@ -92,18 +104,60 @@ LAYER_TYPES = {
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     """See ``miles_core.Plugin.review``: families that neither engine nor trainer can run, known by their ``config.json``."""
     kind = facts.lookup("model.type")
+    trusted = bool(facts.value("model.trust_remote_code"))
+    found = _of_type(kind.value) or _of_layers(model or {}) or _of_installation(kind.value, model or {}, trusted)
     values = (described(kind),)
-    for why, types in REFUSED.items():
-        if kind.value in types:
-            return Review(problems=(Problem("embedded", f"a model of type {kind.value}", why, values, "cannot run"),))
-    text = (model or {}).get("text_config")
-    listed = {**(model or {}), **(text if isinstance(text, dict) else {})}.get("layer_types")
+    return Review(problems=(Problem("embedded", *found, values, "cannot run"),) if found else ())
+
+
+def _of_type(kind: Any) -> tuple[str, str] | None:
+    """What cannot be run and why, where it follows from the family alone."""
+    return next(((f"a model of type {kind}", why) for why, types in REFUSED.items() if kind in types), None)
+
+
+def _of_installation(kind: Any, model: Mapping[str, Any], trusted: bool) -> tuple[str, str] | None:
+    """The same for what the installed Transformers lacks."""
+    from packaging.version import Version
+
+    has = version("transformers")
+    first, lacked = SINCE.get(kind, ("0", ""))
+    if Version(has) < Version(first):
+        return f"a model of type {kind} with Transformers {has}", f"{lacked}: pip install 'transformers >={first}'"
+    types, own = _language_models(), "auto_map" in model
+    if not model or kind is None or not types or kind in types or (own and trusted):
+        return None
+    because = (
+        f"the installed Transformers {has} has no causal language model of this type (model_type in config.json): "
+    )
+    because += (
+        "the checkpoint brings code of its own, which --trust-remote-code runs" if own else "is there a newer release?"
+    )
+    return f"a model of type {kind}", because
+
+
+@functools.cache
+def _language_models() -> frozenset[str]:
+    """Model types that the installed Transformers generates text with, read from its tables without importing it; empty where these
+    are not where they used to be."""
+    found = importlib.util.find_spec("transformers")
+    tables = Path(found.origin).parent / "models" / "auto" / "modeling_auto.py" if found and found.origin else None
+    if tables is None or not tables.is_file():
+        return frozenset()
+    text = tables.read_text(encoding="utf-8")
+    names = r"^MODEL_FOR_(?:CAUSAL_LM|IMAGE_TEXT_TO_TEXT)_MAPPING_NAMES = OrderedDict\((.*?)^\s*\]"
+    listed = [re.findall(r'\(\s*"([\w.-]+)"', part) for part in re.findall(names, text, re.MULTILINE | re.DOTALL)]
+    return frozenset(kind for kinds in listed for kind in kinds)
+
+
+def _of_layers(model: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The same for kinds of layers."""
+    text = model.get("text_config")
+    listed = {**model, **(text if isinstance(text, dict) else {})}.get("layer_types")
     unknown = sorted({str(x) for x in listed} - LAYER_TYPES) if isinstance(listed, list) else []
-    if unknown:
-        found = f"layers of type {', '.join(unknown)} (layer_types in config.json)"
-        because = "the embedded backend does not compute them; use another engine and trainer"
-        return Review(problems=(Problem("embedded", found, because, values, "cannot run"),))
-    return Review()
+    if not unknown:
+        return None
+    found = f"layers of type {', '.join(unknown)} (layer_types in config.json)"
+    return found, "the embedded backend does not compute them; use another engine and trainer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,5 +202,12 @@ plugin = Plugin(
         "trainer": ("entropy", "sampling_support", "routing_replay", "rebuild", "sleep"),
     },
     defaults={"engine": "embedded", "trainer": "embedded"},
+    requires=(
+        Rule(
+            "gpu.count >= 1",
+            "there is none that this process could use; --device cpu computes without",
+            when="model.device == cuda and runtime == inline",
+        ),
+    ),
     review="miles_embedded.manifest:review",
 )

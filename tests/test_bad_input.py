@@ -252,9 +252,10 @@ def test_a_defect_keeps_its_traceback(tmp_path, file):
     [
         ("sample.tokens = [*sample.tokens, 10**6]", "has the token 1000000; token ids are 0 to"),
         ("sample.rollout_log_probs = [float('nan')] * sample.response_length", "has the log-probability nan"),
-        ("raise SystemExit(3)", "called sys.exit(3) on sample 0"),
+        ("raise ValueError('boom')", "on sample 0: it raised ValueError: boom"),
+        ("raise SystemExit(3)", "on sample 0: it called sys.exit(3)"),
     ],
-    ids=["token", "log-prob", "exit"],
+    ids=["token", "log-prob", "error", "exit"],
 )
 def test_what_a_generate_function_must_not_return(refused, file, line, expected):
     path = file(

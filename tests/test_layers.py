@@ -68,7 +68,7 @@ ROOMS: list[dict[str, str]] = [
         "trainer": "model quantized core: errors data checkpoint precision contracts train",
     },
     {
-        "testing": "manifest model quantized engine trainer core: errors lookup data precision contracts train testing",
+        "testing": "manifest model quantized engine trainer core: errors lookup data plugin precision contracts train testing",
     },
 ]
 

@@ -13,22 +13,23 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; 130 when the user stopped the training."""
     chosen, extra = _parser().parse_known_args(argv)
     directory = chosen.dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    from miles_core.config.load import load
     from miles_core.demo.inputs import make_inputs, plugins_shown, train_arguments
     from miles_core.plugin.discovery import discover
 
     plugins = plugins_shown(discover())
+    arguments = train_arguments(directory, chosen.seed, plugins, [f"--device={chosen.device}", *extra])
+    load(arguments)  # what is wrong with them is said before anything is made
     _say("two-digit addition: a supervised warm start from a careless teacher, then GRPO on right answers")
     if not plugins:
         _say("no installed plugin takes part; the demo runs without")
     parameters = make_inputs(directory, chosen.seed)
-    arguments = train_arguments(directory, chosen.seed, plugins, [f"--device={chosen.device}", *extra])
     _say(f"made a Qwen3-MoE of {parameters:,} parameters and its data in {directory}; now running")
     _say(f"  miles train {' '.join(arguments)}")
     from miles_core.cli import train
 
     code = train.run(arguments)
-    if code:
-        _say(f"stopped; the run so far is in {directory} (continue it with miles train --load {directory})")
+    if code:  # what it said last is how to go on
         return code
     from miles_core.demo.outcome import outcome
     from miles_core.observe.report import report

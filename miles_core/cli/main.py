@@ -27,6 +27,8 @@ COMMANDS = {
     "completion": "a script that completes commands and flags in bash, zsh or fish",
 }
 DEBUG = "MILES_DEBUG"
+#: What is wrong with a path and not with the program.
+_PATHS = {getattr(errno, name) for name in ("ENAMETOOLONG", "ELOOP", "EISDIR", "ENOTDIR", "EROFS", "EACCES", "EPERM")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,11 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(message if message.startswith("error:") else f"error: {message}", file=sys.stderr)
         return _told(error)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get(DEBUG, "0") not in ("", "0"):
+        said = _of_path(error)
+        if not said or os.environ.get(DEBUG, "0") not in ("", "0"):
             raise  # a defect
-        where = f": {error.filename}" if error.filename else ""
-        print(f"error: the disk is full{where} ({error.strerror}); free space there", file=sys.stderr)
+        print(f"error: {said}", file=sys.stderr)
         return _told(error)
+
+
+def _of_path(error: OSError) -> str:
+    """What an error says about a disk or a path that a user gave; empty where it is about something else."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f": {error.filename}" if error.filename else ""
+        return f"the disk is full{where} ({error.strerror}); free space there"
+    return f"{error.filename}: {error.strerror}; check that path" if error.errno in _PATHS and error.filename else ""
 
 
 def _told(error: BaseException) -> int:

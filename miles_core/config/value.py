@@ -35,8 +35,10 @@ def check(option: Option, raw: Any, origin: str) -> Any:
         raw = _named(option, raw)
     if option.is_list:
         raw = as_list(raw)
-    if isinstance(raw, str) and raw.startswith("~") and option.is_path:
+    if isinstance(raw, (str, os.PathLike)) and option.is_path:
         raw = os.path.expanduser(raw)
+        if why := _no_path(raw):
+            raise ConfigError(f"{origin}: {option.fact} {why}")
     value = _typed(option, raw, origin)
     items = value if option.is_list else (value,)
     for item in items:
@@ -50,6 +52,18 @@ def check(option: Option, raw: Any, origin: str) -> Any:
         if isinstance(item, (int, float)) and not _within(option, item):
             raise ConfigError(f"{origin}: {option.fact} cannot be {item:g}; it must be {option.info.bounds()}")
     return value
+
+
+def _no_path(path: str) -> str:
+    """Why this can name no file or directory on any disk; empty where it can."""
+    if not path:
+        return "is empty; leave the option out, or name a file or directory (. is this one)"
+    if "\0" in path:
+        return f"cannot be {path!r}; no name holds a NUL character"
+    longest = max(path.split("/"), key=lambda part: len(os.fsencode(part)))
+    if len(os.fsencode(longest)) > 255:
+        return f"holds a name of {len(os.fsencode(longest))} bytes ({longest[:40]}...); file systems end at 255"
+    return ""
 
 
 def _named(option: Option, raw: Mapping[Any, Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from array import array
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from miles_core.data import hub
 from miles_core.errors import DataError
 
 SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+SLICE = re.compile(r"(.+)@\[[^\]]*\]")
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 Check = Callable[[dict[str, Any], str], None]
 
@@ -45,8 +47,19 @@ def open_prompt_file(spec: str, columns: Sequence[str], check: Check) -> PromptF
         part = slice(*(int(match[name]) if match[name] else None for name in ("start", "stop")))
     named = match["path"] if match else spec
     path = hub.file(named) if named.startswith("hf://") else Path(named)
-    if not path.exists():
-        raise DataError(f"there is no prompt file {path} (looked in {Path.cwd()})")
+    try:
+        there = path.exists()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{named[:80]} names no prompt file: {error}") from error
+    if not there:
+        part_of = SLICE.fullmatch(named)
+        hint = (
+            f"; {part_of[1]} is there: write a part as @[a:b], with whole numbers"
+            if part_of and Path(part_of[1]).is_file()
+            else ""
+        )
+        hint = "; it is an address: download the file, or give hf://datasets/ORG/NAME/FILE" if "://" in named else hint
+        raise DataError(f"there is no prompt file {named} (looked in {Path.cwd()}){hint}")
     if path.is_dir():
         raise DataError(f"{path} is a directory; name the prompt file in it (.jsonl or .parquet)")
     if path.suffix == ".parquet":
@@ -59,37 +72,55 @@ def open_prompt_file(spec: str, columns: Sequence[str], check: Check) -> PromptF
 
 
 class JsonlFile:
-    """One JSON object a line, UTF-8; blank lines are skipped."""
+    """One JSON object a line, UTF-8; blank lines are skipped. The file stays open: it may be moved or deleted while a run reads it,
+    and one whose content changes is refused."""
 
     def __init__(self, path: Path, part: slice, check: Check) -> None:
         self.path = path
-        starts, lines = array("q"), array("q")
+        starts, sizes, lines = array("q"), array("q"), array("q")
         position = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     starts.append(position)
+                    sizes.append(len(line))
                     lines.append(number)
                 position += len(line)
-        self._starts, self._lines = starts[part], lines[part]
+        self._starts, self._sizes, self._lines = starts[part], sizes[part], lines[part]
+        self._file = path.open("rb")
+        self._seen = self._state()
+        self.digest = self._digest(check)
+
+    def _digest(self, check: Check | None = None) -> str:
         digest = hashlib.sha256()
-        with path.open("rb") as file:
-            for start, number in zip(self._starts, self._lines, strict=True):
-                file.seek(start)
-                line = file.readline()
-                digest.update(line.strip() + b"\n")
-                check(self._parse(line, number), f"{path}:{number}")
-        self.digest = digest.hexdigest()
+        for index, number in enumerate(self._lines):
+            line = self._line(index)
+            digest.update(line.strip() + b"\n")
+            if check is not None:
+                check(self._parse(line, number), f"{self.path}:{number}")
+        return digest.hexdigest()
+
+    def _line(self, index: int) -> bytes:
+        return os.pread(self._file.fileno(), self._sizes[index], self._starts[index])
+
+    def _state(self) -> tuple[int, int]:
+        state = os.fstat(self._file.fileno())
+        return state.st_size, state.st_mtime_ns
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def read(self, index: int) -> tuple[dict[str, Any], str]:
         """Row ``index`` and its place."""
-        with self.path.open("rb") as file:
-            file.seek(self._starts[index])
-            number = self._lines[index]
-            return self._parse(file.readline(), number), f"{self.path}:{number}"
+        if self._state() != self._seen:
+            if self._digest() != self.digest:
+                raise DataError(
+                    f"{self.path} was changed while the run reads it, row by row; put back what it held, or use another file for "
+                    "the next run"
+                )
+            self._seen = self._state()
+        number = self._lines[index]
+        return self._parse(self._line(index), number), f"{self.path}:{number}"
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         place = f"{self.path}:{number}"

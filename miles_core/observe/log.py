@@ -80,7 +80,7 @@ def configure(
     handlers: list[logging.Handler] = [terminal]
     if run_dir is not None:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
-        file = _File(Path(run_dir) / "run.log", encoding="utf-8")
+        file = _File(Path(run_dir) / "run.log", encoding="utf-8", errors="backslashreplace")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         file.setLevel(min(number, logging.INFO))
         handlers.append(file)

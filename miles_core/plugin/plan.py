@@ -144,7 +144,10 @@ class Plan:
     @cached_property
     def _text(self) -> str:
         # made once: a run writes it into every checkpoint
-        content = {"digest": self.digest, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)}}
+        content = {
+            "digest": self.digest,
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+        }
         content["facts"] = [{**vars(fact), "state": fact.state.name} for fact in self.facts]
         return "{\n" + ",\n".join(f" {json.dumps(name)}: {_lined(value)}" for name, value in content.items()) + "\n}\n"
 

@@ -48,7 +48,8 @@ class Mailbox:
         if self._collecting is None or self._collecting.done():
             self._collecting = asyncio.create_task(self._collect())
         try:
-            return await self._engines.answered(self._number, answer, "generate")
+            response: Response = await self._engines.answered(self._number, answer, "generate")
+            return response
         finally:
             self._open.pop(ticket, None)
             self._outgoing.pop(ticket, None)

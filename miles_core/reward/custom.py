@@ -5,18 +5,26 @@ A wrong path, name or signature is found before the run starts, with a sentence 
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
+import logging
+import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from miles_core.errors import ConfigError
+from miles_core.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+_told: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -28,15 +36,66 @@ class UserFunction:
         name: its name in the file.
         origin: the file (or module) it came from, for messages.
         is_async: calling it returns a coroutine.
+        home: the working directory that it is called in, and leaves as it was.
     """
 
     function: Callable[..., Any]
     name: str
     origin: str
     is_async: bool
+    home: str = field(default_factory=os.getcwd)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
+        if self.is_async:
+            return self._awaited(*args, **kwargs)
+        with self._contained():
+            return self.function(*args, **kwargs)
+
+    async def _awaited(self, *args: Any, **kwargs: Any) -> Any:
+        with self._contained():
+            return await self.function(*args, **kwargs)
+
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
+        """A call ends with a value or an error. What would end the program, or what a loop or thread cannot pass on, becomes a
+        DataError; and the working directory is as before, for the paths of the run are relative to it."""
+        try:
+            yield
+        except StopIteration as error:
+            raise DataError("it raised StopIteration: give next(...) a default, or catch it") from error
+        except Exception:
+            raise
+        except BaseException as error:
+            if _meant(error, self.is_async):
+                raise
+            what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {said(error)}"
+            raise DataError(f"it {what}; raise an error instead, or return what is asked for") from error
+        finally:
+            _return_to(self.home, f"{self.name} ({self.origin})")
+
+
+def _meant(error: BaseException, is_async: bool) -> bool:
+    """Whether it is the program that is being ended, and not the function that says so."""
+    if isinstance(error, KeyboardInterrupt):  # signals come to the main thread
+        return threading.current_thread() is threading.main_thread()
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task() if is_async else None
+        return task is not None and task.cancelling() > 0
+    return is_async and isinstance(error, GeneratorExit)
+
+
+def _return_to(home: str, who: str) -> None:
+    try:
+        there = os.getcwd()
+    except FileNotFoundError:  # it is deleted
+        there = "a directory that is gone"
+    if there != home:
+        if who not in _told:
+            _told.add(who)
+            log.warning(
+                "%s changes the working directory (to %s); it is put back to %s after each call", who, there, home
+            )
+        os.chdir(home)
 
 
 def load_function(spec: str, *, flag: str, default: str, parameters: tuple[str, ...]) -> UserFunction:
@@ -95,8 +154,15 @@ def _load_module(spec: str, flag: str, default: str) -> tuple[ModuleType, str, s
         )
     try:
         return importlib.import_module(path), name, path
-    except Exception as error:
-        raise ConfigError(f"{flag} {spec}: importing {path} failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        beside = Path(*path.split(".")).with_suffix(".py")
+        hint = f"; there is a file {beside}: write {beside}:{name}" if beside.is_file() else ""
+        raise ConfigError(f"{flag} {spec}: importing {path} failed: {said(error)}{hint}") from error
+
+
+def said(error: BaseException) -> str:
+    """The kind of an error, and what it says if it says something."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _load_file(path: Path, spec: str, flag: str) -> ModuleType:
@@ -112,12 +178,14 @@ def _load_file(path: Path, spec: str, flag: str) -> ModuleType:
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"{flag} {spec}: {path} cannot be loaded as a Python file")
-    module = importlib.util.module_from_spec(module_spec)
+    home, module = os.getcwd(), importlib.util.module_from_spec(module_spec)
     sys.modules[module_name] = module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         where = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        raise ConfigError(f"{flag} {spec}: loading {path} failed{where}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{flag} {spec}: loading {path} failed{where}: {said(error)}") from error
+    finally:
+        _return_to(home, str(path))
     return module

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from miles_core.data.reward_value import number
 from miles_core.errors import ConfigError, DataError
-from miles_core.reward.custom import load_function
+from miles_core.reward.custom import UserFunction, load_function
 from miles_core.reward.math_verifier import MathVerifier
 from miles_core.reward.remote import RemoteReward
 from miles_core.reward.rules import RULES, Rule
@@ -42,6 +42,8 @@ class RewardFunction:
         if concurrency < 1:
             raise ConfigError(f"reward concurrency is {concurrency}; at least one call must be allowed")
         self.function, self.name, self.origin, self.how, self.concurrency = function, name, origin, how, concurrency
+        if how != "inline" and not isinstance(function, UserFunction):
+            self.function = UserFunction(function, name, origin, how == "async")
         # Threads start when needed. The default executor has only a few of them, too few for calls that wait.
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="reward") if how == "thread" else None
         self._limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
@@ -52,20 +54,8 @@ class RewardFunction:
         loop = asyncio.get_running_loop()
         async with self._limits.setdefault(loop, asyncio.Semaphore(self.concurrency)):
             if self._pool is not None:
-                return await loop.run_in_executor(self._pool, self._in_thread, args, sample)
-            try:
-                return await self.function(args, sample)
-            except SystemExit as error:
-                raise DataError(_left(error)) from error
-
-    def _in_thread(self, args: Any, sample: Any) -> Any:
-        """Call the function; what an event loop cannot pass on (it would wait for ever, or end) becomes a DataError."""
-        try:
-            return self.function(args, sample)
-        except StopIteration as error:
-            raise DataError("it raised StopIteration: give next(...) a default, or catch it") from error
-        except SystemExit as error:
-            raise DataError(_left(error)) from error
+                return await loop.run_in_executor(self._pool, self.function, args, sample)
+            return await self.function(args, sample)
 
 
 def make_reward(
@@ -133,7 +123,8 @@ async def _score_one(sample: Any, reward: RewardFunction, args: Any, reward_key:
         except DataError as error:
             raise DataError(f"sample {sample.index}, scored by {who}: {error}") from error
         except Exception as error:
-            raise DataError(f"{who} raised {type(error).__name__} on sample {sample.index}: {error}") from error
+            text = f": {error}" if str(error) else ""
+            raise DataError(f"{who} raised {type(error).__name__} on sample {sample.index}{text}") from error
     else:
         who = "the generate function that set it"
     if list(getattr(sample, "tokens", ())) != tokens:
@@ -145,10 +136,6 @@ async def _score_one(sample: Any, reward: RewardFunction, args: Any, reward_key:
     except DataError as error:
         raise DataError(f"the reward of sample {sample.index}, from {who}, {error}") from error
     sample.reward = value if isinstance(value, dict) else checked
-
-
-def _left(error: SystemExit) -> str:
-    return f"it called sys.exit({error.code!r}); raise an error instead, or return a reward"
 
 
 def _on_sample(rule: Rule) -> Callable[[Any, Any], float]:

@@ -8,17 +8,16 @@ plugins see the request, and records log-probabilities and declared fields call 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Awaitable, Callable, Mapping
-from numbers import Integral
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.data.means import add
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import ConfigError, DataError, MilesError
-from miles_core.reward.custom import load_function
+from miles_core.reward.custom import load_function, said
 from miles_core.rollout.continuation import cut_at_stop, joined, usable
+from miles_core.rollout.generated import check_samples, sampling_of
 from miles_core.rollout.partial import partial_rollout
 from miles_core.rollout.record import Record
 from miles_core.rollout.versions import mask_older
@@ -143,55 +142,34 @@ class Generator:
     async def _custom(self, sample: Sample, record: Record) -> list[Sample]:
         assert self.custom is not None
 
-        async def ask(tokens: list[int], sampling_params: Any = None) -> Response:
-            return await self.ask(sample, record, tokens, self._sampling(sampling_params))
+        failures: list[Exception] = []
 
-        where = self.run.config.rollout.custom_generate_function_path
+        async def ask(tokens: list[int], sampling_params: Any = None) -> Response:
+            try:
+                if isinstance(tokens, str):
+                    raise DataError("args.generate takes token ids, not text: args.tokenizer.encode(text)")
+                return await self.ask(sample, record, tokens, sampling_of(sampling_params, self.sampling))
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        where = str(self.run.config.rollout.custom_generate_function_path)
         try:
             made = await self.custom(
                 Args(self.run.config.args, ask, self.run.tokenizer), sample, dataclasses.asdict(self.sampling)
             )
-        except SystemExit as error:
-            raise DataError(
-                f"{where} called sys.exit({error.code!r}) on sample {sample.index}; raise an error, or return the sample with "
-                "status FAILED"
-            ) from error
-        samples = made if isinstance(made, list) else [made]
-        if not samples or not all(isinstance(s, Sample) for s in samples):
-            raise DataError(
-                f"{where} returned {type(made).__name__} for sample {sample.index}; return a Sample or a list of them"
-            )
+        except DataError as error:
+            raise DataError(f"{where}, on sample {sample.index}: {error}") from error
+        except Exception as error:
+            if any(error is each for each in failures):  # the engine's, and not the function's
+                raise
+            raise DataError(f"{where}, on sample {sample.index}: it raised {said(error)}") from error
+        vocabulary = int(self.run.plan.fact("model.vocab_size") or len(self.run.tokenizer))
+        samples = check_samples(made, sample.index, where, vocabulary)
         for one in samples:
-            _check_made(one, str(where), int(self.run.plan.fact("model.vocab_size") or len(self.run.tokenizer)))
             one.group_index = sample.group_index
             one.rollout_id = sample.index
         return samples
-
-    def _sampling(self, params: Any) -> Sampling:
-        if params is None:
-            return self.sampling
-        if isinstance(params, Sampling):
-            return params
-        if not isinstance(params, Mapping):
-            raise DataError(f"sampling_params must be a mapping, got {type(params).__name__}")
-        known = {f.name for f in dataclasses.fields(Sampling)}
-        unknown = sorted(set(params) - known)
-        if unknown:
-            raise DataError(f"sampling_params has no {unknown[0]!r}; it takes {', '.join(sorted(known))}")
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}
-        return dataclasses.replace(self.sampling, **values)
-
-
-def _check_made(sample: Sample, where: str, vocabulary: int) -> None:
-    """Tokens that are whole numbers of the vocabulary, log-probabilities that are numbers."""
-    wrong = next((t for t in sample.tokens if not isinstance(t, Integral) or not 0 <= t < vocabulary), None)
-    if wrong is not None:
-        raise DataError(f"{where}: sample {sample.index} has the token {wrong!r}; token ids are 0 to {vocabulary - 1}")
-    bad = next((p for p in sample.rollout_log_probs or () if not math.isfinite(p)), None)
-    if bad is not None:
-        raise DataError(
-            f"{where}: sample {sample.index} has the log-probability {bad!r}; give 0.0 where the loss mask is 0"
-        )
 
 
 def load_generate(spec: str) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from miles_core.plugin.plan import Plan
 from miles_core.precision.installed import format_class
 from miles_core.precision.options import codec_for
 from miles_core.precision.schedule import PLAIN
-from miles_core.run.directory import refuse_to_overwrite, run_directory
+from miles_core.run.directory import refuse_to_overwrite, refuse_unwritable, run_directory
 from miles_core.run.inputs import Inputs
 from miles_core.run.make import make_run
 from miles_core.run.prepare import applied, localised, prepare
@@ -65,6 +65,7 @@ def check_start(config: Config, plan: Plan, manifests: Mapping[str, Plugin]) -> 
     problems = Problems()
     with problems():
         refuse_to_overwrite(config)
+        refuse_unwritable(f"--save {run_directory(config)}", run_directory(config))
     with problems():
         if config.run.load is not None:
             locate_checkpoint(config.run.load, json.loads(plan.to_json()))
@@ -161,12 +162,8 @@ def _check_export(config: Config) -> None:
     if config.run.export_hf is None:
         return
     given, target = config.run.export_hf, Path(os.path.realpath(config.run.export_hf))
+    refuse_unwritable(f"--export-hf {given}", Path(given))
     if taken(target, gathering(target, "exporting")):
         raise ConfigError(f"--export-hf {given}: it already exists and is not empty; choose another directory")
     if config.model.hf_checkpoint and target.is_relative_to(Path(config.model.hf_checkpoint).resolve()):
         raise ConfigError(f"--export-hf {given}: it lies inside of --hf-checkpoint; choose another directory")
-    parent = next(p for p in (target, *target.parents) if p.exists())
-    if not parent.is_dir():
-        raise ConfigError(f"--export-hf {given}: {parent} is a file; choose another directory")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--export-hf {given}: {parent} cannot be written; choose another directory")

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -89,6 +90,26 @@ def _remove(made: list[Path]) -> None:
             (directory / LOCK).unlink()
         with suppress(OSError):
             directory.rmdir()
+
+
+def refuse_unwritable(option: str, target: Path) -> None:
+    """ConfigError unless a directory could be made where ``target`` is to be; tried in the nearest directory that is there, since
+    permissions do not say it all (a full disk, a file system of the kernel)."""
+    try:
+        target.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a link that leads to itself, a file where a directory should be
+        raise ConfigError(f"{option}: {error.strerror}; choose another directory") from error
+    nearest = next(p for p in (target, *target.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"{option}: {nearest} is a file; choose another directory")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".miles-", dir=nearest))
+    except OSError as error:
+        raise ConfigError(
+            f"{option}: {nearest} cannot be written ({error.strerror}); choose another directory"
+        ) from error
 
 
 def refuse_to_overwrite(config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -40,10 +41,11 @@ class Ending:
         held = self.checkpoint or "none: no step was completed, so the same command starts again"
         lines = [f"{self.why}; {self.step} of {self.of} steps are complete", f"checkpoint: {held}"]
         lines += [f"export: {self.export}"] if self.export else []
-        lines.append(f"report: miles report {self.directory}")
+        directory = shlex.quote(self.directory)
+        lines.append(f"report: miles report {directory}")
         if self.checkpoint:
             more = "" if self.step < self.of else " --num-rollout N"
-            lines.append(f"to go on: miles train --load {self.directory}{more}")
+            lines.append(f"to go on: miles train --load {directory}{more}")
         return lines
 
 

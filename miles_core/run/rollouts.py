@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class RolloutFiles:
         Raises:
             MilesError: they cannot be written (a full disk).
         """
-        text = "".join(json.dumps({"step": step, **row}, default=str) + "\n" for row in rows)
+        text = "".join(_line({"step": step, **row}) for row in rows)
         packed = gzip.compress(text.encode(), LEVEL, mtime=0)
         target = rollout_file(self.run_dir, kind, step)
         part = target.with_suffix(".part")
@@ -130,6 +131,25 @@ class Pieces(dict[int, str]):
         # SentencePiece marks a leading space, and decoding a token by itself drops it
         self[token] = f" {text}" if str(name).startswith("\u2581") and not text.startswith(" ") else text
         return self[token]
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A row as JSON that every reader takes: what a user's function put into it may be anything."""
+    try:
+        return json.dumps(row, default=str, allow_nan=False) + "\n"
+    except (ValueError, TypeError, RecursionError):  # not finite, a key that is no text, a value that holds itself
+        return json.dumps(_plain(row), allow_nan=False) + "\n"
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """``value`` with keys as text, null for numbers that are not finite, and the text of whatever else JSON has no form for."""
+    if isinstance(value, dict) and depth < 20:
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and depth < 20:
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, int)) else str(value)[:1000]
 
 
 def _rounded(values: Sequence[float] | np.ndarray | None) -> list[float | None] | None:

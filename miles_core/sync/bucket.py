@@ -8,6 +8,8 @@ and ``memory``, how the receiver gets at them (``sync.inbox``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -20,8 +22,8 @@ from miles_core.precision.format import Stored
 
 #: Bytes a checksum adds up at a time; buckets are multiples of it, and tensors start at multiples of it.
 BLOCK = 1024
-#: Bytes that are copied or looked at in one go on a CPU, so that they are in its cache when they are added up.
-_CHUNK = 1 << 20
+#: Bytes whose sum is worth telling another thread about.
+_WORTH = 1 << 20
 #: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -46,9 +48,19 @@ def checksum(*pieces: Tensor) -> int:
     sums = torch.empty(sum(map(len, pieces)) // BLOCK, dtype=torch.int64, device=pieces[0].device)
     at = 0
     for piece in pieces:
-        words = piece.view(torch.int64).view(len(piece) // BLOCK, BLOCK // 8)
+        words = _blocks(piece)
         torch.sum(words, 1, out=sums[at : at + len(words)])
         at += len(words)
+    return _weighed(sums)
+
+
+def _blocks(flat: Tensor) -> Tensor:
+    """Bytes as 64-bit words, a block a row."""
+    return flat.view(torch.int64).view(-1, BLOCK // 8)
+
+
+def _weighed(sums: Tensor) -> int:
+    """The checksum of blocks with these sums [blocks]."""
     odd = (2 * torch.arange(len(sums), device=sums.device) + 1) * _SPREAD
     return int((sums * odd).sum()) % (1 << 64)
 
@@ -56,26 +68,37 @@ def checksum(*pieces: Tensor) -> int:
 class _Sum:
     """The checksum of bytes [n] uint8 that are written or read from the first to the last one.
 
-    On a CPU they are added up as they come, while they are in its cache; on a GPU all in one go at the end.
+    On a CPU their blocks are summed as they come, by a thread beside the one that copies them: it runs on a core of its own where
+    there is one, and finds them in the cache. On a GPU all in one go at the end.
     """
 
     def __init__(self, flat: Tensor) -> None:
-        self._flat, self._at, self._sum = flat, 0, 0
+        self._flat, self._begun = flat, 0
+        self._sums = torch.empty(0 if flat.is_cuda else len(flat) // BLOCK, dtype=torch.int64)
+        self._under_way: list[Future[None]] = []
 
     def up_to(self, end: int) -> None:
         """The bytes before ``end``, a multiple of ``BLOCK``, are there."""
-        if self._flat.is_cuda:
-            return
-        while self._at < end:
-            stop = min(self._at + _CHUNK, end)
-            sums = self._flat[self._at : stop].view(torch.int64).view(-1, BLOCK // 8).sum(1)
-            odd = (2 * torch.arange(self._at // BLOCK, stop // BLOCK) + 1) * _SPREAD
-            self._sum, self._at = self._sum + int((sums * odd).sum()), stop
+        if not self._flat.is_cuda and end - self._begun >= _WORTH:
+            self._under_way.append(_beside().submit(self._add, self._begun, end))
+            self._begun = end
 
     def of(self, end: int) -> int:
         """The checksum of all bytes before ``end``."""
-        self.up_to(end)
-        return checksum(self._flat[:end]) if self._flat.is_cuda else self._sum % (1 << 64)
+        if self._flat.is_cuda:
+            return checksum(self._flat[:end])
+        self._add(self._begun, end)
+        for piece in self._under_way:
+            piece.result()
+        return _weighed(self._sums[: end // BLOCK])
+
+    def _add(self, start: int, end: int) -> None:
+        torch.sum(_blocks(self._flat[start:end]), 1, out=self._sums[start // BLOCK : end // BLOCK])
+
+
+@cache
+def _beside() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "checksum")
 
 
 class Bucket:
@@ -118,8 +141,8 @@ class Bucket:
             places = self._places({part: (t.dtype, tuple(t.shape)) for part, t in unit.parts.items()})
             if places is None:
                 return False
-            for part, (tensor, offset) in places.items():
-                self._copy(unit.parts[part], tensor, offset)
+            for part, (tensor, _) in places.items():
+                tensor.copy_(unit.parts[part])
         self._sum.up_to(rounded(self.end))
         parts = [[part, dtype_name(t.dtype), list(t.shape), offset] for part, (t, offset) in places.items()]
         self.units.append([unit.name, unit.format, parts])
@@ -135,17 +158,6 @@ class Bucket:
         self.clear()
         self.end = nbytes
         self.filled.random_()
-
-    def _copy(self, source: Tensor, target: Tensor, offset: int) -> None:
-        """``source`` into its place; on a CPU piece by piece, each added up right after."""
-        if self.buffer.is_cuda or source.is_cuda or not source.is_contiguous() or not source.numel():
-            target.copy_(source)
-            return
-        pieces = zip(*(t.detach().view(-1).view(torch.uint8).split(_CHUNK) for t in (target, source)), strict=True)
-        for number, (into, piece) in enumerate(pieces):
-            into.copy_(piece)
-            if len(piece) == _CHUNK:
-                self._sum.up_to(offset + (number + 1) * _CHUNK)
 
     def _places(self, wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, tuple[Tensor, int]] | None:
         """part -> a tensor in the bucket and its offset, for all of ``wanted`` (part -> dtype, shape) or for none."""

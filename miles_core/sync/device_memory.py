@@ -7,6 +7,7 @@ handles. Where it does not, ``Loan`` shows tensors to another process where they
 from __future__ import annotations
 
 import ctypes
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -21,6 +22,7 @@ from miles_core.sync.bucket import BLOCK, check, checksum, dtype_name, view
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
+_STARTED = secrets.token_hex(8)
 
 
 class _Handle(ctypes.Structure):
@@ -60,7 +62,7 @@ class DeviceMemory:
             self.buffer = _tensor(pointer.value, nbytes, self._index)
             self.buffer.zero_()
         data = bytes(memoryview(handle).cast("B")).hex()
-        where = {"handle": data, "nbytes": nbytes, "gpu": _uuid(self._index)}
+        where = _where(data, nbytes, self._index, pointer.value or 0)
         self.memory = {"kind": "device", "key": secrets.token_hex(8), **where}
 
     def close(self) -> None:
@@ -147,7 +149,17 @@ def _region(tensor: Tensor) -> dict[str, Any] | None:
         if _driver().cuIpcGetMemHandle(ctypes.byref(handle), base):
             return None
     data = bytes(memoryview(handle).cast("B")).hex()
-    return {"key": data, "handle": data, "nbytes": size.value, "gpu": _uuid(tensor.device.index), "base": base.value}
+    return {"key": data, **_where(data, size.value, tensor.device.index, base.value)}
+
+
+def _where(handle: str, nbytes: int, index: int, base: int) -> dict[str, Any]:
+    """What a message says of an allocation. A handle is for other processes: this one reads it at its address."""
+    return {"handle": handle, "nbytes": nbytes, "gpu": _uuid(index), "base": base, "process": _process()}
+
+
+def _process() -> str:
+    """This process, among all that may be told."""
+    return f"{_STARTED}-{os.getpid()}"
 
 
 @cache
@@ -169,7 +181,7 @@ class _Mapped:
 
 
 def attach(where: Mapping[str, Any]) -> Tensor:
-    """The memory of another process's ``DeviceMemory``.
+    """The memory of a ``DeviceMemory`` or of a loan, of another process or of this one.
 
     Raises:
         SyncError: this process does not see that GPU, or the driver refuses.
@@ -183,6 +195,8 @@ def attach(where: Mapping[str, Any]) -> Tensor:
             "CUDA_VISIBLE_DEVICES"
         )
     index, pointer = seen[where["gpu"]], ctypes.c_uint64()
+    if where["process"] == _process():
+        return _tensor(where["base"], where["nbytes"], index)
     handle = _Handle.from_buffer_copy(bytes.fromhex(where["handle"]))
     with torch.cuda.device(index):
         torch.cuda.current_stream().synchronize()

@@ -75,11 +75,26 @@ def _of_positions(rotary: Any, x: Tensor, position_ids: Tensor, named: dict[str,
     kept, lengths = getattr(rotary, name), position_ids[0, :, None] + 1
     grown, _ = ROPE_INIT_FUNCTIONS["dynamic"](rotary.config, x.device, seq_len=lengths, **named)
     frequencies = torch.where(lengths > rotary.original_max_seq_len, grown, getattr(rotary, original).to(x.device))
-    setattr(rotary, name, frequencies)
+
+    def rotated(given: Tensor, positions: Tensor) -> Rotation:
+        setattr(rotary, name, given)
+        try:
+            return inspect.unwrap(type(rotary).forward)(rotary, x, positions, **named)
+        finally:
+            setattr(rotary, name, kept)
+
     try:
-        return inspect.unwrap(type(rotary).forward)(rotary, x, position_ids, **named)
-    finally:
-        setattr(rotary, name, kept)
+        return rotated(frequencies, position_ids)
+    except (
+        RuntimeError
+    ):  # families take one set a call before Transformers 5.20: one call a set, and each row from its own
+        sets, own = frequencies.unique(dim=0, return_inverse=True)
+        rows = [(own == number).nonzero()[:, 0] for number in range(len(sets))]
+        back = torch.cat(rows).argsort()
+        parts = [rotated(one, position_ids[:, where]) for one, where in zip(sets, rows, strict=True)]
+        if isinstance(parts[0], Tensor):
+            return torch.cat(parts, 1)[:, back]
+        return tuple(torch.cat(part, 1)[:, back] for part in zip(*parts, strict=True))
 
 
 def _of_spans(plain: Callable[[Tensor], Rotation], position_ids: Tensor, grown: np.ndarray, limit: int) -> Rotation:

@@ -1,7 +1,8 @@
 """What the embedded backend adds to the test kit: a number format inside of a model, and doubles made of this backend.
 
 ``FormatInModelContract`` is ``FormatContract`` and what holds in engine and trainer. ``ProcessEngine`` is the engine in another
-process, ``StagedTrainer`` the trainer with a pipeline of two stages. Importing this imports no torch.
+process, ``StagedTrainer`` the trainer with a pipeline of two stages. ``lacking`` says which families the installed Transformers is
+too old for. Importing this imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -9,15 +10,17 @@ from typing import TYPE_CHECKING
 from miles_core.lookup import looked_up
 
 if TYPE_CHECKING:
+    from miles_embedded.testing.families import lacking
     from miles_embedded.testing.format_in_model import FormatInModelContract
     from miles_embedded.testing.process_engine import ProcessEngine
     from miles_embedded.testing.staged_trainer import StagedTrainer
 
-__all__ = ["FormatInModelContract", "ProcessEngine", "StagedTrainer"]
+__all__ = ["FormatInModelContract", "ProcessEngine", "StagedTrainer", "lacking"]
 
 __getattr__, __dir__ = looked_up(
     __name__,
     {
+        "miles_embedded.testing.families": "lacking",
         "miles_embedded.testing.format_in_model": "FormatInModelContract",
         "miles_embedded.testing.process_engine": "ProcessEngine",
         "miles_embedded.testing.staged_trainer": "StagedTrainer",

@@ -20,11 +20,14 @@ from miles_core.contracts.engine import Request, Sampling
 from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
+from miles_core.plugin.detect import config_facts
+from miles_core.plugin.facts import Facts
 from miles_core.testing import tiny
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.settings import Settings
+from miles_embedded.manifest import review
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import export
@@ -178,6 +181,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def lacking(family: str) -> str:
+    """Why the plan refuses a family of this table with the Transformers that is installed; empty where it does not."""
+    model = {"model_type": family.partition(",")[0]}
+    return "; ".join(f"{p.headline}: {p.because}" for p in review(Facts(config_facts(model)), model).problems)
+
+
 def family_checkpoint(family: str, directory: str | Path, seed: int = 0) -> Path:
     """As ``tiny_checkpoint``, for every family of this file."""
     import transformers
@@ -254,6 +263,9 @@ def expected_log_probs(reference: Any, tokens: Sequence[int]) -> Tensor:
     rope = getattr(reference.config.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") != "dynamic":
         return reference(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
+    for module in reference.modules():
+        if hasattr(module, "original_inv_freq"):  # releases before 5.13 do not go back after a long sequence
+            module.inv_freq = module.original_inv_freq.clone()
     cache, rows = None, []
     for token in tokens[:-1]:
         out = reference(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)

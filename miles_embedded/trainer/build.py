@@ -12,6 +12,7 @@ from miles_embedded.model.load import build_model
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer.data_parallel import Alone, Replicated, world_here
 from miles_embedded.trainer.fully_shard import FullyShard
+from miles_embedded.trainer.threads import tell_if_crowded
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 
@@ -25,7 +26,10 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
         return model
 
     model = build("train")
-    parallel = data_parallel(run.config.embedded.sharding_strategy, next(model.parameters()).device)
+    device = next(model.parameters()).device
+    if device.type == "cpu":
+        tell_if_crowded()
+    parallel = data_parallel(run.config.embedded.sharding_strategy, device)
     return EmbeddedTrainer(model, trainer_config(run.config), lambda: build("ref"), precision, parallel)
 
 

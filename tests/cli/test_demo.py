@@ -35,3 +35,13 @@ def test_demo_refuses_a_directory_with_a_run(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("")
     assert main(["demo", "--dir", str(tmp_path)]) == 2
     assert "already holds a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--seed", "-1"], "train.seed cannot be -1"), (["x"], "unexpected argument 'x'")]
+)
+def test_what_is_wrong_with_the_arguments_is_said_before_anything_is_made(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -104,3 +104,11 @@ def test_help_loads_only_what_it_needs():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "[]\n"
+
+
+@pytest.mark.parametrize("words", [["doctor", "--model"], ["plugins", "new"], ["report"]])
+def test_a_name_that_no_file_has_is_one_sentence(capsys, words):
+    assert cli.main([*words, "x" * 300]) == 2
+    said = capsys.readouterr().err
+    assert "File name too long" in said or "no such directory" in said
+    assert "Traceback" not in said

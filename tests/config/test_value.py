@@ -48,3 +48,13 @@ def test_a_path_may_begin_with_the_home_directory(monkeypatch):
     assert check(SCHEMA.find("model.hf_checkpoint"), "~/model", "x") == "/home/someone/model"
     assert str(check(SCHEMA.find("save"), "~/run", "x")) == "/home/someone/run"
     assert check(SCHEMA.find("model.model_name"), "~/name", "x") == "~/name"
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [("", "is empty"), ("a/" + "x" * 256, "holds a name of 256 bytes"), ("\u00e9" * 128, "256 bytes"), ("a\0b", "NUL")],
+)
+def test_what_names_no_file(typed, words):
+    for path in ("save", "data.prompt_data"):
+        with pytest.raises(ConfigError, match=words):
+            check(SCHEMA.find(path), typed, "x")

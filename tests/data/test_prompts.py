@@ -190,3 +190,31 @@ def test_a_binary_column_of_parquet_is_text(tmp_path):
     pq.write_table(pa.table({"input": [b"\xff\xfe"]}), tmp_path / "e.parquet")
     with pytest.raises(DataError, match=r"e.parquet row 0: a column holds bytes that are not UTF-8"):
         Prompts(str(tmp_path / "e.parquet"))
+
+
+def test_a_file_may_go_away_while_it_is_read_and_may_not_change(tmp_path):
+    path = tmp_path / "ten.jsonl"
+    write(path, [{"input": f"q{i}"} for i in range(10)])
+    prompts, before = Prompts(str(path)), path.read_bytes()
+    path.write_bytes(before)  # written again, with the same rows
+    assert names(prompts.next(2)) == ["q0", "q1"]
+    path.write_bytes(before.replace(b"q", b"z"))
+    with pytest.raises(DataError, match=r"ten.jsonl was changed while the run reads it"):
+        prompts.next(1)
+    path.write_bytes(before)
+    path.unlink()
+    assert prompts[4].prompt == "q4"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ten.jsonl@[a:b]", r"; ten.jsonl is there: write a part as @\[a:b\], with whole numbers"),
+        ("https://x.org/p.jsonl", "no prompt file https://x.org/p.jsonl .*it is an address: download the file"),
+        ("x" * 300, "names no prompt file: .*File name too long"),
+    ],
+)
+def test_names_that_are_no_file(ten, tmp_path, monkeypatch, spec, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=message):
+        Prompts(spec)

@@ -6,15 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers.modeling_rope_utils import dynamic_rope_update
 
 from miles_core.errors import PlanError
 from miles_core.plugin.detect import config_facts
-from miles_core.plugin.facts import Facts
+from miles_core.plugin.facts import Fact, Facts
 from miles_core.testing import plan
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.manifest import REFUSED, review
 from miles_embedded.model.load import load_model
-from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint
+from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint, lacking, score_gap
 
 #: What another family here has as well; the page's script compares these too.
 ALIKE = {
@@ -36,10 +37,43 @@ ALIKE |= {"smollm3", "starcoder2", "ernie4_5", "hunyuan_v1_dense", "seed_oss", "
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ALIKE])
 def test_it_is_what_transformers_computes(family, tmp_path, monkeypatch):
     """By either way to attend on a CPU; every other family with recomputed activations."""
+    if lacking(family):
+        assert "pip install 'transformers >=5.13'" in lacking(family) or "is there a newer release?" in lacking(family)
+        pytest.skip(lacking(family))
     number = list(FAMILIES).index(family)
     monkeypatch.setattr("miles_embedded.model.attention._SHORT", 64 * (number // 2 % 2))
     found = compare(family_checkpoint(family, tmp_path / "model"), recompute=number % 2 == 0)
     assert found.score < 2e-5 and found.greedy < 2e-5 and found.gradient < 1e-3 and found.export, found
+
+
+def test_growing_frequencies_before_transformers_takes_a_set_for_each_row(tmp_path, monkeypatch):
+    """A rotation that takes one set of frequencies a call, as all families did before Transformers 5.20."""
+
+    def forward(self, x, position_ids):
+        frequencies = self.inv_freq[None, :, None].float().expand(position_ids.shape[0], -1, 1)
+        angles = (frequencies @ position_ids[:, None, :].float()).transpose(1, 2).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+    checkpoint = family_checkpoint("llama, dynamic", tmp_path / "model")
+    monkeypatch.setattr(
+        "transformers.models.llama.modeling_llama.LlamaRotaryEmbedding.forward", dynamic_rope_update(forward)
+    )
+    assert score_gap(checkpoint) < 2e-5
+
+
+def test_what_the_installed_transformers_lacks_is_refused(monkeypatch):
+    def said(trusted=False, **config):
+        facts = Facts([*config_facts(config), Fact("model.trust_remote_code", trusted, "")])
+        return [(p.needs, p.because) for p in review(facts, config).problems]
+
+    assert not said(model_type="qwen3") and not said() and not said(model_type="gemma3")
+    (found,) = said(model_type="clip")
+    assert found[0] == "a model of type clip" and "is there a newer release?" in found[1]
+    own = {"model_type": "clip", "auto_map": {"AutoModelForCausalLM": "modeling.Clip"}}
+    assert "--trust-remote-code" in said(**own)[0][1] and not said(trusted=True, **own)
+    monkeypatch.setattr("miles_embedded.manifest.version", lambda name: "5.12.1")
+    (found,) = said(model_type="granitemoe")
+    assert "5.12.1" in found[0] and "transformers >=5.13" in found[1]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "phi3"])
@@ -72,3 +106,9 @@ def test_the_plan_says_no_to_what_the_build_would_refuse(kind, layers, words):
     assert [p.headline.removeprefix("embedded ") for p in found] == [words] * bool(words)
     with pytest.raises(PlanError, match="use another engine and trainer"):
         plan(facts=["model.type=qwen3_next"])
+
+
+def test_a_gpu_that_is_not_there_is_refused_in_the_plan():
+    with pytest.raises(PlanError, match=r"embedded needs gpu.count >= 1[\s\S]*--device cpu"):
+        plan(device="cuda", facts=["gpu=none"])
+    plan(device="cuda", facts=["gpu=H200"])

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from miles_core.errors import ConfigError
@@ -85,3 +87,22 @@ def test_a_file_that_does_not_load_is_loaded_again_when_repaired(tmp_path, text,
 def test_neither_file_nor_module(spec):
     with pytest.raises(ConfigError, match=r"path/to/file.py|importing no.such.package failed: ModuleNotFoundError"):
         load(spec)
+
+
+def test_a_file_that_leaves_the_program_or_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match=r"loading .*leaves.py failed: SystemExit: 3"):
+        load("leaves.py")
+    (tmp_path / "moves.py").write_text(
+        "import os\nos.chdir('/')\ndef reward(args, sample):\n    os.chdir('/')\n    return 1\n"
+    )
+    function = load("moves.py")
+    assert os.getcwd() == str(tmp_path) and function(None, None) == 1 and os.getcwd() == str(tmp_path)
+
+
+def test_a_module_path_of_a_file_that_is_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "only_here.py").write_text("def reward(args, sample): return 1\n")
+    with pytest.raises(ConfigError, match=r"there is a file only_here.py: write only_here.py:reward$"):
+        load("only_here.reward")

@@ -157,16 +157,37 @@ def test_choices():
         make_reward("exact", concurrency=0)
 
 
+def raising(error):
+    def function(args, sample):
+        raise error
+
+    return function
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda args, sample: next(iter(())), "it raised StopIteration: give next"),
         (lambda args, sample: sys.exit("enough"), r"it called sys.exit\('enough'\)"),
+        (raising(asyncio.CancelledError()), "it raised CancelledError; raise an error"),
+        (raising(KeyboardInterrupt()), "it raised KeyboardInterrupt; raise an error"),
+        (raising(GeneratorExit()), "it raised GeneratorExit; raise an error"),
+        (raising(TimeoutError()), "raised TimeoutError on sample 10$"),
         (lambda args, sample: 10**400, "a whole number of hundreds of digits"),
         (lambda args, sample: 1e308, "its square is infinite"),
         (lambda args, sample: sample.tokens.append(3) or 1.0, "changed the tokens of sample 10"),
     ],
-    ids=["StopIteration", "sys.exit", "10**400", "1e308", "tokens"],
+    ids=[
+        "StopIteration",
+        "sys.exit",
+        "cancelled",
+        "interrupt",
+        "generator",
+        "nothing said",
+        "10**400",
+        "1e308",
+        "tokens",
+    ],
 )
 def test_what_a_function_must_not_do(function, message):
     batch = samples("yes")
@@ -175,9 +196,27 @@ def test_what_a_function_must_not_do(function, message):
         asyncio.run(asyncio.wait_for(score(batch, custom(function, "thread"), ARGS), 20))
 
 
-def test_sys_exit_in_an_async_function():
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(SystemExit(3), r"it called sys.exit\(3\)"), (asyncio.CancelledError(), "it raised CancelledError")],
+)
+def test_what_an_async_function_must_not_do(error, message):
     async def leave(args, sample):
-        sys.exit(3)
+        raise error
 
-    with pytest.raises(DataError, match=r"sample 10.*it called sys.exit\(3\)"):
+    with pytest.raises(DataError, match=f"sample 10.*{message}"):
         asyncio.run(score(samples("yes"), custom(leave, "async"), ARGS))
+
+
+def test_a_call_that_is_cancelled_from_outside_stays_cancelled():
+    async def wait(args, sample):
+        await asyncio.sleep(60)
+
+    async def main():
+        task = asyncio.ensure_future(custom(wait, "async")(ARGS, samples("yes")[0]))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())

@@ -163,7 +163,7 @@ def test_a_failed_tool_drops_its_sample(run):
             "a = await args.generate(sample.tokens); sample.tokens = sample.tokens + a.tokens; "
             "sample.response_length = 500; return sample",
             DataError,
-            "response_length 500 with only",
+            "a response_length of 500",
         ),
         ("await args.generate(sample.tokens, {'topk': 1})", DataError, "sampling_params has no 'topk'; it takes"),
         ("await args.generate(sample.tokens, 7)", DataError, "sampling_params must be a mapping, got int"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError, MilesError
-from miles_core.run.directory import LOCK, claimed
+from miles_core.run.directory import LOCK, claimed, refuse_unwritable
+from miles_core.run.ending import Ending
 
 HOLDER = """
 import os, sys, time
@@ -53,3 +55,25 @@ def test_a_directory_that_was_there_and_what_is_in_it_stay(tmp_path):
     with pytest.raises(RuntimeError), claimed(config(tmp_path / "run")):
         raise RuntimeError
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"notes.txt", LOCK}
+
+
+def test_a_directory_that_cannot_be_made_is_refused_before_a_run(tmp_path):
+    refuse_unwritable("--export-hf x", tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    for target, words in (
+        ("/proc/x", "/proc cannot be written"),
+        (tmp_path / "loop/x", "levels"),
+        (tmp_path / "file/x", "Not a dir"),
+    ):
+        with pytest.raises(ConfigError, match=f"--export-hf x: .*{words}.*choose another directory"):
+            refuse_unwritable("--export-hf x", Path(target))
+
+
+def test_the_last_lines_can_be_typed():
+    lines = Ending(why="finished", step=2, of=2, directory="run with späce", checkpoint="somewhere").lines()
+    assert lines[2:] == [
+        "report: miles report 'run with späce'",
+        "to go on: miles train --load 'run with späce' --num-rollout N",
+    ]

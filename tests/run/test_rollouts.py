@@ -110,3 +110,14 @@ def test_a_full_disk_is_one_sentence(tmp_path):
 
 def test_a_leading_space_that_decoding_drops_is_shown():
     assert Pieces(Letters())[ord("a")] == " a"
+
+
+def test_what_a_function_put_into_a_sample_is_written_as_far_as_json_has_a_form_for_it(tmp_path):
+    around: dict = {}
+    around["self"] = around
+    odd = {"a": float("nan"), ("k", 1): {1, 2}, "b": [float("inf"), 1, "\ud800"], "around": around}
+    files(tmp_path).write("train", 1, [{"metadata": odd}, {"metadata": {"x": {3}}}])
+    found, plain = read_rollouts(tmp_path)
+    assert found["metadata"]["a"] is None and found["metadata"]["b"] == [None, 1, "\ud800"]
+    assert found["metadata"]["('k', 1)"] == "{1, 2}" and plain["metadata"]["x"] == "{3}"
+    assert "NaN" not in gzip.decompress(rollout_files(tmp_path)[1].read_bytes()).decode()

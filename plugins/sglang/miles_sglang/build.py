@@ -12,11 +12,12 @@ from miles_core import CheckpointError, ConfigError
 from miles_core.backend import Codec, Layout, Restarts, config_facts, layout, make_codec, model_facts, moe_layers
 from miles_sglang import HEADS, inside, loader, plugin
 from miles_sglang.config import given_arguments
-from miles_sglang.engine import Settings, SglangEngine
+from miles_sglang.engine import SglangEngine
 from miles_sglang.link import Link
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
+from miles_sglang.settings import Settings
 from miles_sglang.shapes import check_blocks
 from miles_sglang.weight_names import WeightNames
 

@@ -5,37 +5,36 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from miles_core import MilesError, SyncError
 from miles_core.backend import (
-    Codec,
+    Arrival,
+    Arrivals,
     Encoded,
     Engine,
     EnginePart,
     FormatItself,
-    Layout,
     PauseMode,
     Quantizer,
     Request,
     Response,
-    Restarts,
     WorkerLost,
 )
 from miles_core.format import Format
 from miles_sglang import buckets, weight_files
 from miles_sglang.activations import OwnActivations
 from miles_sglang.answers import Answer
+from miles_sglang.arrival import Held, Loading, Passing
 from miles_sglang.link import Link, SglangError, SglangLost
 from miles_sglang.renewal import Renewal
-from miles_sglang.responses import Translator
-from miles_sglang.weight_names import WeightNames
+from miles_sglang.settings import Settings
+from miles_sglang.weight_names import Seen
 
 log = logging.getLogger(__name__)
 
@@ -44,36 +43,6 @@ log = logging.getLogger(__name__)
 IN_PLACE = frozenset({"", "fp8"})
 #: SGLang's names of what gives its memory back.
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "cache": "kv_cache"}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the engine needs beside SGLang.
-
-    Attributes:
-        translator: of requests and responses.
-        codec: of the weights that arrive.
-        names: of the model's weights; ``described``: the rest of its checkpoint.
-        weights_dir: where weights go that SGLang reads from files.
-        model_facts: what ``config.json`` says of the model it serves.
-        capabilities: that hold with the options SGLang was started with.
-        bucket_bytes: at most, of weights that travel together.
-        memory_saver: SGLang can give its memory back.
-        separate_draft: SGLang drafts with a model of its own, which updates must leave alone.
-        restarts: how often SGLang may be started again when it died.
-    """
-
-    translator: Translator
-    codec: Codec
-    names: WeightNames
-    weights_dir: Path
-    described: Layout | None = None
-    model_facts: Mapping[str, object] = field(default_factory=dict)
-    capabilities: frozenset[str] = frozenset()
-    bucket_bytes: int = 512 << 20
-    memory_saver: bool = False
-    separate_draft: bool = False
-    restarts: Restarts = field(default_factory=lambda: Restarts(0))
 
 
 @dataclass(eq=False)
@@ -107,6 +76,7 @@ class SglangEngine(Engine):
         self._asleep: set[EnginePart] = set()
         self._open = asyncio.Event()
         self._renewal = Renewal(self._spend, self._renew)
+        self._arrivals = Arrivals(self._begun)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -260,7 +230,9 @@ class SglangEngine(Engine):
         if self.settings.memory_saver:
             await self._renewal.asked(lambda: self._move("release_memory_occupation", set(parts) - self._asleep))
             self._asleep |= set(parts)
-            self._usable = self._usable and "weights" not in parts
+            if "weights" in parts:
+                self._usable = False
+                self._arrivals.drop()
 
     async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         await self._renewal.asked(lambda: self._move("resume_memory_occupation", set(parts) & self._asleep))
@@ -305,30 +277,60 @@ class SglangEngine(Engine):
     # -- weights --------------------------------------------------------------------------------------------------
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
-        if self._paused is None and any(call.sent for call in self._calls.values()):
-            raise RuntimeError("update_weights with requests in flight: pause or abort them first")
-        update = {"in_place": self._update_in_place, "via_disk": self._update_from_files, "restart": self._restart}
+        self._quiet("update_weights")
         await self._renewal.whole()
-        async with self._closed():
-            self._usable = False
-            try:
-                if self._dead:
-                    await self._start_anew()
-                await update[self._how()](self.settings.names.complete(units), version)
-            except SglangLost as lost:
-                self._dead = True
-                if self._renewal.here:
-                    raise
-                self._spend(lost)
-                raise SyncError(f"SGLang died over version {version} of the weights: {lost.cause}") from lost
-            self._version, self._usable = version, True
+        self._arrivals.forget()
+        async with self._closed(), self._alive(version):
+            await self._load(units, version)
+
+    async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
+        if not message.get("staged"):
+            self._quiet("receive")
+        await self._renewal.whole()
+        async with self._alive(version):
+            await self._arrivals.receive(message, version, last)
+
+    def _quiet(self, call: str) -> None:
+        if self._paused is None and any(call.sent for call in self._calls.values()):
+            raise RuntimeError(f"{call} with requests in flight: pause or abort them first")
+
+    def _begun(self, version: int, staged: bool) -> Arrival:
+        """A version that comes in buckets."""
+        self._usable = self._usable and staged
+        if staged or self._how() != "in_place":
+            return Held(lambda units: self._load(units, version))
+        return Passing(Loading(self._send), Seen(self.settings.names), self.settings.bucket_bytes, self._serve, version)
+
+    async def _load(self, units: Iterable[Encoded], version: int) -> None:
+        """Give SGLang a whole update."""
+        self._usable = False
+        update = {"in_place": self._update_in_place, "via_disk": self._update_from_files, "restart": self._restart}
+        await update[self._how()](self.settings.names.complete(units), version)
+        self._serve(version)
+
+    def _serve(self, version: int) -> None:
+        self._version, self._usable = version, True
+
+    @asynccontextmanager
+    async def _alive(self, version: int) -> AsyncIterator[None]:
+        """SGLang is there. Where it dies meanwhile, the update has failed, and the next one finds it started anew."""
+        try:
+            if self._dead:
+                await self._start_anew()
+            yield
+        except SglangLost as lost:
+            self._dead = True
+            if self._renewal.here:
+                raise
+            self._spend(lost)
+            raise SyncError(f"SGLang died over version {version} of the weights: {lost.cause}") from lost
 
     def _how(self) -> Literal["in_place", "via_disk", "restart"]:
         format = self.settings.codec.format
         return self.hot_update(format.name if format else "")
 
     @asynccontextmanager
-    async def _closed(self) -> Any:
+    async def _closed(self) -> AsyncIterator[None]:
         """New requests wait while weights change, also where nobody paused."""
         was_open = self._open.is_set()
         self._open.clear()
@@ -340,24 +342,13 @@ class SglangEngine(Engine):
 
     async def _update_in_place(self, units: Iterator[Encoded], version: int) -> None:
         named = ((name, tensor) for unit in units for name, tensor in unit.parts.items())
-        ready: buckets.Flat | None = None
-        sending: asyncio.Future[None] | None = None
+        loading = Loading(self._send)
         try:
             for bucket in buckets.divide(named, self.settings.bucket_bytes):
-                flat = bucket.flatten()
-                if ready is not None:
-                    if sending is not None:
-                        await sending
-                    sending = asyncio.ensure_future(self._send(ready))
-                    await asyncio.sleep(0)  # SGLang loads it while the next one is filled
-                ready = flat
+                await loading.add(bucket)
+            await loading.finish(version)  # the whole stream has passed the check of its names
         finally:
-            if sending is not None:
-                await asyncio.wait([sending])
-        if sending is not None:
-            sending.result()
-        if ready is not None:  # the whole stream has passed the check of its names
-            await self._send(ready, version)
+            await loading.wait()
 
     async def _send(self, flat: buckets.Flat, version: int | None = None) -> None:
         """One bucket; the last one of an update says which ``version`` is complete."""

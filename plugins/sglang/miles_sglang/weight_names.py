@@ -33,22 +33,17 @@ class WeightNames:
         self._settled = bool(names)
 
     def complete(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
-        """``units``, held against the names as they pass.
+        """``units``, all of an update, held against the names as they pass; errors as of ``Seen``."""
+        seen = Seen(self)
+        yield from seen.passing(units)
+        seen.finish()
+
+    def settle(self, seen: set[str]) -> None:
+        """An update of these names is over.
 
         Raises:
-            MilesError: one that the model does not have, one that came twice, or, at the end, those that did not come.
+            MilesError: it is incomplete.
         """
-        seen: set[str] = set()
-        for unit in units:
-            if self._settled and unit.name not in self.names | self._optional:
-                raise MilesError(
-                    f"the update of the weights holds {unit.name}, which the model that SGLang serves does not have; trainer "
-                    "and engine must be started with the same --hf-checkpoint"
-                )
-            if unit.name in seen:
-                raise MilesError(f"the update of the weights holds {unit.name} twice")
-            seen.add(unit.name)
-            yield unit
         absent = self._draft if not self._draft & seen else set()
         missing = sorted(self.names - seen - self._optional - absent)
         if missing:
@@ -59,6 +54,38 @@ class WeightNames:
             )
         if not self._settled:
             self.names, self._settled = seen, True
+
+    def foreign(self, name: str) -> bool:
+        """Whether the model has no such tensor."""
+        return self._settled and name not in self.names | self._optional
+
+
+class Seen:
+    """The names of one update, which comes in one or several pieces."""
+
+    def __init__(self, names: WeightNames) -> None:
+        self._names, self._seen = names, set[str]()
+
+    def passing(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
+        """Some of its tensors.
+
+        Raises:
+            MilesError: one that the model does not have, or one that came twice.
+        """
+        for unit in units:
+            if self._names.foreign(unit.name):
+                raise MilesError(
+                    f"the update of the weights holds {unit.name}, which the model that SGLang serves does not have; trainer "
+                    "and engine must be started with the same --hf-checkpoint"
+                )
+            if unit.name in self._seen:
+                raise MilesError(f"the update of the weights holds {unit.name} twice")
+            self._seen.add(unit.name)
+            yield unit
+
+    def finish(self) -> None:
+        """That was all; MilesError where it is not."""
+        self._names.settle(self._seen)
 
 
 def _of_mtp(name: str, layers: int | None) -> bool:

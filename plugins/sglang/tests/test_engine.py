@@ -29,6 +29,7 @@ from miles_core.backend import Encoded, Engine, Request, Sampling, Unit, WorkerL
 from miles_core.format import Codec
 from miles_core.testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
 from miles_core.testing.engine_contract import stored_units
+from miles_core.testing.stored import buckets
 from miles_embedded import load_model
 from miles_embedded.engine.build import detokenizer, end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine
@@ -341,23 +342,70 @@ def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> 
     assert not any((tmp_path / "work" / "weights").iterdir())
 
 
-def test_a_colocated_run_with_routing_replay_survives_three_deaths(monkeypatch: Any, toy_run: Any, caplog: Any) -> None:
-    """Its log-probs are the trainer's after each: what replaces SGLang has the current weights."""
+@pytest.fixture
+def double(monkeypatch: Any) -> types.SimpleNamespace:
+    """What a run starts instead of SGLang: ``link``, which dies over ``fatal`` calls."""
     rules = tuple(r for r in miles_sglang.plugin.requires if "pip install" not in r.because)
     monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, requires=rules))
-    links = []
+    made = types.SimpleNamespace(link=None, fatal={})
 
-    def double(arguments: Mapping[str, Any], *_: Any) -> DoubleLink:
-        links.append(DoubleLink(Path(arguments["model_path"]), arguments))
-        links[0].fatal = {(1, "generate"): 3, (2, "update_weights_from_tensor"): 2, (3, "pause_generation"): 1}
-        return links[0]
+    def make(arguments: Mapping[str, Any], *_: Any) -> DoubleLink:
+        made.link = DoubleLink(Path(arguments["model_path"]), arguments)
+        made.link.fatal = made.fatal
+        return made.link
 
-    monkeypatch.setattr(build, "ProcessLink", double)
+    monkeypatch.setattr(build, "ProcessLink", make)
+    return made
+
+
+def test_buckets_that_are_wrong_or_end_with_sglang_are_sent_again_then_the_plain_way(
+    monkeypatch: Any, toy_run: Any, caplog: Any, double: types.SimpleNamespace
+) -> None:
+    double.fatal[1, "update_weights_from_tensor"] = 2
+    kinds, receive = set[str](), SglangEngine.receive
+
+    async def spoiled(self: SglangEngine, message: Any, version: int, last: bool) -> None:
+        kinds.add(message["memory"]["kind"])
+        wrong = message["units"] and version == 2  # whenever it comes
+        await receive(self, {**message, "checksum": 0} if wrong else message, version, last)
+
+    monkeypatch.setattr(SglangEngine, "receive", spoiled)
+    run = toy_run(["tis"], use_zero_copy_sync=True, max_restarts=1, engine="sglang", device="cpu", steps=3)
+    assert kinds == {"file"} and double.link.starts == 2 and run.engine.version == 3
+    assert all(step["mismatch/abs_log_prob"] < 1e-4 for step in run.metrics)
+
+    assert "version 1 are pushed again: SGLang died over version 1" in caplog.text
+    assert "version 2 are pushed again: the bucket of weights that starts with" in caplog.text
+    assert "weights travel by the plain copy from version 2 on" in caplog.text
+
+
+def test_a_staged_version_is_kept_beside_sglang_until_it_is_put_in_force(tmp_path: Path) -> None:
+    checkpoints = [tiny_checkpoint("qwen3", tmp_path / str(seed), seed) for seed in range(2)]
+    engine = engine_for(checkpoints[0])
+
+    async def staged() -> list[int]:
+        await engine.start()
+        for number, message in enumerate(buckets(checkpoints[1])):
+            await engine.receive({**message, "staged": True}, 1, number == 1)
+        calls = [engine.link.calls["update_weights_from_tensor"]]  # type: ignore[attr-defined]
+        assert engine.version == -1 and (await engine.generate(Request([5], Sampling(1)))).tokens
+        await engine.receive({"switch": True}, 1, True)
+        return [*calls, engine.link.calls["update_weights_from_tensor"]]  # type: ignore[attr-defined]
+
+    before, after = asyncio.run(staged())
+    assert before == 0 < after and engine.version == 1
+
+
+def test_a_colocated_run_with_routing_replay_survives_three_deaths(
+    toy_run: Any, caplog: Any, double: types.SimpleNamespace
+) -> None:
+    """Its log-probs are the trainer's after each: what replaces SGLang has the current weights."""
+    double.fatal |= {(1, "generate"): 3, (2, "update_weights_from_tensor"): 2, (3, "pause_generation"): 1}
     options = {"engine": "sglang", "device": "cpu", "colocate": True}
     run = toy_run(["r3", "tis"], sglang_enable_deterministic_inference=True, **options)
     assert all(step["mismatch/abs_log_prob"] < 1e-4 for step in run.metrics if step["step"])
     assert run.metrics[-1]["r3/tokens_differing"] == 0
-    assert links[0].starts == 4
+    assert double.link.starts == 4
     assert caplog.text.count("worker sglang was lost: SGLang's process ended (signal SIGKILL)") == 3
 
 

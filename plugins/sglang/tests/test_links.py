@@ -17,11 +17,12 @@ import pytest
 from miles_core import MilesError
 from miles_core.backend import Codec, Encoded, Request, Sampling
 from miles_sglang.answers import Answer
-from miles_sglang.engine import Settings, SglangEngine
+from miles_sglang.engine import SglangEngine
 from miles_sglang.link import SglangError
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Translator
 from miles_sglang.server import ServerLink
+from miles_sglang.settings import Settings
 from miles_sglang.weight_names import WeightNames
 
 #: What ``import sglang`` finds in the spawned process; ``model_path`` says what becomes of the start.

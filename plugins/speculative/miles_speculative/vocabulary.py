@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from miles_core import CheckpointError
@@ -27,6 +28,12 @@ def difference(path: str | Path, checkpoint: str | Path, trust_remote_code: bool
 
 def vocabulary(path: str | Path, trust_remote_code: bool = False) -> dict[str, int]:
     """Tokens and their ids, special and added ones too; CheckpointError where there is no tokenizer that can be read."""
+    return _loaded(str(path), trust_remote_code, tuple(sorted(_files(path).items())))
+
+
+@lru_cache(maxsize=8)  # a plan that is refused is reviewed many times, and loading a tokenizer takes a second
+def _loaded(path: str, trust_remote_code: bool, files: tuple[tuple[str, bytes], ...]) -> dict[str, int]:
+    """The same, of directory and files as they are now."""
     from transformers import AutoTokenizer
 
     try:

@@ -79,6 +79,21 @@ def test_a_gpu_that_does_not_see_the_other_gets_a_broadcast(checkpoints, engine,
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("lasting", [False, True], ids=["packed", "lent"])
+def test_an_engine_in_the_trainer_s_process_reads_gpu_memory_where_it_is(checkpoints, engine, monkeypatch, lasting):
+    monkeypatch.setattr(sender, "LENT", 1024)
+    transport = BucketTransport(engine, World(), 40 << 10)
+    for version in (1, 2):
+        asyncio.run(transport.send(iter(on_gpu(checkpoints[1], lasting)), version))
+    transport.close()
+    received = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    assert set(engine.received) <= {"device", "loan"} and ("loan" in engine.received) == lasting
+    asyncio.run(engine.update_weights(stored_units(checkpoints[1]), 3))
+    assert all(torch.equal(received[name], tensor) for name, tensor in engine.model.state_dict().items())
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_memory_is_zero_and_cannot_be_larger_than_the_gpu():
     memory = DeviceMemory(4096, torch.device("cuda"))
     assert int(memory.buffer.sum()) == 0 and memory.buffer.device.type == "cuda"
