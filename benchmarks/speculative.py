@@ -4,14 +4,15 @@ A model with random weights is no use as it is: every draft of it is a guess. So
 (``--pretrain`` steps), and its MTP layer with it, as in a checkpoint that has one. Then:
 
 - ``speedup``: tokens a second of the engine with k drafts, with ``auto`` and with trees, over those without, for each batch size and
-  temperature: sides take turns, and their lower quartiles are compared.
+  temperature: sides take turns step by step, and the lower quartiles of their steps' times are compared.
 - ``grid``: ``auto`` for each batch size with drafts of several qualities: the draft's own, and ones whose distribution was flattened
   (``--sharpness``, a factor of its logits; 0 drafts any token).
 - ``moving``: the policy learns another language; after every ``--move`` steps the acceptance of the draft as it was and of one that was
   trained on the policy's own tokens (soft targets), and their speed-up at ``--moving-lookahead`` drafts.
 
 On a GPU: ``--device cuda --dtype bfloat16 --layers 28 --hidden 1024 --vocab 32768 --batches 1,8,64,256``. ``--checkpoint DIR`` takes a real
-model instead, and trains an MTP layer for it on what it writes itself.
+model instead, and trains an MTP layer for it on what it writes itself. An empty ``--temperatures`` or ``--sharpness`` and ``--rounds 0`` leave
+their part out, and ``--state`` lets several calls share one training.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -65,14 +67,28 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
         "threads": given.threads,
     }
-    lessons = Rollouts(model, language, 256) if given.checkpoint else language
-    result["pretrain"] = train(model, head, lessons, given.pretrain, given, policy=not given.checkpoint)
+    result["pretrain"] = pretrained(model, head, language, given)
     say(result)
     result["speedup"] = speedups(model, head, language, given)
     result["grid"] = grid(model, head, language, given)
     if given.rounds:
         result["moving"] = moving(model, head, given)
-    finish("speculative", result, given.save, lambda: installed("torch", "transformers"), given.device)
+    variant = "-".join(filter(None, (given.device, given.label)))
+    finish("speculative", result, given.save, lambda: installed("torch", "transformers"), variant)
+
+
+def pretrained(model: Any, head: Head, language: Any, given: argparse.Namespace) -> dict[str, float]:
+    """Losses of the last step of training at the start, made now or read from ``--state``."""
+    kept = Path(given.state) if given.state else None
+    if kept is not None and kept.exists():
+        found = torch.load(kept, map_location=given.device)
+        model.load_state_dict(found["model"])
+        return dict(found["losses"])
+    lessons = Rollouts(model, language, 256) if given.checkpoint else language
+    losses = train(model, head, lessons, given.pretrain, given, policy=not given.checkpoint)
+    if kept is not None:
+        torch.save({"model": model.state_dict(), "losses": losses}, kept)
+    return losses
 
 
 def say(what: Any) -> None:
@@ -92,6 +108,10 @@ def parse() -> argparse.Namespace:
         ("turns", 3),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument(
+        "--state", help="keep what training at the start made in this file, and read it where there is one"
+    )
+    parser.add_argument("--label", default="", help="further words in the name of the saved file")
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--sharpness", default="", help="factors of the draft's logits for the grid, as 1,0.3,0")
     parser.add_argument("--checkpoint", help="a Hugging Face checkpoint instead of the synthetic model")
@@ -221,7 +241,7 @@ def speedups(model: Any, head: Head, language: Any, given: argparse.Namespace) -
     """One entry a batch size and temperature."""
     found = []
     for rows in map(int, given.batches.split(",")):
-        for temperature in map(float, given.temperatures.split(",")):
+        for temperature in map(float, filter(None, given.temperatures.split(","))):
             entry = {"rows": rows, "temperature": temperature}
             entry |= compared(model, head, language, given, rows, temperature, given.lookaheads.split(","))
             say(entry)
@@ -259,56 +279,83 @@ def grid(model: Any, head: Head, language: Any, given: argparse.Namespace) -> li
 def compared(
     model: Any, head: Any, language: Any, given: argparse.Namespace, rows: int, temperature: float, names: list[str]
 ) -> dict[str, Any]:
-    """Every side once a turn with the same prompts, after one turn that is not counted; a side keeps its decoder, and ``auto`` what it
-    learned. A speed-up compares the sides' lower quartiles of seconds a token; ``halves`` has it from every other turn."""
+    """All sides answer the same prompts at the same time, a step of one after a step of another, so that they see the same machine; a side
+    keeps its decoder over the turns, and ``auto`` what it learned. The first turn is not counted. Of each turn the lower quartiles are compared;
+    ``turns`` are the lowest and the highest of these ratios, ``speedup`` their median."""
     decoders = {name: decoder(head, name) for name in ("plain", *names)}
     prompts = [list(map(int, prompt)) for prompt in language.batch(rows, 16)]
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in decoders}
-    for turn in range(given.turns + 1):
-        for name, made in decoders.items():
-            found = generate(model, prompts, given, temperature, made)
-            if turn:
-                turns[name].append(found)
-    plain = [turn["seconds"] for turn in turns.pop("plain")]
-    result: dict[str, Any] = {"plain": round(1 / lower_quartile(plain), 1)}
-    for name, each in turns.items():
-        own = [turn["seconds"] for turn in each]
-        halves = [round(ratio(plain[i::2], own[i::2]), 3) for i in (0, 1)] if given.turns > 3 else []
-        rest = {n: round(median(turn.get(n, 0.0) for turn in each), 3) for n in each[0] if n != "seconds"}
-        result[name] = {"speedup": round(ratio(plain, own), 3), "halves": halves, **rest}
+    turns = [generate(model, prompts, given, temperature, decoders) for _ in range(given.turns + 1)][1:]
+    result: dict[str, Any] = {"plain": round(median(1 / turn["plain"].seconds for turn in turns), 1)}
+    for name in names:
+        ratios = [round(turn["plain"].seconds / turn[name].seconds, 3) for turn in turns]
+        rest = {n: round(median(t[name].said.get(n, 0.0) for t in turns), 3) for n in turns[0][name].said}
+        rest.pop("speedup", None)  # what the run itself would report
+        result[name] = {"speedup": round(median(ratios), 3), "turns": [min(ratios), max(ratios)], **rest}
     return result
 
 
-def lower_quartile(seconds: list[float]) -> float:
-    """Other work on the machine only ever adds to a time, so the lower quartile says more of the program than the median."""
-    return quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
+@dataclass
+class Side:
+    """What one side did in a turn: seconds of its steps by drafts, its tokens, and what its requests reported."""
 
+    steps: dict[int, list[float]]
+    tokens: int
+    said: dict[str, float]
 
-def ratio(plain: list[float], other: list[float]) -> float:
-    """How much faster ``other`` is."""
-    return lower_quartile(plain) / lower_quartile(other)
+    @property
+    def seconds(self) -> float:
+        """A token. Steps with as many drafts take the lower quartile of their times, because other work on the machine only ever adds to it."""
+        each = self.steps.values()
+        took = sum(len(e) * (quantiles(e, n=4, method="inclusive")[0] if len(e) > 1 else e[0]) for e in each)
+        return took / self.tokens
 
 
 def generate(
-    model: Any, prompts: list[list[int]], given: argparse.Namespace, temperature: float, made: SpeculativeDecoder | None
-) -> dict[str, float]:
-    """Seconds a token of all prompts at once, and how many drafts were kept."""
-    settings = Settings(lambda tokens: "", eos=[1], max_running_requests=len(prompts))
-    if made is not None:
-        settings.decoder = made
-    engine = EmbeddedEngine(model, settings)
+    model: Any, prompts: list[list[int]], given: argparse.Namespace, temperature: float, decoders: dict[str, Any]
+) -> dict[str, Side]:
+    """One turn."""
     sampling = Sampling(given.tokens, temperature=temperature, ignore_eos=True)
+    requests = [Request(p, sampling, key=i) for i, p in enumerate(prompts)]
+    engines, steps = {}, {}
+    for name, made in decoders.items():
+        settings = Settings(lambda tokens: "", eos=[1], max_running_requests=len(prompts))
+        if made is not None:
+            settings.decoder = made
+        engines[name] = EmbeddedEngine(model, settings)
+        steps[name] = timed(engines[name], given)
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*[asyncio.gather(*map(e.generate, requests)) for e in engines.values()])
+
+    found = {}
+    for name, responses in zip(engines, asyncio.run(run()), strict=True):
+        said: dict[str, float] = {}
+        for response in responses:
+            for metric, value in response.metrics.items():
+                said[metric] = said.get(metric, 0.0) + value
+        found[name] = Side(steps[name], sum(len(r.tokens) for r in responses), rates(said) if said else {})
+    return found
+
+
+def timed(engine: EmbeddedEngine, given: argparse.Namespace) -> dict[int, list[float]]:
+    """Seconds of the engine's steps from now on, prompts and bookkeeping included, by the drafts of each."""
+    found: dict[int, list[float]] = {}
+    step, count = engine._step, engine.decoder
     # on one CPU thread, the time of the processor: the time of the day also counts what others do with it
     clock = time.process_time if given.device == "cpu" and given.threads == 1 else time.perf_counter
-    start = clock()
-    responses = ask(engine, [Request(p, sampling, key=i) for i, p in enumerate(prompts)])
-    seconds = clock() - start
-    found = {"seconds": seconds / sum(len(r.tokens) for r in responses), "accept_rate": 0.0, "lookahead": 0.0}
-    sums: dict[str, float] = {}
-    for response in responses:
-        for name, value in response.metrics.items():
-            sums[name] = sums.get(name, 0.0) + value
-    return found | (rates(sums) if sums else {})
+
+    def drafted() -> float:
+        return count.ledger._sums["lookahead"] if isinstance(count, SpeculativeDecoder) else 0.0
+
+    def run() -> None:
+        before, start = drafted(), clock()
+        step()
+        if given.device == "cuda":
+            torch.cuda.synchronize()
+        found.setdefault(int(drafted() - before), []).append(clock() - start)
+
+    engine._step = run  # type: ignore[method-assign]
+    return found
 
 
 def ask(engine: EmbeddedEngine, requests: list[Request]) -> list[Any]:

@@ -303,7 +303,8 @@ def _generated(engine: EmbeddedEngine, reference: Any) -> tuple[float, float]:
     return score, greedy
 
 
-def _samples() -> list[Sample]:
+def small_groups() -> list[Sample]:
+    """Six random samples of three prompts."""
     generator = torch.Generator().manual_seed(3)
     found: list[Sample] = []
     for group, (prompt, responses) in enumerate([(9, (12, 3)), (4, (17,)), (14, (6, 8, 1))]):
@@ -318,7 +319,7 @@ def _trained(model: nn.Module, reference: Any, recompute: bool) -> float:
     """Gradients of a packed micro-batch that shares prompts, against one forward a sample."""
     trainer = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig(), recompute=recompute))
     trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))  # type: ignore[arg-type]
-    batch = collate(_samples())
+    batch = collate(small_groups())
     micro, ctx = trainer.prepare(batch, list(range(len(batch))), "train", False)
     output = trainer.forward(model, micro, ctx)
     assert output.log_probs is not None

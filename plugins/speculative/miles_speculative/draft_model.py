@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from miles_embedded import backbone, load_model, logits_of
 from miles_speculative.draft import Draft
@@ -17,31 +17,20 @@ from miles_speculative.draft_files import is_eagle
 from miles_speculative.eagle import Eagle, attach_eagle
 
 
-class DraftModel:
-    """Args:
-    policy: the model that it drafts for.
-    draft: the small one.
-    """
-
-    def __init__(self, policy: Any, draft: Any) -> None:
-        self.policy, self.draft = policy, draft
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Its own, by their names in the small model."""
-        return dict(self.draft.named_parameters())
+class DraftModel(Draft):
+    """A small model in the policy."""
 
     def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, call: Any) -> Tensor:
-        """See ``Head``; ``hidden`` is not looked at."""
-        run: Any = backbone(self.draft)
+        """See ``Draft``; ``hidden`` is not looked at."""
+        run: Any = backbone(self.module)
         out: Tensor = run(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, call=call
         ).last_hidden_state[0]
         return out
 
     def logits(self, out: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
-        return logits_of(self.draft, out)
+        """[n, hidden] -> [n, vocab], by the small model's own head."""
+        return logits_of(self.module, out)
 
 
 def draft_on(policy: Any) -> Draft:

@@ -28,38 +28,23 @@ from miles_embedded import (
     text_configuration,
     unloaded_model,
 )
-from miles_speculative.head import policy_logits
+from miles_speculative.draft import Draft
 
 #: Copies of the policy's own, in the checkpoints of some heads.
 _SHARED = {"embed_tokens.weight", "lm_head.weight"}
 
 
-class Eagle:
-    """Args:
-    policy: the model that it drafts for.
-    draft: the layers, and ``fc`` beside them.
-    """
-
-    def __init__(self, policy: Any, draft: Any) -> None:
-        self.policy, self.draft = policy, draft
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Its own, by their names in an EAGLE checkpoint."""
-        return dict(self.draft.named_parameters())
+class Eagle(Draft):
+    """A head in the policy; ``module`` is its layers, and ``fc`` beside them, named as in an EAGLE checkpoint."""
 
     def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, call: Any) -> Tensor:
         """See ``Draft``; what is returned is the policy's hidden state as the head expects it."""
         embedded = self.policy.get_input_embeddings()(tokens).detach()
-        joined = self.draft.fc(torch.cat([embedded, hidden], -1))
-        out: Tensor = self.draft(
+        joined = self.module.fc(torch.cat([embedded, hidden], -1))
+        out: Tensor = self.module(
             inputs_embeds=joined.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, call=call
         ).last_hidden_state[0]
         return out
-
-    def logits(self, out: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab] by the policy's head, whose weights get no gradient from it."""
-        return policy_logits(self.policy, out)
 
 
 def attach_eagle(policy: Any, path: str | Path) -> Eagle:

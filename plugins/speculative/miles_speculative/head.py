@@ -20,64 +20,27 @@ from miles_embedded import (
     backbone,
     decoder_layers,
     held,
-    logits_of,
     new_layer,
     read_layer,
     run_layer,
     whole,
 )
+from miles_speculative.draft import Draft
 
 #: Copies of the model's own embedding and head that some checkpoints hold, in ours they are shared.
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 
-class Head:
-    """One model's MTP layer.
-
-    Args:
-        policy: the model it drafts for, prepared by the backend, with the layer.
-        layer: the block, and in it ``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head.norm``.
-    """
-
-    def __init__(self, policy: Any, layer: Any) -> None:
-        self.policy, self.layer = policy, layer
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Its own, by their names in the layer."""
-        return dict(self.layer.named_parameters())
+class Head(Draft):
+    """One model's MTP layer; ``module`` is the block, and in it ``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head.norm``."""
 
     def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, call: Any) -> Tensor:
-        """One entry each.
-
-        Args:
-            tokens: [n] ids.
-            hidden: [n, hidden] of the token before each, after a last norm.
-            positions: [n] of the tokens.
-            call: whose rows they are.
-
-        Returns:
-            [n, hidden] after the layer's last norm, from which ``logits`` predicts what follows each token.
-        """
-        layer = self.layer
+        """See ``Draft``; what is returned is behind the layer's last norm."""
+        layer = self.module
         embedded = self.policy.get_input_embeddings()(tokens).detach()
         joined = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], -1))
         out: Tensor = layer.shared_head.norm(run_layer(self.policy, layer, joined, positions, call))
         return out
-
-    def logits(self, out: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab] by the model's head, whose weights get no gradient from it."""
-        return policy_logits(self.policy, out)
-
-
-def policy_logits(policy: Any, out: Tensor) -> Tensor:
-    """[n, hidden] -> [n, vocab] by the model's head, whose weights get no gradient from it."""
-    if not out.requires_grad:
-        return logits_of(policy, out)
-    top = policy.get_output_embeddings()
-    frozen = {name: p.detach() for name, p in top.named_parameters()}
-    logits: Tensor = torch.func.functional_call(top, frozen, (out,))
-    return logits
 
 
 def make_layer(model: nn.Module) -> nn.Module:

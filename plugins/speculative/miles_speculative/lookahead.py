@@ -161,6 +161,7 @@ class Costs:
         trials: numbers of drafts to be tried next.
         steps, due, wait: steps made, when the next trials are due, and how long that is after the last ones.
         best, chosen: what was best at the last trials, and is in use.
+        used: steps in a row with the number in use.
         times: drafts -> the newest times; empty after the first one, which is not counted.
     """
 
@@ -171,15 +172,30 @@ class Costs:
     wait: int = _AGAIN
     best: int | None = None
     chosen: int | None = None
+    used: int = 0
     times: dict[int, deque[float]] = field(default_factory=dict)
 
     def add(self, k: int, seconds: float) -> None:
-        """A step with k drafts took so long. The first of its kind is not counted: it pays for memory and code that the others find."""
+        """A step with k drafts took so long. The first of its kind is not counted: it pays for memory and code that the others find.
+
+        What changes the time of the number in use, other work on the machine or longer texts, changes that of the others alike, which
+        are not measured meanwhile; without that they would look better one after the other."""
         if k not in self.times:
             self.times[k] = deque(maxlen=_TIMES)
             return
+        self.used = self.used + 1 if k == self.chosen else 0
+        before = self.seconds.get(k)
         self.times[k].append(seconds)
         self.seconds[k] = min(self.times[k])
+        if before is not None and self.used > _TIMES and self.seconds[k] != before:
+            self._scale(self.seconds[k] / before, k)
+
+    def _scale(self, factor: float, apart: int) -> None:
+        """All times but those of one number of drafts, by this factor."""
+        for k in self.seconds.keys() - {apart}:
+            self.seconds[k] *= factor
+            if k in self.times:
+                self.times[k] = deque((t * factor for t in self.times[k]), maxlen=_TIMES)
 
     def of(self, k: int) -> float:
         """Seconds of a step with k drafts. Where it was not measured, the line of least squares through the steps with drafts; infinite

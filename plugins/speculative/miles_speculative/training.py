@@ -76,7 +76,7 @@ class DraftTraining:
     def renew(self) -> None:
         """Start again from the policy as it is now, without moments, on every rank."""
         assert isinstance(self.draft, Head)  # a rule of the manifest
-        initialise(self.draft.policy, self.draft.layer)
+        initialise(self.draft.policy, self.draft.module)
         self.group.renewed = True
         if self.means:
             for name, parameter in self.draft.parameters.items():

@@ -7,11 +7,11 @@ import pytest
 from miles_speculative.lookahead import Acceptance, Auto
 
 
-def simulate(auto, steps, rows, accept, draft, busy=0.0):
+def simulate(auto, steps, rows, accept, draft, busy=False):
     """(tokens a second, those without drafts, the numbers of drafts chosen): a plain step takes 1, a draft ``draft``, and to verify it 0.02.
-    ``busy``: the share of steps that others on the machine make longer, twice as long on average, which is not this run's fault."""
-    rng = random.Random(0)
-    tokens, seconds, chosen = 0, 0.0, []
+    ``busy``: for about 60 steps at a time all take 1.8 times as long, and a third is lengthened further, which is not this run's fault."""
+    rng, others = random.Random(0), random.Random(1)
+    tokens, seconds, chosen, slow = 0, 0.0, [], False
     for _ in range(steps):
         k = auto.choose(rows)
         tried, kept = [rows] * k, [0] * k
@@ -21,7 +21,9 @@ def simulate(auto, steps, rows, accept, draft, busy=0.0):
                 kept[depth] += 1
                 depth += 1
         took = (1 + k * (draft + 0.02)) * (1 + rng.uniform(-0.02, 0.02))
-        auto.record(rows, k, took * (1 + (rng.random() < busy) * rng.expovariate(1)), tried, kept)
+        slow ^= busy and others.random() < 1 / 60
+        more = (1.8 if slow else 1) * (1 + (others.random() < 0.3) * others.expovariate(1)) if busy else 1
+        auto.record(rows, k, took * more, tried, kept)
         tokens += rows + sum(kept)
         seconds += took
         chosen.append(k)
@@ -44,9 +46,9 @@ def test_it_pays_or_it_is_off(rows, accept, draft):
 
 @pytest.mark.parametrize(("accept", "draft"), [(0.05, 0.2), (0.3, 0.5), (0.8, 0.1)])
 def test_a_busy_machine_costs_little_of_it(accept, draft):
-    fast, plain, _ = simulate(Auto(), 600, 4, accept, draft, busy=0.3)
+    fast, plain, _ = simulate(Auto(), 600, 4, accept, draft, busy=True)
     best = max(sum(accept**d for d in range(k + 1)) / (1 + k * (draft + 0.02)) for k in range(9))
-    assert fast / plain > 0.9 * max(best, 1.0)
+    assert fast / plain > (0.96 if best == 1.0 else 0.85) * best
 
 
 def test_it_follows_what_changes():

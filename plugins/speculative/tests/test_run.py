@@ -47,6 +47,39 @@ def test_beside_other_plugins(toy_run, toy_model, plugins):
     assert not equal(draft_of(model), draft_of(run.engine.model))
 
 
+#: Some responses are so long that weights change meanwhile.
+LONG = """
+async def generate(args, sample, sampling_params):
+    length = 40 if sample.group_index % 2 else 2
+    answer = await args.generate(sample.tokens, {**sampling_params, "max_new_tokens": length, "ignore_eos": True})
+    sample.tokens = sample.tokens + answer.tokens
+    sample.response, sample.response_length = answer.text, len(answer.tokens)
+    return sample
+"""
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"schedule": "ahead"},
+        {"fully_async": True, "stale_samples": "train", "pause_generation_mode": "in_place"},
+        {"colocate": True, "partial_rollout": True, "over_sampling_batch_size": 4},
+    ],
+    ids=["ahead", "async", "colocate"],
+)
+def test_a_push_amid_responses_leaves_them_right(toy_run, toy_model, tmp_path, schedule):
+    """The policy hardly moves and its draft does, so what the engine recorded is what the trainer computes, whichever push came between."""
+    (tmp_path / "long.py").write_text(LONG)
+    given = {**OPTIONS, **schedule, "hf_checkpoint": toy_model(), "custom_generate_function_path": tmp_path / "long.py"}
+    given |= {"lr": 1e-9, "draft_lr": 1e-2, "online_sft_interval": 1, "draft_ema_decay": 0.5}
+    run = toy_run(["speculative", "r3", "tis"], **given, steps=4)
+    for record in run.metrics:
+        assert record["mismatch/abs_log_prob"] < 1e-4 and record["r3/tokens_differing"] < 0.02
+        assert record["train/draft_kl"] > 0
+    assert any(record["rollout/stale_tokens"] > 0.1 for record in run.metrics)
+    assert max(record.get("speculative/accept_rate", 0) for record in run.metrics) > 0
+
+
 def test_a_tree_gives_the_run_without_drafts(toy_run, toy_model):
     given = {
         "hf_checkpoint": toy_model(),
@@ -83,10 +116,10 @@ def test_the_policys_gradient_is_the_same_to_the_bit(toy_run, toy_model):
 
 def test_a_stopped_run_continues_to_the_bit(toy_run, toy_model, tmp_path):
     given = {**OPTIONS, "hf_checkpoint": toy_model(), "enable_mtp_training": True, "draft_lr": 1e-2}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    toy_run(["speculative"], directory=whole, steps=3, **given)
-    toy_run(["speculative"], directory=parts, steps=2, **given)
-    toy_run(["speculative"], directory=None, load=parts, save=None, steps=3, **given)
+    whole, parts, plugins = tmp_path / "whole", tmp_path / "parts", ["speculative", "r3", "tis"]
+    toy_run(plugins, directory=whole, steps=3, **given)
+    toy_run(plugins, directory=parts, steps=2, **given)
+    toy_run(plugins, directory=None, load=parts, save=None, steps=3, **given)
     assert equal(tensors(whole, 3), tensors(parts, 3))
     assert list(read_rollouts(whole)) == list(read_rollouts(parts))
     rates = [[r["speculative/accept_rate"] for r in read(d / "metrics.jsonl")] for d in (whole, parts)]

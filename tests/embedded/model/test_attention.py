@@ -12,7 +12,6 @@ from torch import nn
 
 from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate
-from miles_core.data.sample import Sample
 from miles_core.errors import CheckpointError
 from miles_core.testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 from miles_core.train.optimizer import OptimizerConfig
@@ -21,6 +20,7 @@ from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.attention import AttentionOptions, attend_padded, with_sinks
 from miles_embedded.model.load import load_model, prepare
+from miles_embedded.testing.families import small_groups
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 COMMON = {k: v for k, v in FAMILIES["qwen3"][1].items() if k != "head_dim"}
@@ -98,17 +98,6 @@ def test_rows_fed_several_tokens_at_once_equal_transformers(case):
     assert (without.log_softmax(-1) - expected.log_softmax(-1)).abs().max() > 0.1
 
 
-def samples():
-    generator = torch.Generator().manual_seed(3)
-    found = []
-    for group, (prompt, responses) in enumerate([(9, (12, 3)), (4, (17,)), (14, (6, 8, 1))]):
-        head = torch.randint(2, 60, (prompt,), generator=generator).tolist()
-        for length in responses:
-            tail = torch.randint(2, 60, (length,), generator=generator).tolist()
-            found.append(Sample(tokens=head + tail, response_length=length, group_index=group, index=len(found)))
-    return found
-
-
 def test_an_indexer_rests_where_it_has_nothing_to_choose(tmp_path):
     """No scores for queries with fewer keys than it may keep, and the same numbers."""
     checkpoint = tiny_checkpoint("deepseek_v32", tmp_path, index_topk=64)
@@ -118,7 +107,7 @@ def test_an_indexer_rests_where_it_has_nothing_to_choose(tmp_path):
     layer_norm.register_forward_hook(lambda module, args, output: keys.append(output.shape[1]))
     trainer = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig()))
     trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))
-    batch = collate(samples())
+    batch = collate(small_groups())
     dense = trainer.log_probs(batch, "old")["log_probs"]
     assert set(keys) == {1}  # the single row of the module itself
     model.config.index_topk = 4
@@ -131,7 +120,7 @@ def test_an_indexers_scores_are_bounded(monkeypatch, tmp_path):
     """Computed a few queries at a time, they choose the same keys."""
     checkpoint = tiny_checkpoint("deepseek_v32", tmp_path)
     whole = EmbeddedEngine(load_model(checkpoint), Settings(str))
-    sequences = [s.tokens for s in samples()]
+    sequences = [s.tokens for s in small_groups()]
     expected = asyncio.run(whole.score(sequences))
     monkeypatch.setattr("miles_embedded.model.indexer._SCORES", 16 * 25 * 4)
     for a, b in zip(asyncio.run(whole.score(sequences)), expected, strict=True):
