@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from miles_core import Facts, Plugin, Problem, Review, Rule, __version__, described, option
+from miles_core import Facts, Plugin, Problem, Review, __version__, described, option
 
 _STATE = (
     "its layers keep a recurrent state (linear attention, Mamba, convolutions): the embedded backend caches keys and values, and packs "
@@ -106,8 +106,14 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     kind = facts.lookup("model.type")
     trusted = bool(facts.value("model.trust_remote_code"))
     found = _of_type(kind.value) or _of_layers(model or {}) or _of_installation(kind.value, model or {}, trusted)
-    values = (described(kind),)
-    return Review(problems=(Problem("embedded", *found, values, "cannot run"),) if found else ())
+    problems = [Problem("embedded", *found, (described(kind),), "cannot run")] if found else []
+    device, gpus = facts.lookup("model.device"), facts.lookup("gpu.count")
+    if device.value == "cuda" and gpus.value == 0 and facts.value("runtime") == "inline":
+        why = "there is none that this process could use; --device cpu computes without"
+        problems.append(
+            Problem("embedded", "a GPU", why, (described(device), described(gpus)), choices=("model.device",))
+        )
+    return Review(problems=tuple(problems))
 
 
 def _of_type(kind: Any) -> tuple[str, str] | None:
@@ -202,12 +208,5 @@ plugin = Plugin(
         "trainer": ("entropy", "sampling_support", "routing_replay", "rebuild", "sleep"),
     },
     defaults={"engine": "embedded", "trainer": "embedded"},
-    requires=(
-        Rule(
-            "gpu.count >= 1",
-            "there is none that this process could use; --device cpu computes without",
-            when="model.device == cuda and runtime == inline",
-        ),
-    ),
     review="miles_embedded.manifest:review",
 )
