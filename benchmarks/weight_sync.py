@@ -20,14 +20,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
-import os
+import pickle
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from statistics import median, quantiles
 from typing import Any
 
@@ -74,18 +73,34 @@ class Own:
         self.take(Encoded.read(data))
 
 
-def receiver(connection: Connection, device: str, gpu: int) -> None:
+def put(connection: socket.socket, message: Any) -> None:
+    """Send a message. ``multiprocessing``'s pipes take new memory for all of a large one at every piece they read of it."""
+    data = pickle.dumps(message, 5)
+    connection.sendall(len(data).to_bytes(8, "little"))
+    connection.sendall(data)
+
+
+def get(connection: socket.socket) -> Any:
+    """The next message."""
+    data = memoryview(bytearray(int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")))
+    at = 0
+    while at < len(data):
+        at += connection.recv_into(data[at:])
+    return pickle.loads(data)
+
+
+def receiver(connection: socket.socket, device: str, gpu: int) -> None:
     """Another process: takes messages and copies what is in them into tensors of its own."""
     torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(gpu)
     inbox, own = Inbox(), Own(device)
-    while (message := connection.recv()) is not None:
+    while (message := get(connection)) is not None:
         try:
             own.take(inbox.open(asyncio.run(inbox.fetched(message))))
-            connection.send("")
+            put(connection, "")
         except Exception as error:  # is told to the sender
-            connection.send(f"{type(error).__name__}: {error}")
+            put(connection, f"{type(error).__name__}: {error}")
 
 
 class Elsewhere:
@@ -93,23 +108,20 @@ class Elsewhere:
 
     def __init__(self, device: str, gpu: int = 0) -> None:
         context = multiprocessing.get_context("spawn")
-        self.connection, there = context.Pipe()
-        for end in (self.connection, there):  # a message should not take a turn of the scheduler for each 200 kB
-            with socket.socket(fileno=os.dup(end.fileno())) as pipe:
-                pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
+        self.connection, there = socket.socketpair()
         self.process = context.Process(target=receiver, args=(there, device, gpu), daemon=True)
         self.process.start()
 
     async def receive(self, message: Any, last: bool) -> None:
         """One message."""
-        self.connection.send(message)
-        said = await asyncio.get_running_loop().run_in_executor(None, self.connection.recv)
+        put(self.connection, message)
+        said = await asyncio.get_running_loop().run_in_executor(None, get, self.connection)
         if said:
             raise SystemExit(f"the receiver: {said}")
 
     def close(self) -> None:
         """End it."""
-        self.connection.send(None)
+        put(self.connection, None)
         self.process.join()
 
 
@@ -135,9 +147,10 @@ class Turns:
         """Seconds of a sync, after one that is not counted: the median, and each beside the speed of a copy then. ``change`` what is
         sent before each."""
         seconds, limits = [], []
+        probe = paths.PROBE_BYTES if self.device == "cpu" else paths.GPU_PROBE_BYTES
         for _ in range(self.repeats + 1):
             change()
-            limits.append(paths.copy_speed(device=self.device))
+            limits.append(paths.copy_speed(probe, self.device))
             start = time.perf_counter()
             send()
             if self.device != "cpu":
@@ -274,7 +287,7 @@ def measured(megabytes: int, precision: str, options: argparse.Namespace) -> dic
         return options.only in name
 
     for name, way in paths.paths(torch.device(device)).items():
-        if not wanted(name):
+        if not wanted(name) or ("messages" in name and megabytes > options.messages):
             continue
         try:
             gpu = 1 if "NCCL" in name and torch.cuda.device_count() > 1 else 0
@@ -320,6 +333,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8, help="of sizes up to 128 MB; fewer of larger ones")
     parser.add_argument("--only", default="", help="paths whose name has this in it")
     parser.add_argument("--side", type=int, default=2048, help="rows and columns of a matrix")
+    parser.add_argument(
+        "--messages", type=int, default=128, help="megabytes up to which messages are measured: a socket is slow"
+    )
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)

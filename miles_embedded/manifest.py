@@ -120,11 +120,11 @@ def _of_installation(kind: Any, model: Mapping[str, Any], trusted: bool) -> tupl
     from packaging.version import Version
 
     has = version("transformers")
-    first, lacked = SINCE.get(kind, ("0", ""))
+    first, lacked = SINCE.get(str(kind), ("0", ""))
     if Version(has) < Version(first):
         return f"a model of type {kind} with Transformers {has}", f"{lacked}: pip install 'transformers >={first}'"
     types, own = _language_models(), "auto_map" in model
-    if not model or kind is None or not types or kind in types or (own and trusted):
+    if not model or kind is None or not types or str(kind) in types or (own and trusted):
         return None
     because = (
         f"the installed Transformers {has} has no causal language model of this type (model_type in config.json): "

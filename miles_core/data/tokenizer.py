@@ -18,8 +18,8 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(f"--hf-checkpoint {path}: no such directory; give a local Hugging Face checkpoint")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # it reads config.json too, which Transformers checks in many ways
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"--hf-checkpoint {path}: its tokenizer cannot be loaded ({first})") from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise CheckpointError(f"--hf-checkpoint {path}: there is no tokenizer in it; copy tokenizer.json there")

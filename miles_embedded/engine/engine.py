@@ -95,6 +95,7 @@ class EmbeddedEngine(Engine):
                 )
         results: dict[int, np.ndarray] = {}
         for chunk in chunks([len(s) for s in sequences]):
+            self._weights.check()
             scored = self.runner.score([sequences[i] for i in chunk], temperature)
             results.update(zip(chunk, scored, strict=True))
             await asyncio.sleep(0)
@@ -238,11 +239,7 @@ class EmbeddedEngine(Engine):
 
     @torch.no_grad()
     def _step(self) -> None:
-        if not self._weights.complete:
-            raise MilesError(
-                "the engine has no complete weights (an update failed part-way, its layout changed, or they slept); it cannot "
-                "generate until an update succeeds"
-            )
+        self._weights.check()
         self._leave([row for row in self.rows if row.future.done()])
         try:
             self._admit()

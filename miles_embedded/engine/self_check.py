@@ -84,7 +84,8 @@ def plain(model: nn.Module) -> Iterator[None]:
 
 def _usual_tokens(model: nn.Module, vocabulary: int) -> list[int]:
     """Ids that stand for text and not for an image, where a model has such."""
-    special = {v for k, v in configuration(model).to_dict().items() if k.endswith(("_token_id", "_token_index"))}
+    given = [v for k, v in configuration(model).to_dict().items() if k.endswith(("_token_id", "_token_index"))]
+    special = {token for v in given for token in (v if isinstance(v, list) else [v])}
     return [token for token in range(vocabulary) if token not in special]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from miles_core.data.unit import Encoded
+from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Products
 from miles_core.sync.arrivals import Arrival, Arrivals
@@ -51,6 +52,18 @@ class Weights:
         self._shared: set[str] = set()
         self.arrivals = Arrivals(lambda version, staged: (_Beside if staged else _Into)(self, version))
         self._released = Released(keep=False)
+
+    def check(self) -> None:
+        """The model may be asked.
+
+        Raises:
+            MilesError: it does not hold one version and nothing else.
+        """
+        if not self.complete:
+            raise MilesError(
+                "the engine has no complete weights (an update failed part-way, its layout changed, or they slept); it cannot "
+                "generate or score until an update succeeds"
+            )
 
     def sleep(self) -> None:
         """Give the memory of the model's parameters back, all but that of the trainer; an update must come before they are read."""

@@ -58,8 +58,8 @@ def checkpoint_config(path: str | Path, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except json.JSONDecodeError as error:
         raise CheckpointError(f"--hf-checkpoint {path}: config.json is not valid JSON ({error})") from error
-    except (ValueError, OSError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # Transformers checks a configuration in many ways
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"--hf-checkpoint {path}: config.json cannot be used ({first})") from error
 
 

@@ -66,6 +66,7 @@ def test_what_the_installed_transformers_lacks_is_refused(monkeypatch):
         facts = Facts([*config_facts(config), Fact("model.trust_remote_code", trusted, "")])
         return [(p.needs, p.because) for p in review(facts, config).problems]
 
+    assert said(model_type=["qwen3"])[0][0] == "a model of type ['qwen3']"
     assert not said(model_type="qwen3") and not said() and not said(model_type="gemma3")
     (found,) = said(model_type="clip")
     assert found[0] == "a model of type clip" and "is there a newer release?" in found[1]

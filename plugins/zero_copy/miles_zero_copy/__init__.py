@@ -34,6 +34,6 @@ plugin = Plugin(
         "is in force",
         "runtime != inline": "the first transfer chooses the path: on one GPU handles, between GPUs that do not see each other a "
         "broadcast (NCCL), on one host shared memory, else messages over the runtime's own channel with what changed since the "
-        "version before; the log says which, and why",
+        "version before, for which both sides keep the encoded weights once more in host memory; the log says which, and why",
     },
 )

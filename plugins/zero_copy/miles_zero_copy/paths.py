@@ -21,6 +21,8 @@ from miles_zero_copy.segment import Segment
 
 #: Bytes that a probe copies, and how often.
 PROBE_BYTES, PROBES = 64 << 20, 3
+#: Those on a GPU, where less is over before it is measured.
+GPU_PROBE_BYTES = 256 << 20
 #: Bytes of a bucket in host memory: large enough that a message costs little, small enough that the first one is soon there.
 ENOUGH = 32 << 20
 
@@ -172,7 +174,7 @@ def _messages() -> Path:
 
 
 def _handles(device: torch.device) -> Path:
-    make, limit = partial(DeviceSlot, device=device), partial(copy_speed, device=str(device))
+    make, limit = partial(DeviceSlot, device=device), partial(copy_speed, GPU_PROBE_BYTES, str(device))
     return Path(make, limit, lends=True)
 
 

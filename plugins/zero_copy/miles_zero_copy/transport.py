@@ -109,10 +109,10 @@ class BucketTransport(Transport):
                 units = itertools.chain(first, units)
             started = time.perf_counter()
             sent = await self._sender.send(units, receive, version)
-        except Exception:
+        except BaseException as error:
             self.close()  # the next push finds out anew which paths there are
             self._limit = 0.0
-            for _ in units:  # other ranks may wait in its collectives
+            for _ in units if isinstance(error, Exception) else ():  # other ranks may wait in its collectives
                 pass
             raise
         seconds = time.perf_counter() - started

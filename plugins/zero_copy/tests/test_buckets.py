@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from miles_core import MilesError, SyncError
-from miles_core.backend import Encoded, Sampling, World
+from miles_core.backend import CopyTransport, Encoded, Sampling, World
 from miles_core.testing.asking import ask, under_way
 from miles_core.testing.engine_contract import FREE
 from miles_core.testing.stored import stored_units
@@ -93,6 +93,49 @@ def test_a_bucket_with_another_checksum_is_a_failed_sync_and_the_next_push_repai
     assert engine.version == 1
     with asyncio.Runner() as runner:
         assert len(ask(runner, engine, [[3, 4]], FREE)[0].tokens) == 10
+
+
+def one_way(name, monkeypatch):
+    """Weights travel by this path only."""
+    made = paths.broadcast if name == "broadcast" else lambda *_: paths.paths(torch.device("cpu"))[name]()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(transport_module, "paths", lambda *given: {name: partial(made, *given)})
+
+
+@pytest.mark.parametrize("way", ["shared memory", "messages over the runtime's channel", "broadcast", "a copy"])
+def test_a_sync_that_ends_in_the_middle_leaves_an_engine_that_answers_nothing(engine, checkpoints, monkeypatch, way):
+    one_way(way, monkeypatch)
+    transport = CopyTransport(engine) if way == "a copy" else BucketTransport(engine, World(), SMALL)
+    old, new = (stored_units(checkpoint) for checkpoint in checkpoints)
+    ends = [KeyboardInterrupt("by the user"), RuntimeError("in the trainer"), *([None] if way != "a copy" else [])]
+
+    def stream(end):
+        yield from new if end is None else new[: len(new) // 2]
+        if end is not None:
+            raise end
+
+    def wrong(message, number):
+        return {**message, "checksum": 0} if message["number"] == 3 else message
+
+    with asyncio.Runner() as runner:
+        for end in ends:
+            for version in (1, 2):  # the second one as a difference, where these travel
+                runner.run(transport.send(iter(old), version))
+            engine.spoil = wrong if end is None else None
+            with pytest.raises((KeyboardInterrupt, RuntimeError, SyncError), match=r"user|trainer|checksum"):
+                runner.run(transport.send(stream(end), 3))
+            engine.spoil = None
+            assert engine.version == 2
+            with pytest.raises(MilesError, match="no complete weights"):
+                ask(runner, engine, [[3, 4]], FREE)
+            with pytest.raises(MilesError, match="no complete weights"):
+                runner.run(engine.score([[3, 4]]))
+        runner.run(transport.send(iter(new), 3))
+        received = weights(engine)
+        assert len(ask(runner, engine, [[3, 4]], FREE)[0].tokens) == 10
+        runner.run(engine.update_weights(new, 4))
+    transport.close()
+    assert same(received, weights(engine))
 
 
 def test_an_engine_that_was_started_anew_in_the_middle_says_so(engine, transport, checkpoints):

@@ -55,3 +55,7 @@ def test_an_engine_is_checked_when_a_run_builds_it(toy_run, monkeypatch):
     assert seen == []
     toy_run(steps=0, self_check=True)
     assert seen == ["Qwen3MoeForCausalLM"]
+
+
+def test_a_model_with_several_tokens_that_end_a_text(tmp_path):
+    self_check(load_model(tiny_checkpoint("llama", tmp_path / "model", eos_token_id=[1, 2])))
