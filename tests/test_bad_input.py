@@ -63,7 +63,16 @@ def test_a_checkpoint_without_a_tokenizer(refused, tmp_path):
     assert f"--hf-checkpoint {model}: there is no tokenizer in it" in refused(hf_checkpoint=model)
 
 
-@pytest.mark.parametrize("entry", [{"layer_types": "full_attention"}, {"rope_parameters": [1]}, {"dtype": "float7"}])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"layer_types": "full_attention"},
+        {"rope_parameters": [1]},
+        {"dtype": "float7"},
+        {"hidden_act": "nope"},
+        {"num_attention_heads": 0},
+    ],
+)
 def test_a_config_that_transformers_refuses_in_a_way_of_its_own(refused, tmp_path, entry):
     path = copied_model(tmp_path) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **entry}))

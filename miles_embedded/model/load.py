@@ -133,7 +133,10 @@ def load_model(
     except Exception as error:  # safetensors' own error class is not public
         if type(error).__module__.startswith("safetensors"):
             raise CheckpointError(f"--hf-checkpoint {path}: a weight file is damaged or truncated ({error})") from error
-        raise
+        first = (str(error).strip() or "no reason given").splitlines()[0]
+        raise CheckpointError(
+            f"--hf-checkpoint {path}: no model can be made of its config.json ({type(error).__name__}: {first})"
+        ) from error
     if state is not None and (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     missing = sorted(info["missing_keys"])

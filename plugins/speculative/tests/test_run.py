@@ -126,6 +126,20 @@ def test_a_stopped_run_continues_to_the_bit(toy_run, toy_model, tmp_path):
     assert rates[0] == rates[1]
 
 
+def test_a_run_that_generates_ahead_continues_to_the_bit(toy_run, toy_model, tmp_path):
+    given = {
+        **OPTIONS,
+        "hf_checkpoint": toy_model(),
+        "enable_mtp_training": True,
+        "draft_lr": 1e-2,
+        "schedule": "ahead",
+    }
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    toy_run(["speculative"], directory=whole, steps=4, save_interval=2, **given)
+    toy_run(["speculative"], directory=again, load=whole / "checkpoints/step_00000002", steps=4, **given)
+    assert equal(tensors(whole, 4), tensors(again, 4))
+
+
 def test_the_model_keeps_its_own_layers(mtp_checkpoint):
     checkpoint = mtp_checkpoint()
     model = load_model(checkpoint)
