@@ -127,16 +127,8 @@ def load_model(
                 shell = kind.from_config(config, trust_remote_code=trust_remote_code)
             dtypes = _DTYPES.get(dtype, torch.bfloat16)
             model, info = type(shell).from_pretrained(None, config=shell.config, state_dict=state, dtype=dtypes, **ours)
-    except (OSError, ValueError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"--hf-checkpoint {path}: the weights cannot be loaded ({first})") from error
-    except Exception as error:  # safetensors' own error class is not public
-        if type(error).__module__.startswith("safetensors"):
-            raise CheckpointError(f"--hf-checkpoint {path}: a weight file is damaged or truncated ({error})") from error
-        first = (str(error).strip() or "no reason given").splitlines()[0]
-        raise CheckpointError(
-            f"--hf-checkpoint {path}: no model can be made of its config.json ({type(error).__name__}: {first})"
-        ) from error
+    except Exception as error:
+        raise CheckpointError(f"--hf-checkpoint {path}: {_said(error)}") from error
     if state is not None and (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     missing = sorted(info["missing_keys"])
@@ -145,6 +137,16 @@ def load_model(
             f"--hf-checkpoint {path}: {len(missing)} weights of {type(model).__name__} are missing, first {missing[0]}"
         )
     return prepare(model.to(device))
+
+
+def _said(error: Exception) -> str:
+    """Why Transformers made no model, on one line."""
+    first = (str(error).strip() or "no reason given").splitlines()[0]
+    if isinstance(error, (OSError, ValueError, RuntimeError)):
+        return f"the weights cannot be loaded ({first})"
+    if type(error).__module__.startswith("safetensors"):  # their error's class is not public
+        return f"a weight file is damaged or truncated ({first})"
+    return f"no model can be made of its config.json ({type(error).__name__}: {first})"
 
 
 def unloaded_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
