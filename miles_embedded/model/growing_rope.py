@@ -85,16 +85,21 @@ def _of_positions(rotary: Any, x: Tensor, position_ids: Tensor, named: dict[str,
 
     try:
         return rotated(frequencies, position_ids)
-    except (
-        RuntimeError
-    ):  # families take one set a call before Transformers 5.20: one call a set, and each row from its own
-        sets, own = frequencies.unique(dim=0, return_inverse=True)
-        rows = [(own == number).nonzero()[:, 0] for number in range(len(sets))]
-        back = torch.cat(rows).argsort()
-        parts = [rotated(one, position_ids[:, where]) for one, where in zip(sets, rows, strict=True)]
-        if isinstance(parts[0], Tensor):
-            return torch.cat(parts, 1)[:, back]
-        return tuple(torch.cat(part, 1)[:, back] for part in zip(*parts, strict=True))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # before Transformers 5.20 families take one set a call, and cannot expand several
+        return _set_by_set(rotated, frequencies, position_ids)
+
+
+def _set_by_set(rotated: Callable[[Tensor, Tensor], Rotation], frequencies: Tensor, position_ids: Tensor) -> Rotation:
+    """One call for each set of frequencies, and each row from its own."""
+    sets, own = frequencies.unique(dim=0, return_inverse=True)
+    rows = [(own == number).nonzero()[:, 0] for number in range(len(sets))]
+    back = torch.cat(rows).argsort()
+    parts = [rotated(one, position_ids[:, where]) for one, where in zip(sets, rows, strict=True)]
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts, 1)[:, back]
+    return tuple(torch.cat(part, 1)[:, back] for part in zip(*parts, strict=True))
 
 
 def _of_spans(plain: Callable[[Tensor], Rotation], position_ids: Tensor, grown: np.ndarray, limit: int) -> Rotation:
