@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from miles_core.checkpoint.directory import locate_checkpoint
+from miles_core.checkpoint.directory import locate_checkpoint, run_of
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.checkpoint.placed import gathering, taken
 from miles_core.config.config import Config
@@ -114,11 +114,17 @@ def checked(
 
 def _inputs(config: Config, problems: Problems) -> Inputs:
     """What a run reads, and where it writes, as far as no plan is needed to look at it."""
+    load = config.run.load
     for flag, value in (
         ("--hf-checkpoint DIR", config.model.hf_checkpoint),
         ("--prompt-data FILE", config.data.prompt_data),
     ):
         with problems():
+            if value is None and load is not None and not (run_of(load) / "config.yaml").is_file():
+                raise ConfigError(
+                    f"--load {load}: it holds no config.yaml, so it is no run directory, or a part of one; give the directory that a run "
+                    "was saved in, or all flags of that run"
+                )
             if value is None:
                 raise ConfigError(f"miles train needs {flag}; miles demo makes a small model and prompts of its own")
     with problems():
