@@ -295,7 +295,9 @@ def measured(megabytes: int, precision: str, options: argparse.Namespace) -> dic
         return options.only in name
 
     ways = [(name, way, turns, False) for name, way in paths.paths(torch.device(device)).items()]
-    if device == "cpu" and precision == "bf16":  # the two pieces of memory are made for the second sync, and read after the third
+    if (
+        device == "cpu" and precision == "bf16"
+    ):  # the two pieces of memory are made for the second sync, and read after the third
         ways.insert(1, (f"{ways[0][0]}, read where it is", ways[0][1], replace(turns, first=3), True))
     for name, way, counted, stay in ways:
         if not wanted(name) or ("messages" in name and megabytes > options.messages):

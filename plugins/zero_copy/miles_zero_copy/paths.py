@@ -208,7 +208,7 @@ def limits() -> dict[str, str]:
     if segment.DIRECTORY.is_dir():
         free = shutil.disk_usage(segment.DIRECTORY).free
         found["shared memory"] = (
-            f"{free / 1e9:.1f} GB free in {segment.DIRECTORY}; a run takes two buckets (--sync-bucket-size)"
+            f"{free / 1e9:.1f} GB free in {segment.DIRECTORY}; a run takes up to half of it for two versions of the weights, or two buckets"
         )
     else:
         found["shared memory"] = f"none ({segment.DIRECTORY} is not there): weights travel in messages"

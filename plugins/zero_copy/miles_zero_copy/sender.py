@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 #: Bytes of a slot before it is known that they do not do.
 FIRST = 16 << 20
 
+#: In how many buckets a version is sent that stays, and the bytes of one at least: the engine checks one while the next is filled.
+PIECES, PIECE = 16, 16 << 20
+
 #: How often the bucket is sent that measures a way.
 PROBES = 3
 #: Bytes from which on a tensor is rather read where it lies than packed.
@@ -64,7 +67,7 @@ class Sender:
         self._make_slots(min(self._wanted, FIRST))
         self._versions = Versions() if stay and path.stays else None
         self._standing: SegmentSlot | None = None
-        self._taken = 0
+        self._taken = self._piece = 0
         self._reading: asyncio.Task[float] | None = None
         self._loan = Loan()
         self.sent = Sent()
@@ -97,6 +100,7 @@ class Sender:
         self._slots[0].bucket.clear()
         if self._versions is not None:
             self._standing = self._versions.begin(self._taken)
+            self._piece = min(max(self._taken // PIECES, PIECE), self._given)
         try:
             self._taken = 0
             for unit in units:
@@ -144,7 +148,7 @@ class Sender:
         self.sent.tensors += len(unit.parts)
         self.sent.nbytes += unit.nbytes
         self.sent.encoded |= bool(unit.format)
-        if self._slot.bucket.end >= self._enough:
+        if self._slot.bucket.end >= (self._piece if self._standing else self._enough):
             await self._deliver(receive, version)
 
     def _lent(self, unit: Encoded) -> bool:

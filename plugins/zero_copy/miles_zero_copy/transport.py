@@ -30,7 +30,12 @@ def make_transport(run: Run, engine: Engine, world: World = ALONE) -> Transport:
         return SharedStorage(engine) if run.config.run.schedule == "sync" else CopyTransport(engine)
     run_options = run.config.run
     return BucketTransport(
-        engine, world, run_options.sync_bucket_size, options.async_sync, run_options.colocate, "shared_storage" in engine.capabilities
+        engine,
+        world,
+        run_options.sync_bucket_size,
+        options.async_sync,
+        run_options.colocate,
+        "shared_storage" in engine.capabilities,
     )
 
 

@@ -67,7 +67,7 @@ def _pair(nbytes: int) -> list[Segment]:
     except NoSegmentError as error:
         for half in made:
             half.close()
-        log.warning("engines copy the weights out of shared memory: %s", error)
+        log.warning("engines copy the weights out of shared memory: no room for two versions, %s", error.__cause__)
         return []
     log.info("engines read the weights where they are: two versions of %d bytes in shared memory", nbytes)
     return made
