@@ -177,7 +177,7 @@ async def gap(engine: Any, checkpoint: Path, given: argparse.Namespace, results:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device).eval()
     if given.precision != "bf16":  # the same weights as SGLang; its activations are rounded, these are not
         codec = codec_of(given)
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.requires_grad_(False).named_parameters():
             for unit in (
                 codec.encode([Unit({name: parameter.detach()})])
                 if codec.quantises(name, tuple(parameter.shape))

@@ -73,3 +73,9 @@ class WorkerLost(MilesError):
         return f"{f'worker {self.worker}' if self.worker else 'a worker'} was lost: {self.cause}" + (
             f"; its last lines:{written}" if written else ""
         )
+
+
+def first_line(error: Exception) -> str:
+    """What an error of other software says first, and the line after it where the first only leads to that; its type where it says nothing."""
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

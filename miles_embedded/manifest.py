@@ -209,4 +209,5 @@ plugin = Plugin(
     },
     defaults={"engine": "embedded", "trainer": "embedded"},
     review="miles_embedded.manifest:review",
+    examine="miles_embedded.model.examine:examine",
 )

@@ -51,6 +51,8 @@ def words() -> Words:
     """What can be typed here: flags as the commands' own help shows them, values as the options declare them."""
     from miles_core.cli.main import COMMANDS
     from miles_core.config.load import schema_for
+    from miles_core.plugin.discovery import discover
+    from miles_core.precision.schedule import PLAIN
 
     helps = {name: _help_of(name) for name in COMMANDS if name != "completion"}
     found = {name: re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text) for name, text in helps.items()}
@@ -58,6 +60,8 @@ def words() -> Words:
     flags = {name: sorted(set(own)) for name, own in found.items()}
     schema = schema_for([])
     values = {name: [str(c) for c in flag.option.choices] for name, flag in schema.flags.items() if flag.option.choices}
+    formats = {name for manifest in discover().values() for name in manifest.formats}
+    values["--to"] = sorted(formats | {PLAIN})
     return Words(COMMANDS, {**flags, "completion": sorted(SCRIPTS)}, values)
 
 

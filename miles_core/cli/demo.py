@@ -8,18 +8,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles_core.errors import ConfigError
+
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; 130 when the user stopped the training."""
     chosen, extra = _parser().parse_known_args(argv)
-    directory = chosen.dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    if chosen.dir == "":
+        raise ConfigError("--dir '': it names no directory; leave it out for runs/demo-<time>")
+    directory = Path(chosen.dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     from miles_core.config.load import load
     from miles_core.demo.inputs import make_inputs, plugins_shown, train_arguments
     from miles_core.plugin.discovery import discover
+    from miles_core.run.prepare import prepare
 
     plugins = plugins_shown(discover())
     arguments = train_arguments(directory, chosen.seed, plugins, [f"--device={chosen.device}", *extra])
-    load(arguments)  # what is wrong with them is said before anything is made
+    config = load(arguments)  # what is wrong with them is said before anything is made
+    prepare(config.replace({"model.hf_checkpoint": None}, origin="made by the demo"))
     _say("two-digit addition: a supervised warm start from a careless teacher, then GRPO on right answers")
     if not plugins:
         _say("no installed plugin takes part; the demo runs without")
@@ -48,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "ordinary miles train, and writes a report. Any flag of miles train may follow and wins over the demo's choice, "
         "e.g. --num-rollout 50 or --plugins NAME.",
     )
-    parser.add_argument("--dir", "--save", type=Path, help="run directory (default: runs/demo-<time>)")
+    parser.add_argument("--dir", "--save", help="run directory (default: runs/demo-<time>)")
     parser.add_argument("--seed", type=int, default=0, help="of model, data and training (default: 0)")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"

@@ -40,6 +40,6 @@ def run(argv: Sequence[str]) -> int:
     if config.model.hf_checkpoint is not None:
         from miles_core.run.checks import check_model  # with torch, for the headers of weights
 
-        check_model(applied(config, plan), plan, catalogue)
+        check_model(applied(config, plan), plan, catalogue, weights=False)
     print(plan.to_json() if options.json else describe(plan, hooks))
     return 0

@@ -8,7 +8,7 @@ from miles_core.config.flags import print_help
 from miles_core.config.load import load, schema_for
 
 DRY_RUN = "--dry-run"
-SWITCHES = ((DRY_RUN, "check everything but the model itself, print the resolved plan and stop"),)
+SWITCHES = ((DRY_RUN, "check everything but the numbers in the weights, print the resolved plan and stop"),)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -23,7 +23,10 @@ def run(argv: Sequence[str]) -> int:
     if DRY_RUN in argv:
         from miles_core.plugin.render import describe
 
-        run = check_start(config, plan, catalogue)
+        here = (
+            config.model.hf_checkpoint == given.model.hf_checkpoint
+        )  # else a name, whose weights are not downloaded for this
+        run = check_start(config, plan, catalogue, weights=here)
         print(describe(plan, run.hooks.implemented))
         return 0
     from miles_core.launch import launch

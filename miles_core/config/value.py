@@ -40,6 +40,8 @@ def check(option: Option, raw: Any, origin: str) -> Any:
         if why := _no_path(raw):
             raise ConfigError(f"{origin}: {option.fact} {why}")
     value = _typed(option, raw, origin)
+    if value == option.default:  # also where it is outside of the choices: nothing, for what another program chooses
+        return value
     items = value if option.is_list else (value,)
     for item in items:
         if option.choices and item not in option.choices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from miles_core.errors import CheckpointError, ConfigError
+from miles_core.errors import CheckpointError, ConfigError, first_line
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any:
@@ -19,8 +19,9 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # it reads config.json too, which Transformers checks in many ways
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"--hf-checkpoint {path}: its tokenizer cannot be loaded ({first})") from error
+        raise CheckpointError(
+            f"--hf-checkpoint {path}: its tokenizer cannot be loaded ({first_line(error)})"
+        ) from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise CheckpointError(f"--hf-checkpoint {path}: there is no tokenizer in it; copy tokenizer.json there")
     if tokenizer.eos_token_id is None:

@@ -84,6 +84,12 @@ _KEYS: dict[str, tuple[str, ...]] = {
 
 #: Facts of which less than one makes no model.
 _COUNTS = ("layers", "vocab_size", "hidden_size", "context")
+#: The least that a fact of host or model can be, where it is a whole number.
+_LEAST = {
+    **dict.fromkeys(("gpu.sm", "gpu.count", "gpu.memory_gb"), 0),
+    **{f"model.{name}": 1 for name in _COUNTS},
+    **{f"model.{name}": 0 for name in ("num_experts", "top_k", "moe_layers", "mtp_layers")},
+}
 
 
 def gpu_facts() -> list[Fact]:
@@ -333,8 +339,19 @@ def override(facts: Facts, given: Sequence[str]) -> Facts:
         elif word == "unknown":
             replaced.append(Fact(name, None, origin, State.UNKNOWN, chosen=True))
         else:
-            replaced.append(Fact(name, literal(word), origin, chosen=True))
+            replaced.append(Fact(name, _value(name, word, origin), origin, chosen=True))
     return facts.having(replaced)
+
+
+def _value(name: str, word: str, origin: str) -> Any:
+    """What a word says as the value of a fact; ConfigError where it cannot be one of host or model. A plugin's own facts take any."""
+    value = literal(word)
+    least = _LEAST.get(name)
+    if least is not None and (type(value) is not int or value < least):
+        raise ConfigError(f"{origin}: {name} is a whole number from {least} on, or unknown")
+    if name == "model.moe" and not isinstance(value, bool):
+        raise ConfigError(f"{origin}: {name} is true, false or unknown")
+    return value
 
 
 def _named_gpu(word: str, origin: str) -> list[Fact]:

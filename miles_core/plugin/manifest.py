@@ -103,6 +103,10 @@ class Plugin:
             arithmetic (do these sizes divide, does it fit). It is asked whenever a plan with this plugin is checked, many
             times when a plan is refused, so it must be quick and import no torch. ``facts`` are the ``Facts`` of the plan,
             ``model`` is the checkpoint's ``config.json`` or None where it is not known here.
+        examine: ``"module:function"``, ``examine(config, weights)``, for what only a look at the checkpoint tells (are its weights those
+            that the model needs). It is asked once of an accepted plan whose model this plugin builds (``provides``), before
+            anything is built, and raises a ``MilesError``; it may import torch and read headers, but no weights. ``config`` is
+            the run's; ``weights`` says that they must be there, which a plan of a ``config.json`` alone does not ask.
         hints: what this plugin's metrics, and core's, say about it, and what helps then; see ``Hint``. They are followed
             while the plugin is installed, active or not: ``when`` says in which runs.
         panels: plots of the report that show several metrics together; a metric of the plugin that is in none has one of its own.
@@ -140,6 +144,7 @@ class Plugin:
     facts: Mapping[str, str] = field(default_factory=dict)
     passthrough: Mapping[str, str] = field(default_factory=dict)
     review: str = ""
+    examine: str = ""
     hints: tuple[Hint, ...] = ()
     panels: tuple[Panel, ...] = ()
     remedies: tuple[Remedy, ...] = ()

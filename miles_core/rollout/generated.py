@@ -84,6 +84,11 @@ def check_samples(made: Any, number: int, where: str, vocabulary: int) -> list[S
             f"{where} returned one Sample twice for sample {number}; return a copy (copy.deepcopy) for each"
         )
     for one in samples:
+        if one.rollout_id not in (None, number):
+            raise DataError(
+                f"{where} returned for sample {number} the Sample that it returned for sample {one.rollout_id} before; return the one "
+                "that it is given, or copies of that (copy.deepcopy)"
+            )
         if wrong := _wrong(one, vocabulary):
             raise DataError(f"{where}: sample {one.index} has {wrong}")
     return samples

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from miles_core.checkpoint.directory import locate_checkpoint
+from miles_core.checkpoint.directory import locate_checkpoint, run_of
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.checkpoint.placed import gathering, taken
 from miles_core.config.config import Config
@@ -19,6 +19,7 @@ from miles_core.convert.json_files import quantization_block
 from miles_core.errors import CheckpointError, ConfigError, PlanError
 from miles_core.plugin.activate import SIDES
 from miles_core.plugin.discovery import Catalogue
+from miles_core.plugin.load import import_target
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
 from miles_core.precision.installed import format_class
@@ -55,9 +56,12 @@ def planned(given: Config) -> tuple[Config, Plan, Catalogue]:
     return applied(config, plan), plan, catalogue
 
 
-def check_start(config: Config, plan: Plan, manifests: Mapping[str, Plugin]) -> Run:
+def check_start(config: Config, plan: Plan, manifests: Mapping[str, Plugin], weights: bool = True) -> Run:
     """What ``--dry-run`` asks: would this run start? The checks of ``checked``, its directory and the checkpoint it continues;
     nothing is made or written.
+
+    Args:
+        weights: the model's must be there; False while it is a name whose weights the run would download.
 
     Raises:
         MilesError: all that is wrong, together.
@@ -69,12 +73,17 @@ def check_start(config: Config, plan: Plan, manifests: Mapping[str, Plugin]) -> 
     with problems():
         if config.run.load is not None:
             locate_checkpoint(config.run.load, json.loads(plan.to_json()))
-    run, _ = checked(config, plan, manifests, run_directory(config), problems)
+    run, _ = checked(config, plan, manifests, run_directory(config), problems, weights)
     return run
 
 
 def checked(
-    config: Config, plan: Plan, manifests: Mapping[str, Plugin], directory: Path, problems: Problems | None = None
+    config: Config,
+    plan: Plan,
+    manifests: Mapping[str, Plugin],
+    directory: Path,
+    problems: Problems | None = None,
+    weights: bool = True,
 ) -> tuple[Run, Inputs]:
     """The run that an accepted plan describes and what it reads beside its model; nothing is built and nothing written.
 
@@ -82,6 +91,7 @@ def checked(
         config, plan, manifests: as for ``launch``.
         directory: the run's.
         problems: what is wrong already, told with the rest.
+        weights: as for ``check_start``.
 
     Raises:
         MilesError: files, keys, prompts, functions, the tokenizer, the weights' headers, the export directory or a package that a
@@ -89,7 +99,7 @@ def checked(
     """
     problems = problems or Problems()
     with problems():
-        check_model(config, plan, manifests)
+        check_model(config, plan, manifests, weights)
     run = None
     if config.model.hf_checkpoint is not None:
         with problems():
@@ -104,11 +114,17 @@ def checked(
 
 def _inputs(config: Config, problems: Problems) -> Inputs:
     """What a run reads, and where it writes, as far as no plan is needed to look at it."""
+    load = config.run.load
     for flag, value in (
         ("--hf-checkpoint DIR", config.model.hf_checkpoint),
         ("--prompt-data FILE", config.data.prompt_data),
     ):
         with problems():
+            if value is None and load is not None and not (run_of(load) / "config.yaml").is_file():
+                raise ConfigError(
+                    f"--load {load}: it holds no config.yaml, so it is no run directory, or a part of one; give the directory that a run "
+                    "was saved in, or all flags of that run"
+                )
             if value is None:
                 raise ConfigError(f"miles train needs {flag}; miles demo makes a small model and prompts of its own")
     with problems():
@@ -122,13 +138,20 @@ def _inputs(config: Config, problems: Problems) -> Inputs:
     return Inputs(config, problems)
 
 
-def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin]) -> None:
-    """What the headers of the weights say: all are there, and the formats of the plan can store them.
+def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin], weights: bool) -> None:
+    """What the headers of the weights say: all are there, whoever builds the model can fill it with them, and the formats of the plan
+    can store them.
+
+    Args:
+        weights: they must be there.
 
     Raises:
         CheckpointError, ConfigError: they are not, or they cannot.
     """
     _check_weights(config, plan)
+    builder = next((p for name in plan.order if (p := manifests[name]).provides.get("model")), None)
+    if builder is not None and builder.examine:
+        import_target(builder.name, builder.examine)(config, weights)
     directory = Path(config.model.hf_checkpoint or "")
     if not config.model.hf_checkpoint or not any(directory.glob("*.safetensors")):
         return

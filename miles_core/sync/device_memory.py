@@ -76,13 +76,14 @@ class Loan:
     """Tensors of torch's allocator that another process reads where they lie: nothing is packed.
 
     Only what lies in memory with handles can be lent, and whole blocks (``BLOCK``) of it; the rest has to be copied. Tensors stay as
-    they are until the message was answered.
+    they are until the message was answered, and are kept alive for that.
     """
 
     def __init__(self) -> None:
         self._units: list[list[Any]] = []
         self._regions: dict[str, dict[str, Any]] = {}
         self._runs: list[tuple[str, int, int]] = []
+        self._kept: list[Tensor] = []
         self._device = torch.device("cpu")
 
     def __len__(self) -> int:
@@ -100,6 +101,7 @@ class Loan:
         self._regions.setdefault(key, region)
         self._units.append([name, key, dtype_name(tensor.dtype), list(tensor.shape), start])
         self._runs.append((key, start, nbytes))
+        self._kept.append(tensor)
         self._device = tensor.device
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,11 @@ from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.engine.settings import Settings
+from miles_embedded.model.configuration import head
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import build_model
+
+log = logging.getLogger(__name__)
 
 
 def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
@@ -67,4 +71,13 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
     """Ids that end a response: the generation configuration's and the tokenizer's."""
     declared = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = set(declared) if isinstance(declared, list) else {declared}
-    return sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None})
+    ends = {i for i in (*ids, tokenizer.eos_token_id) if i is not None}
+    known = head(model).weight.shape[0]
+    if beyond := sorted(i for i in ends if not 0 <= i < known):
+        log.warning(
+            "eos_token_id %s of generation_config.json or config.json is no token of the model, which has %d; responses end with %s",
+            ", ".join(map(str, beyond)),
+            known,
+            ", ".join(map(str, sorted(ends - set(beyond)))),
+        )
+    return sorted(ends - set(beyond))

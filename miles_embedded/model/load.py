@@ -7,6 +7,8 @@ The modules are Transformers' own. Two of their extension points are used, atten
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from miles_core.errors import CheckpointError
+from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
 from miles_embedded.manifest import LAYER_TYPES
 from miles_embedded.model.attention_function import attention, no_mask
@@ -38,6 +40,7 @@ from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.temperature import tune_by_position
 
 NAME = "miles"
+FLAG = "--hf-checkpoint"
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
@@ -47,20 +50,19 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def checkpoint_config(path: str | Path, trust_remote_code: bool = False) -> Any:
+def checkpoint_config(path: str | Path, trust_remote_code: bool = False, flag: str = FLAG) -> Any:
     """The model's configuration; CheckpointError when ``path`` is no checkpoint directory."""
     directory = Path(path)
     if not directory.is_dir():
-        raise CheckpointError(f"--hf-checkpoint {path}: no such directory; give a local Hugging Face checkpoint")
+        raise CheckpointError(f"{flag} {path}: no such directory; give a local Hugging Face checkpoint")
     if not (directory / "config.json").is_file():
-        raise CheckpointError(f"--hf-checkpoint {path}: it has no config.json; is this a Hugging Face checkpoint?")
+        raise CheckpointError(f"{flag} {path}: it has no config.json; is this a Hugging Face checkpoint?")
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"--hf-checkpoint {path}: config.json is not valid JSON ({error})") from error
+        raise CheckpointError(f"{flag} {path}: config.json is not valid JSON ({error})") from error
     except Exception as error:  # Transformers checks a configuration in many ways
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"--hf-checkpoint {path}: config.json cannot be used ({first})") from error
+        raise CheckpointError(f"{flag} {path}: config.json cannot be used ({first_line(error)})") from error
 
 
 def build_model(run: Any, policy: Any, role: str) -> nn.Module:
@@ -83,8 +85,8 @@ def make_model(run: Any, policy: Any) -> nn.Module:
     device, dtype = resolve_device(options.device), options.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
-    start = options.ref_load or policy.hf_checkpoint or options.hf_checkpoint
-    return load_model(start, dtype, device, options.trust_remote_code)
+    start, flag = (options.ref_load, "--ref-load") if options.ref_load else (policy.hf_checkpoint, FLAG)
+    return load_model(start or options.hf_checkpoint, dtype, device, options.trust_remote_code, flag)
 
 
 def resolve_device(name: str) -> str:
@@ -95,7 +97,11 @@ def resolve_device(name: str) -> str:
 
 
 def load_model(
-    path: str | Path, dtype: str = "auto", device: str | torch.device = "cpu", trust_remote_code: bool = False
+    path: str | Path,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    flag: str = FLAG,
 ) -> nn.Module:
     """Load the causal language model in ``path``.
 
@@ -104,44 +110,110 @@ def load_model(
         dtype: ``auto`` (as stored), ``float32`` or ``bfloat16``.
         device: where the parameters live.
         trust_remote_code: run model code that comes with the checkpoint.
+        flag: what named the checkpoint, for messages.
 
     Returns:
         The model in evaluation mode, attending through a ``Call``.
+
+    Raises:
+        CheckpointError: no model can be made of ``config.json``, its weights are not all there in their shapes, or one of them holds
+            a number that is not finite. ``examine`` says the same, the last excepted, without reading them.
     """
-    config = checkpoint_config(path, trust_remote_code)
-    state = dequantized(path, config, _DTYPES.get(dtype))
-    kind = _kind(config)
-    ours: dict[str, Any] = {"attn_implementation": NAME, "experts_implementation": NAME, "output_loading_info": True}
-    try:
+    config = checkpoint_config(path, trust_remote_code, flag)
+    with told(path, flag):
+        state = dequantized(path, config, _DTYPES.get(dtype), flag)
         if state is None:
-            model, info = kind.from_pretrained(
-                path,
-                config=config,
-                dtype=_DTYPES.get(dtype, "auto"),
-                trust_remote_code=trust_remote_code,
-                use_safetensors=True,
-                **ours,
-            )
+            more = {"trust_remote_code": trust_remote_code, "use_safetensors": True}
+            model = filled(kind_of(config), path, config, dtype=_DTYPES.get(dtype, "auto"), **more)
         else:
-            with torch.device("meta"):
-                shell = kind.from_config(config, trust_remote_code=trust_remote_code)
+            made = shell(config, trust_remote_code)
             dtypes = _DTYPES.get(dtype, torch.bfloat16)
-            model, info = type(shell).from_pretrained(None, config=shell.config, state_dict=state, dtype=dtypes, **ours)
+            model = filled(type(made), None, configuration(made), dtype=dtypes, state_dict=state)
+            if (Path(path) / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(path)
+        model = prepare(model.to(device))
+        _refuse_nonfinite(model)
+    return model
+
+
+@contextmanager
+def told(path: str | Path, flag: str) -> Iterator[None]:
+    """What goes wrong while a model is made of the checkpoint ``path``, as a CheckpointError that names it."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(error).startswith((flag, f"{path}/", f"{path}:")):
+            raise
+        raise CheckpointError(f"{flag} {path}: {error}") from error
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
-        raise CheckpointError(f"--hf-checkpoint {path}: {_said(error)}") from error
-    if state is not None and (Path(path) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    missing = sorted(info["missing_keys"])
-    if missing:
+        raise CheckpointError(f"{flag} {path}: {_said(error)}") from error
+
+
+def shell(config: Any, trust_remote_code: bool) -> nn.Module:
+    """The model of a configuration, without weights (its parameters are on the meta device)."""
+    with torch.device("meta"):
+        made: nn.Module = kind_of(config).from_config(config, trust_remote_code=trust_remote_code)
+    return made
+
+
+def filled(kind: Any, path: str | Path | None, config: Any, **more: Any) -> Any:
+    """A model of the class ``kind`` with the weights of ``path``, or with ``state_dict``.
+
+    Raises:
+        CheckpointError: a weight of the model is missing, or has another shape.
+    """
+    ours = {"attn_implementation": NAME, "experts_implementation": NAME, "output_loading_info": True}
+    model, info = kind.from_pretrained(path, config=config, ignore_mismatched_sizes=True, **ours, **more)
+    if info["mismatched_keys"]:  # which would be initialised at random
+        name, there, wanted = min(info["mismatched_keys"])
+        count = len(info["mismatched_keys"])
+        others = f" ({count} such weights)" if count > 1 else ""
         raise CheckpointError(
-            f"--hf-checkpoint {path}: {len(missing)} weights of {type(model).__name__} are missing, first {missing[0]}"
+            f"{name} is {list(there)} in its weights and {list(wanted)} by its config.json{others}: they are of different models; "
+            "copy both again"
         )
-    return prepare(model.to(device))
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"{len(missing)} weights of {type(model).__name__} are missing, first {missing[0]}; copy the checkpoint again"
+        )
+    return model
+
+
+def refuse_config(model: nn.Module) -> None:
+    """CheckpointError for what makes a model, with or without weights, and cannot be run: layers that are not computed here, and
+    positions that are no numbers."""
+    _refuse_unknown_attention(model)
+    decoder_layers(model)
+    for name, module in model.named_modules():
+        if getattr(module, "inv_freq", None) is not None and hasattr(module, "config"):
+            made: Any = type(module)(module.config)  # on the meta device there are no numbers to look at
+            if not made.inv_freq.isfinite().all():
+                rope = getattr(module.config, "rope_parameters", None)
+                raise CheckpointError(
+                    f"the rotary frequencies of {name} are not finite numbers (rope_parameters in config.json: {rope})"
+                )
+
+
+@torch.no_grad()
+def _refuse_nonfinite(model: nn.Module) -> None:
+    """CheckpointError for weights that hold NaN or infinity: a run would lose the tokens that meet them, without a word."""
+    for name, parameter in model.named_parameters():
+        if parameter.sum(
+            dtype=torch.float32
+        ).isfinite():  # one pass without a mask; a sum may overflow where no number does
+            continue
+        if len(where := (~parameter.isfinite()).nonzero()):
+            raise CheckpointError(
+                f"{name} holds {len(where)} values that are not finite, the first ({parameter[tuple(where[0])].item()}) at "
+                f"{where[0].tolist()}; copy the checkpoint again, or repair it"
+            )
 
 
 def _said(error: Exception) -> str:
     """Why Transformers made no model, on one line."""
-    first = (str(error).strip() or "no reason given").splitlines()[0]
+    first = first_line(error)
     if isinstance(error, (OSError, ValueError, RuntimeError)):
         return f"the weights cannot be loaded ({first})"
     if type(error).__module__.startswith("safetensors"):  # their error's class is not public
@@ -156,7 +228,7 @@ def unloaded_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.
     return made.to(device)
 
 
-def _kind(config: Any) -> Any:
+def kind_of(config: Any) -> Any:
     """The auto class of a checkpoint: with the towers of other modalities, where it has them, so that they are exported again."""
     towers = config.get_text_config() is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if towers else AutoModelForCausalLM
@@ -164,7 +236,7 @@ def _kind(config: Any) -> Any:
 
 def prepare(model: nn.Module) -> nn.Module:
     """Make a freshly built model usable by engine and trainer (once an instance). Only its language model is run, and trained."""
-    _refuse_unknown_attention(model)
+    refuse_config(model)
     if text_configuration(model) is not configuration(model):
         model.requires_grad_(False)
         for part in (backbone(model), head(model)):

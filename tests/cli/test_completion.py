@@ -27,6 +27,7 @@ def test_commands_flags_and_values_are_completed(words):
     assert completed(words, "miles train --dry") == ["--dry-run"]
     assert "--hardware" in completed(words, "miles plan --ha") and "--lr" in completed(words, "miles plan --l")
     assert completed(words, "miles train --engine embe") == ["embedded"]
+    assert {"bf16", "fp8"} <= set(completed(words, "miles convert --to b") + completed(words, "miles convert --to fp"))
     assert completed(words, "miles report --l") == []  # it takes no flags of a training
     assert set(words.flags) == set(COMMANDS)
 

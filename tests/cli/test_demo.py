@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_core.cli import demo
 from miles_core.cli.main import main
 
 SHORT = [
@@ -19,9 +20,9 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize("flag", ["--dir", "--save"])
-def test_demo_trains_and_ends_with_one_json_line(flag, tmp_path, capsys):
-    assert main(["demo", flag, str(tmp_path / "run"), "--device", "cpu", "--json", *SHORT]) == 0
+def test_demo_trains_and_ends_with_one_json_line(tmp_path, capsys):
+    assert demo._parser().parse_args(["--save", "x"]).dir == "x"  # which it is called elsewhere
+    assert main(["demo", "--dir", str(tmp_path / "run"), "--device", "cpu", "--json", *SHORT]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 <= line["accuracy_before"] <= 1
     assert 0 <= line["accuracy_after"] <= 1
@@ -38,7 +39,13 @@ def test_demo_refuses_a_directory_with_a_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--seed", "-1"], "train.seed cannot be -1"), (["x"], "unexpected argument 'x'")]
+    ("words", "said"),
+    [
+        (["--seed", "-1"], "train.seed cannot be -1"),
+        (["x"], "unexpected argument 'x'"),
+        (["--device", "cuda"], "needs a GPU"),
+        (["--dir", ""], "--dir '': it names no directory"),
+    ],
 )
 def test_what_is_wrong_with_the_arguments_is_said_before_anything_is_made(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)

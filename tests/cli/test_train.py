@@ -113,3 +113,10 @@ def model_directory(tmp_path) -> str:
     directory.mkdir()
     (directory / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 4, "num_hidden_layers": 2}')
     return str(directory)
+
+
+def test_a_directory_that_is_no_run_is_told_as_that(tmp_path):
+    with pytest.raises(ConfigError, match=r"--load .*: it holds no config.yaml, so it is no run directory") as caught:
+        train.run(["--load", str(tmp_path)])
+    assert "needs --prompt-data" not in str(caught.value)
+    assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from miles_core.config.schema import collect
 from miles_core.config.value import check, listing
 from miles_core.errors import ConfigError
+from miles_core.plugin.discovery import manifests
 
 SCHEMA = collect([])
 
@@ -58,3 +59,10 @@ def test_what_names_no_file(typed, words):
     for path in ("save", "data.prompt_data"):
         with pytest.raises(ConfigError, match=words):
             check(SCHEMA.find(path), typed, "x")
+
+
+def test_every_option_of_every_plugin_takes_its_own_default():
+    """What a configuration is written with, in a run's directory or to a worker, is read again."""
+    schema = collect(manifests())
+    for option in schema.options.values():
+        assert check(option, option.default, "a file") == option.default, option.fact

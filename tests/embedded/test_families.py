@@ -14,6 +14,7 @@ from miles_core.plugin.facts import Fact, Facts
 from miles_core.testing import plan
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.manifest import REFUSED, review
+from miles_embedded.model.examine import examine_checkpoint
 from miles_embedded.model.load import load_model
 from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint, lacking, score_gap
 
@@ -42,7 +43,9 @@ def test_it_is_what_transformers_computes(family, tmp_path, monkeypatch):
         pytest.skip(lacking(family))
     number = list(FAMILIES).index(family)
     monkeypatch.setattr("miles_embedded.model.attention._SHORT", 64 * (number // 2 % 2))
-    found = compare(family_checkpoint(family, tmp_path / "model"), recompute=number % 2 == 0)
+    checkpoint = family_checkpoint(family, tmp_path / "model")
+    examine_checkpoint(checkpoint)
+    found = compare(checkpoint, recompute=number % 2 == 0)
     assert found.score < 2e-5 and found.greedy < 2e-5 and found.gradient < 1e-3 and found.export, found
 
 

@@ -207,6 +207,7 @@ HOST = Facts(
             for n, v in zip(("gpu", "gpu.sm", "gpu.count", "gpu.memory_gb"), ("none", 0, 0, 0), strict=True)
         ),
         Fact("model.moe", False, "config.json"),
+        Fact("model.layers", 2, "config.json"),
         Fact("rollout.precision", "bf16", "default", flag="--rollout-precision"),
     ]
 )
@@ -233,6 +234,10 @@ def test_facts_can_be_declared_unknown():
         ("rollout.precision=fp8", "is an option, give --rollout-precision fp8"),
         ("plugin.r3=true", "activate plugins with --plugins r3"),
         ("gpu=B20", "no GPU of that name is known; did you mean B200"),
+        ("gpu.count=x", "--fact gpu.count=x: gpu.count is a whole number from 0 on"),
+        ("gpu.sm=9.0", "gpu.sm is a whole number"),
+        ("model.layers=0", "model.layers is a whole number from 1 on"),
+        ("model.moe=1", "model.moe is true, false or unknown"),
     ],
 )
 def test_an_override_that_is_none_is_refused(given, reason):

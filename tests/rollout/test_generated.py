@@ -61,6 +61,14 @@ def test_one_sample_twice():
         check_samples([one, one], 7, "g.py", 4)
 
 
+def test_one_sample_for_several_prompts():
+    one = made()
+    check_samples(one, 7, "g.py", 4)[0].rollout_id = 7  # as the run numbers it
+    check_samples(one, 7, "g.py", 4)
+    with pytest.raises(DataError, match="returned for sample 8 the Sample that it returned for sample 7 before"):
+        check_samples(one, 8, "g.py", 4)
+
+
 def test_sampling_parameters():
     usual = Sampling(8, stop=("x",))
     assert sampling_of(None, usual) is usual

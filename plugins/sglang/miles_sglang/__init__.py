@@ -10,6 +10,11 @@ _SPECULATIVE = "sglang.speculative_algorithm"
 #: Algorithms that draft with an MTP layer of the checkpoint where no draft model is named.
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")
 _WITH_HEAD = f"{_SPECULATIVE} in {{{', '.join(HEADS)}}}"
+#: Their implementations in SGLang 0.5.17 make ``TopK`` without ``layer_id``; recording routes then fails while graphs are captured.
+_UNRECORDED = (
+    "afmoe, dbrx, ernie4_5_moe_vl, exaone_moe, granitemoe, hy_v3, kimi_linear, llama4, llama4_text, minimax_m2, mixtral, "
+    "nemotron_h, olmoe, phimoe"
+)
 
 plugin = Plugin(
     name="sglang",
@@ -43,6 +48,12 @@ plugin = Plugin(
         Rule(
             needs="gpu.count > 0 or model.device == cpu or sglang.url",
             because="SGLang computes on a GPU; --engine embedded runs anywhere",
+        ),
+        Rule(
+            needs=f"model.type not in {{{_UNRECORDED}}}",
+            when="sglang.enable_return_routed_experts",
+            because="SGLang 0.5.17 does not tell these models' routers their layer, and fails when it is to record them; use --engine "
+            "embedded, or leave r3 out",
         ),
         Rule(
             needs="not sglang.dp_size > 1 or sglang.enable_dp_attention",

@@ -111,6 +111,8 @@ def test_what_sglang_cannot_do_is_refused_with_the_reason(plan):
 def test_r3_makes_sglang_record_routed_experts(plan):
     accepted = plan(["r3"], engine="sglang", facts=["gpu.count=1"])
     assert accepted.fact("sglang.enable_return_routed_experts") is True
+    with pytest.raises(PlanError, match="does not tell these models' routers their layer"):
+        plan(["r3"], engine="sglang", facts=["gpu.count=1", "model.type=mixtral"])
 
 
 def test_drafts_that_sglang_cannot_serve_are_refused_with_the_reason(plan):

@@ -15,6 +15,7 @@ from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.testing.stored import stored_units
 from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
+from miles_embedded.engine.build import end_tokens
 from miles_embedded.engine.decoder import Decoder
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.scheduler import StopText
@@ -275,3 +276,14 @@ def test_an_encoded_update_without_a_decoder_is_refused(small):
     engine = EmbeddedEngine(load_model(small), Settings(letters))
     with pytest.raises(MilesError, match=r"norm\.weight arrived as fancy, but this engine was built without"):
         asyncio.run(engine.update_weights([Encoded("model.norm.weight", {}, "fancy")], 1))
+
+
+def test_an_end_token_that_the_model_does_not_have_is_left_out_with_a_word(small, caplog):
+    model = load_model(small)
+    model.generation_config.eos_token_id = [1, 64]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(small)
+    with caplog.at_level("WARNING"):
+        assert end_tokens(model, tokenizer) == sorted({1, tokenizer.eos_token_id})
+    assert (
+        "eos_token_id 64 of generation_config.json or config.json is no token of the model, which has 64" in caplog.text
+    )

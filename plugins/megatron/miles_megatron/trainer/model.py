@@ -66,7 +66,9 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         "transformer_impl": "transformer_engine" if engine else "local",
         "calculate_per_token_loss": True,
         "variable_seq_lengths": s.pp > 1 and s.virtual == 1,
-        "batch_p2p_comm": torch.cuda.is_available(),
+        # one batch of sends and receives would mix up activations and gradients where both neighbours are one rank
+        "batch_p2p_comm": torch.cuda.is_available() and s.virtual == 1,
+        "overlap_p2p_comm": s.virtual > 1,
         **_divided(s),
         **_experts(a, engine),
         **_latent(a),

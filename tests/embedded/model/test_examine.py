@@ -1,0 +1,120 @@
+"""A checkpoint is looked at from its headers: what is said is what loading it would say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from miles_core.cli import main as cli
+from miles_core.errors import CheckpointError
+from miles_core.testing.tiny import tiny_checkpoint
+from miles_core.testing.toy import toy_arguments, toy_files
+from miles_embedded.model.examine import examine_checkpoint
+from miles_embedded.model.load import load_model
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return tiny_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def changed(qwen3, tmp_path):
+    """``changed(config, weights)``: a copy with other entries in config.json, and what ``weights(tensors)`` makes of its weights."""
+
+    def make(config=None, weights=None):
+        model = shutil.copytree(qwen3, tmp_path / "model")
+        said = json.loads((model / "config.json").read_text())
+        made = {k: v for k, v in {**said, **(config or {})}.items() if v is not ...}
+        (model / "config.json").write_text(json.dumps(made))
+        if weights is not None:
+            tensors = load_file(model / "model.safetensors")
+            weights(tensors)
+            save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+        return model
+
+    return make
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "said"),
+    [
+        ({"vocab_size": 128}, None, r"weight is \[64, 32\] in its weights and \[128, 32\] by its config.json \(2 such"),
+        ({"num_attention_heads": 3}, None, r"o_proj.weight is \[32, 64\] in its weights"),
+        ({"num_attention_heads": 0}, None, "no model can be made of its config.json"),
+        ({"hidden_act": "zigzag"}, None, "no model can be made of its config.json .*zigzag"),
+        ({"text_config": []}, None, "no model can be made of its config.json"),
+        ({"model_type": ...}, None, "config.json cannot be used"),
+        ({"num_hidden_layers": 3}, None, r"config.json cannot be used .*`num_hidden_layers` \(3\) must be equal"),
+        ({"layer_types": ..., "num_hidden_layers": 3}, None, "weights of Qwen3ForCausalLM are missing, first model.layers.2"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, None, "rotary frequencies of .*rope_theta"),
+        ({"rope_parameters": {"rope_type": "zigzag", "rope_theta": 1e4}}, None, "no model can be made of its config.json"),
+        ({"quantization_config": {"quant_method": "zig"}}, None, "no installed number format recognises"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            None,
+            "no tensor is stored so",
+        ),
+        (None, lambda w: w.pop(Q), f"1 weights of Qwen3ForCausalLM are missing, first {Q}"),
+        (None, lambda w: w.update({Q: w[Q][:-1].clone()}), rf"{Q} is \[63, 32\] in its weights and \[64, 32\]"),
+    ],
+)  # fmt: skip
+def test_it_is_refused_without_reading_weights_as_when_it_is_loaded(changed, config, weights, said):
+    model = changed(config, weights)
+    with pytest.raises(CheckpointError, match=said) as examined:
+        examine_checkpoint(model)
+    with pytest.raises(CheckpointError) as loaded:
+        load_model(model)
+    assert str(examined.value) == str(loaded.value) and str(model) in str(loaded.value)
+
+
+def test_weights_of_another_kind_are_told_by_a_run_and_not_by_a_plan(changed):
+    model = changed()
+    examine_checkpoint(model)
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    examine_checkpoint(model, weights=False)
+    with pytest.raises(CheckpointError, match="safetensors weights; others are not read"):
+        examine_checkpoint(model)
+
+
+def test_a_weight_that_is_not_finite_is_told_when_it_is_read(changed):
+    def spoil(weights):
+        weights["model.embed_tokens.weight"][5, 2:4] = torch.tensor([float("inf"), float("nan")])
+
+    model = changed(None, spoil)
+    examine_checkpoint(model)
+    with pytest.raises(
+        CheckpointError,
+        match=r"model.embed_tokens.weight holds 2 values that are not finite, the first \(inf\) at \[5, 2\]",
+    ):
+        load_model(model)
+
+
+def test_dry_run_and_plan_ask_whoever_builds_the_model(tmp_path, capsys):
+    model = shutil.copytree(toy_files() / "model", tmp_path / "model")
+    words = toy_arguments(directory=tmp_path / "run", hf_checkpoint=model)
+    weights = load_file(model / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    for command in (["train", *words, "--dry-run"], ["train", *words], ["plan", "--hf-checkpoint", str(model)]):
+        assert cli.main(command) == 2
+        assert "are missing, first model.norm.weight" in capsys.readouterr().err
+    (model / "model.safetensors").unlink()
+    assert cli.main(["train", *words, "--dry-run"]) == 2
+    assert "holds no *.safetensors" in capsys.readouterr().err
+    assert cli.main(["plan", "--hf-checkpoint", str(model)]) == 0  # of a config.json alone
+    (model / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))  # 671 billion parameters
+    assert cli.main(["plan", "--hf-checkpoint", str(model)]) == 0
+    other = tmp_path / "other.py"
+    other.write_text(
+        "from miles_core import Plugin\n"
+        'plugin = Plugin("other", "a model of its own", "0", "~=0.1", provides={"model": {"other": "make"}})\n'
+    )
+    assert cli.main(["train", *words, "--dry-run", "--plugins", str(other)]) == 0
