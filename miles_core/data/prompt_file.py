@@ -154,7 +154,9 @@ class ParquetFile:
             file = pq.ParquetFile(path)
             self._names = file.schema_arrow.names
             if twice := [name for name in columns if self._names.count(name) > 1]:
-                raise DataError(f"{path}: it has {self._names.count(twice[0])} columns {twice[0]!r}; rename all but one")
+                raise DataError(
+                    f"{path}: it has {self._names.count(twice[0])} columns {twice[0]!r}; rename all but one"
+                )
             table = file.read([name for name in columns if name in self._names])
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: not a readable parquet file: {error}") from error
@@ -184,7 +186,9 @@ class ParquetFile:
                     f"{place}: the column {name!r} holds bytes that are not UTF-8 text; store it as a string"
                 ) from error
             except (ValueError, TypeError, OverflowError) as error:  # times finer or further away than Python's
-                raise DataError(f"{place}: the column {name!r} cannot be read ({error}); store it as a string") from error
+                raise DataError(
+                    f"{place}: the column {name!r} cannot be read ({error}); store it as a string"
+                ) from error
         return row, place
 
 
