@@ -85,7 +85,8 @@ class SpeculativeDecoder(Decoder):
         seconds = self._now() - start
         tried, held = self.ledger.count(rows, max(k, 0), drafted, kept, self._blind)
         self.lookahead.record(len(rows), max(k, 0), seconds if steady else None, tried, held)
-        self.ledger.spend(rows, seconds, self.lookahead.plain_seconds(len(rows)), kept, **parts)
+        plain = self.lookahead.plain_seconds(len(rows)) if k > 0 else seconds
+        self.ledger.spend(rows, seconds, plain, kept, **parts)
         return emitted
 
     def _now(self) -> float:
