@@ -347,9 +347,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="paths whose name has this in it")
     parser.add_argument("--side", type=int, default=2048, help="rows and columns of a matrix")
     parser.add_argument(
-        "--messages", type=int, default=128, help="megabytes up to which messages are measured: a socket is slow"
+        "--messages", type=int, default=1000, help="megabytes up to which messages are measured: all is held twice"
     )
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--save", nargs="?", const="", metavar="VARIANT", help="a word for the file's name")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = [
@@ -359,7 +359,8 @@ def main() -> None:
     ]
     gpu = torch.cuda.get_device_name() if options.device != "cpu" else ""
     result = {"device": options.device, "gpu": gpu, "bucket": options.bucket, "results": results}
-    finish("weight_sync", result, options.save, lambda: installed("torch"), "" if options.device == "cpu" else "gpu")
+    variant = "-".join(filter(None, ["" if options.device == "cpu" else "gpu", options.save]))
+    finish("weight_sync", result, options.save is not None, lambda: installed("torch"), variant)
 
 
 if __name__ == "__main__":
