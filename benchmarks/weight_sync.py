@@ -53,16 +53,16 @@ def matrices(megabytes: int, device: str, side: int) -> dict[str, torch.Tensor]:
 
 
 class Own:
-    """Tensors of the receiver's own, into which it copies what came, but for what stays where it came."""
+    """Tensors of the receiver's own, into which it copies what came; with ``stay`` lasting ones are read where they are."""
 
-    def __init__(self, device: str) -> None:
-        self.device, self.tensors = device, dict[str, torch.Tensor]()
+    def __init__(self, device: str, stay: bool = False) -> None:
+        self.device, self.stay, self.tensors = device, stay, dict[str, torch.Tensor]()
 
     def take(self, units: Iterable[Encoded]) -> None:
         """Copy all of them."""
         for unit in units:
             for name, tensor in unit.parts.items():
-                if unit.lasting:
+                if self.stay and unit.lasting:
                     self.tensors[name] = tensor
                     continue
                 if name not in self.tensors:
@@ -97,7 +97,7 @@ def receiver(connection: socket.socket, device: str, gpu: int) -> None:
     torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(gpu)
-    inbox, own = Inbox(), Own(device)
+    inbox, own = Inbox(), Own(device, stay=True)
     while (message := get(connection)) is not None:
         try:
             own.take(inbox.open(asyncio.run(inbox.fetched(message))))
