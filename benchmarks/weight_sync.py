@@ -218,14 +218,14 @@ def through_ray(stream: Any, turns: Turns) -> dict:
 
     def send() -> None:
         nonlocal nbytes
-        nbytes, waiting, pieces = 0, [], list[bytes]()
+        nbytes, waiting, bucket = 0, [], bytearray()
         for unit in [*stream(None), None]:
             if unit is not None:
-                pieces.append(unit.to_bytes())
+                unit.write(bucket)
                 nbytes += unit.nbytes
-            if pieces and (unit is None or sum(map(len, pieces)) >= 64 << 20):
-                waiting.append(own.read.remote(ray.put(np.frombuffer(b"".join(pieces), np.uint8))))
-                pieces = []
+            if bucket and (unit is None or len(bucket) >= 64 << 20):
+                waiting.append(own.read.remote(ray.put(np.frombuffer(bucket, np.uint8))))
+                bucket = bytearray()
         ray.get(waiting)
 
     try:
