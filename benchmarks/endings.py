@@ -1,13 +1,13 @@
 """Every way a run can end from outside, in every phase of it: is a completed step lost, or a prompt used twice?
 
-A run in one process is met in each phase by kill -9, SIGTERM, SIGINT, a disk that is full, or a second process that writes into the
+A run in one process is met in each phase by kill -9, SIGTERM, SIGINT, SIGHUP, a disk that is full, or a second process that writes into the
 same directory. Then it is continued as its last lines say, to its end. Held is what ended as it should (exit status, a sentence and
 no traceback), left a checkpoint of the last completed step, and has, in the end, the metrics of a run that nobody touched and every
 prompt trained on once. Prompts are counted outside of the run, in a file that no checkpoint rolls back; of a step that was repeated
 the last time counts, as it does for the weights.
 
 The disk is a small one in memory, in a mount namespace of this script's own (Linux, ``unshare``).
-Run: ``python benchmarks/endings.py`` (two to three minutes on two cores), longer: ``--jobs 16 --attempts 20 --save``.
+Run: ``python benchmarks/endings.py`` (three minutes on two cores), longer: ``--jobs 16 --attempts 20 --save``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from typing import Any
 
 from measure import finish, installed, options
 
-FAULTS = ("kill", "SIGTERM", "SIGINT", "full disk", "second writer")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
+FAULTS = ("kill", *SIGNALS, "full disk", "second writer")
 PHASES = ("build", "rollout", "train", "sync", "step", "save", "evaluation", "export")
 STEPS, GROUPS, SAMPLES = 4, 2, 2
 FAULT_STEP = 2  # completed steps when it comes
 DISK = 64 << 20
-EXIT = {"kill": -9, "SIGTERM": 143, "SIGINT": 130, "full disk": 2, "second writer": 0}
+EXIT = {"kill": -9, "SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "full disk": 2, "second writer": 0}
 #: What a run that is told to end does all the same: it is at its end.
 AT_THE_END = ("export",)
 
@@ -51,7 +52,7 @@ def reached(step, phase):
     (HERE / "met").touch()
     if FAULT == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif FAULT in ("SIGTERM", "SIGINT"):
+    elif FAULT.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, FAULT))
     elif FAULT == "full disk":
         with (HERE / "disk" / "filler").open("wb", buffering=0) as file:
@@ -132,7 +133,7 @@ def prepare(directory: Path, fault: str, phase: str) -> list[str]:
         n_samples_per_prompt=SAMPLES,
         export_hf=directory / "disk" / "exported",
         # what asks a run to end has to save by itself
-        **({} if fault in ("SIGTERM", "SIGINT") and phase != "save" else {"save_interval": 1}),
+        **({} if fault in SIGNALS and phase != "save" else {"save_interval": 1}),
     )
     (directory / "second.json").write_text(json.dumps([sys.executable, "-m", "miles_core", "train", *words]))
     return ["train", *words]

@@ -162,7 +162,8 @@ class Engine(ABC):
     async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
         """As ``update_weights``, and from then on the engine reads tensors that travel as they are and are ``lasting`` where
         they lie, in the trainer's memory: an update that finds them there copies nothing of them. Returns the bytes that were
-        copied. For an engine in the trainer's process that never generates while the trainer steps; capability ``shared_storage``."""
+        copied. For an engine in the trainer's process that never generates while the trainer steps; capability ``shared_storage``.
+        With it an engine in another process also reads ``lasting`` tensors of a message that it is to ``receive`` where they lie."""
         raise NotImplementedError(f"{type(self).__name__} keeps weights of its own")
 
     @abstractmethod

@@ -43,20 +43,20 @@ class Encoded:
         """Bytes that travel."""
         return sum(t.numel() * t.element_size() for t in self.parts.values())
 
-    def to_bytes(self) -> bytes:
-        """As bytes that any process reads: a description in JSON and the tensors behind it. Not pickle, which does not know
-        the newer number types. Waits for the device that holds the tensors."""
-        data = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in self.parts.values()]
+    def write(self, data: bytearray) -> None:
+        """Append to ``data`` as bytes that any process reads: a description in JSON and the tensors behind it. Not pickle, which
+        does not know the newer number types. Waits for the device that holds the tensors."""
         parts = [
             [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in self.parts.items()
         ]
         head = json.dumps({"name": self.name, "format": self.format, "parts": parts}).encode()
-        body = b"".join([piece.numpy().data for piece in data])
-        return _HEAD.pack(len(head), len(body)) + head + body
+        data += _HEAD.pack(len(head), self.nbytes) + head
+        for tensor in self.parts.values():
+            data += tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
     @classmethod
-    def read(cls, data: bytes | memoryview) -> Iterator[Encoded]:
-        """Inverse of ``to_bytes``, for any number of them one after the other. The tensors share memory with ``data``, which
+    def read(cls, data: bytes | bytearray | memoryview) -> Iterator[Encoded]:
+        """Inverse of ``write``, for any number of them one after the other. The tensors share memory with ``data``, which
         may be read-only: they are to be copied from, not changed."""
         view, start = memoryview(data), 0
         while start < len(view):

@@ -99,24 +99,22 @@ class EngineFront(Engine):
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
         """Send this rank's units; returns when every engine serves those of all ranks."""
-        number = size = 0
-        bucket: list[bytes] = []
+        number, bucket = 0, bytearray()
         error: WorkerLost | None = None
         for unit in units:  # to the end also after an error: other ranks may wait in its collectives
-            bucket.append(unit.to_bytes())
-            size += len(bucket[-1])
-            if size >= self.bucket_size:
+            unit.write(bucket)
+            if len(bucket) >= self.bucket_size:
                 error = error or await self._take(number, bucket)
-                number, size, bucket = number + 1, 0, []
+                number, bucket = number + 1, bytearray()
         if bucket:
             error = error or await self._take(number, bucket)
         if error is not None:
             raise error
         await self.engines.call_all("update", version, self.world.rank, self.world.size)
 
-    async def _take(self, number: int, bucket: list[bytes]) -> WorkerLost | None:
+    async def _take(self, number: int, bucket: bytearray) -> WorkerLost | None:
         try:
-            await self.engines.call_all("take", self.world.rank, number, self.engines.share(b"".join(bucket)))
+            await self.engines.call_all("take", self.world.rank, number, self.engines.share(bucket))
         except WorkerLost as lost:
             return lost
         return None

@@ -29,7 +29,7 @@ class EngineWorker(Worker):
 
     def __init__(self, order: Order, policy: str) -> None:
         super().__init__(order, policy)
-        self._buckets: dict[int, list[bytes]] = {}
+        self._buckets: dict[int, list[bytearray]] = {}
         self._complete: set[int] = set()
         self._served: asyncio.Future[None] | None = None
         self._inbox = Inbox(lambda request: self.part.generate(request))
@@ -59,7 +59,7 @@ class EngineWorker(Worker):
         """See ``Inbox.answers``."""
         return await self._inbox.answers()
 
-    def take(self, rank: int, number: int, bucket: bytes) -> None:
+    def take(self, rank: int, number: int, bucket: bytearray) -> None:
         """Bucket ``number`` of what a rank sends; the first one replaces all of an earlier push."""
         if number == 0:
             self._buckets[rank] = []

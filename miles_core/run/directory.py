@@ -40,7 +40,8 @@ def run_directory(config: Config) -> Path:
 def claimed(config: Config) -> Iterator[Path]:
     """The run's directory, made where it is not there, and this process's alone while the block runs.
 
-    An error inside the block removes what was made, unless something other than the lock was put there.
+    An error inside the block removes what was made, unless something other than the lock was put there; a lock in a directory that
+    was there before goes too.
 
     Raises:
         ConfigError: another process writes there, another run is there, or the directory cannot be made.
@@ -48,6 +49,7 @@ def claimed(config: Config) -> Iterator[Path]:
     directory = run_directory(config)
     refuse_to_overwrite(config)
     made = [p for p in (directory, *directory.parents) if not p.exists()]
+    locked_before = (directory / LOCK).exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -61,6 +63,8 @@ def claimed(config: Config) -> Iterator[Path]:
         yield directory
     except BaseException:
         _remove(made)
+        if not made and not locked_before:
+            (directory / LOCK).unlink()  # whoever has just opened it sees that it is gone (``_lock``)
         raise
     finally:
         os.close(descriptor)

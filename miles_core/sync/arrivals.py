@@ -18,8 +18,8 @@ class Arrival(ABC):
 
     @abstractmethod
     async def take(self, units: Iterator[Encoded]) -> None:
-        """Some of its tensors, whose memory is written over when this has returned. Reading them to the end raises SyncError where
-        they are not what was sent: what was taken is of no use then."""
+        """Some of its tensors, whose memory is written over when this has returned; ``lasting`` ones stay until another version is in
+        force. Reading them to the end raises SyncError where they are not what was sent: what was taken is of no use then."""
 
     @abstractmethod
     async def finish(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -20,10 +20,15 @@ from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.precision.format import Stored
 
-#: Bytes a checksum adds up at a time; buckets are multiples of it, and tensors start at multiples of it.
+#: Bytes a checksum adds up at a time; buckets are multiples of it, and tensors start behind a multiple of it.
 BLOCK = 1024
-#: Bytes whose sum is worth telling another thread about.
-_WORTH = 1 << 20
+#: A lasting tensor of host memory starts as many bytes behind one as it does behind a multiple of this, a line of the cache: matrix
+#: products round by where their operands begin, and who computes with a tensor in a bucket gets the sender's results.
+LINE = 64
+#: Bytes whose sum is worth telling another thread about, and those after which it is told in the middle of a tensor.
+_WORTH, _PIECE = 1 << 20, 8 << 20
+#: Blocks whose numbers are made together.
+_ROUND = 1 << 15
 #: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -35,7 +40,7 @@ def rounded(nbytes: int) -> int:
 
 def room_of(unit: Encoded) -> int:
     """Bytes that a tensor takes in an empty bucket."""
-    return sum(rounded(t.numel() * t.element_size()) for t in unit.parts.values())
+    return sum(rounded(_behind(unit, t) + t.numel() * t.element_size()) for t in unit.parts.values())
 
 
 def checksum(*pieces: Tensor) -> int:
@@ -61,8 +66,13 @@ def _blocks(flat: Tensor) -> Tensor:
 
 def _weighed(sums: Tensor) -> int:
     """The checksum of blocks with these sums [blocks]."""
-    odd = (2 * torch.arange(len(sums), device=sums.device) + 1) * _SPREAD
-    return int((sums * odd).sum()) % (1 << 64)
+    return int((sums * _weights(-(-len(sums) // _ROUND) * _ROUND, sums.device)[: len(sums)]).sum()) % (1 << 64)
+
+
+@lru_cache(4)
+def _weights(count: int, device: torch.device) -> Tensor:
+    """An odd number for each of so many blocks."""
+    return (2 * torch.arange(count, device=device) + 1) * _SPREAD
 
 
 class _Sum:
@@ -126,7 +136,7 @@ class Bucket:
 
     def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
         """Tensors in the bucket to write an encoded weight into before it is added; None where it does not fit."""
-        places = self._places({part: (s.dtype, s.shape) for part, s in stored.items()})
+        places = self._places({part: (s.dtype, s.shape, 0) for part, s in stored.items()})
         if places is None:
             return None
         self._rooms[name] = places
@@ -138,15 +148,26 @@ class Bucket:
         if places is None or any(
             unit.parts[part].data_ptr() != tensor.data_ptr() for part, (tensor, _) in places.items()
         ):
-            places = self._places({part: (t.dtype, tuple(t.shape)) for part, t in unit.parts.items()})
+            places = self._places({part: (t.dtype, tuple(t.shape), _behind(unit, t)) for part, t in unit.parts.items()})
             if places is None:
                 return False
-            for part, (tensor, _) in places.items():
-                tensor.copy_(unit.parts[part])
+            for part, (tensor, at) in places.items():
+                self._copy(unit.parts[part], tensor, at)
         self._sum.up_to(rounded(self.end))
         parts = [[part, dtype_name(t.dtype), list(t.shape), offset] for part, (t, offset) in places.items()]
         self.units.append([unit.name, unit.format, parts])
         return True
+
+    def _copy(self, source: Tensor, to: Tensor, at: int) -> None:
+        """Copy a tensor to its place at byte ``at``, a large one piece by piece."""
+        if to.nbytes <= _PIECE or to.is_cuda or not source.is_contiguous():
+            to.copy_(source)
+            return
+        for piece, target in zip(*(t.view(-1).split(_PIECE // t.itemsize) for t in (source, to)), strict=True):
+            target.copy_(piece)
+            at += target.nbytes
+            if target.nbytes == _PIECE:
+                self._sum.up_to(at)
 
     def header(self) -> dict[str, Any]:
         """The message about what was added so far, without its memory."""
@@ -159,15 +180,18 @@ class Bucket:
         self.end = nbytes
         self.filled.random_()
 
-    def _places(self, wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, tuple[Tensor, int]] | None:
-        """part -> a tensor in the bucket and its offset, for all of ``wanted`` (part -> dtype, shape) or for none."""
+    def _places(
+        self, wanted: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
+    ) -> dict[str, tuple[Tensor, int]] | None:
+        """part -> a tensor in the bucket and its offset, for all of ``wanted`` (part -> dtype, shape, bytes behind a block's start) or
+        for none."""
         found, end = {}, self.end
-        for part, (dtype, shape) in wanted.items():
-            size = prod(shape) * dtype.itemsize
-            if end + size > len(self.buffer):
+        for part, (dtype, shape, behind) in wanted.items():
+            start, size = end + behind, prod(shape) * dtype.itemsize
+            if start + size > len(self.buffer):
                 return None
-            found[part] = (self.buffer[end : end + size].view(dtype).view(shape), end)
-            end += rounded(size)
+            found[part] = (self.buffer[start : start + size].view(dtype).view(shape), start)
+            end += rounded(behind + size)
         self.end = min(end, len(self.buffer))
         return found
 
@@ -203,6 +227,11 @@ def view(flat: Tensor, dtype: str, shape: list[int], offset: int) -> Tensor:
     """A tensor that lies in ``flat`` from a byte on."""
     kind: torch.dtype = getattr(torch, dtype)
     return flat[offset : offset + prod(shape) * kind.itemsize].view(kind).view(shape)
+
+
+def _behind(unit: Encoded, tensor: Tensor) -> int:
+    """Bytes behind a block's start where a tensor of a unit is put."""
+    return tensor.data_ptr() % LINE if unit.lasting and not tensor.is_cuda else 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:

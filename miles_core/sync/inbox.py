@@ -6,6 +6,7 @@ import asyncio
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class Inbox:
 
     A message's ``memory`` is ``{"kind": ..., ...}`` and what its kind needs:
 
-    - ``file``: memory of this host that has a name in the file system (``key``, ``path``);
+    - ``file``: memory of this host that has a name in the file system (``key``, ``path``), from its byte ``start`` on. With ``stays`` its
+      tensors are ``lasting``: the sender leaves them alone until a later version is in force;
     - ``device``: a GPU's (``DeviceMemory``);
     - ``loan``: the sender's own tensors, on a GPU (``Loan``);
     - ``broadcast``: comes through a process group (``Broadcast``), so the message has to be ``fetched`` first;
@@ -34,7 +36,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._kinds: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
-            "file": lambda where: self._attached(where, _file),
+            "file": lambda where: self._attached(where, _file)[where.get("start", 0) :],
             "device": lambda where: self._attached(where, attach),
             "data": _data,
             "delta": self._changed,
@@ -42,6 +44,7 @@ class Inbox:
         }
         self._memory: dict[str, Tensor] = {}
         self._used: set[str] = set()
+        self._used_before: set[str] = set()
         self._kept: dict[str, tuple[list[int], Tensor]] = {}
         self._groups: dict[str, Broadcast] = {}
 
@@ -73,14 +76,16 @@ class Inbox:
         if where["kind"] not in self._kinds:
             raise SyncError(f"weights came in memory of the kind {where['kind']!r}, which this engine does not read")
         flat = self._kinds[where["kind"]](where)
-        yield from unpacked(message, flat)
+        for unit in unpacked(message, flat):
+            yield replace(unit, lasting=where.get("stays", False) and not unit.format)
         if "keep" in where:
             self._kept[where["keep"]] = [where["version"], message["checksum"]], flat
 
     def finish(self) -> None:
-        """An update is complete: let memory go that it did not use."""
-        self._memory = {key: memory for key, memory in self._memory.items() if key in self._used}
-        self._used = set()
+        """An update is complete: let memory go that neither it nor the one before used, as two versions may take turns."""
+        used = self._used | self._used_before
+        self._memory = {key: memory for key, memory in self._memory.items() if key in used}
+        self._used, self._used_before = set(), self._used
 
     def detach(self) -> None:
         """Let all memory of the sender go."""

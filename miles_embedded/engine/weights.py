@@ -119,7 +119,7 @@ class _Into(Arrival):
     """Goes into the model bucket by bucket."""
 
     def __init__(self, weights: Weights, version: int) -> None:
-        self._weights, self._version, self._update = weights, version, weights.begun()
+        self._weights, self._version, self._update = weights, version, weights.begun(share=True)
 
     async def take(self, units: Iterator[Encoded]) -> None:
         self._update.take(self._weights.inputs.taking(units))
@@ -138,11 +138,14 @@ class _Beside(Arrival):
 
     async def take(self, units: Iterator[Encoded]) -> None:
         home = next(self._weights.model.parameters()).device
-        self._held += [Encoded(u.name, {n: t.to(home, copy=True) for n, t in u.parts.items()}, u.format) for u in units]
+        for unit in units:
+            if not unit.lasting:
+                unit.parts = {name: tensor.to(home, copy=True) for name, tensor in unit.parts.items()}
+            self._held.append(unit)
         _wait_for_gpu()
 
     async def finish(self) -> None:
-        self._weights.load(self._held, self._version)
+        self._weights.load(self._held, self._version, share=True)
 
 
 def _wait_for_gpu() -> None:

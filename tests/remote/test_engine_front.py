@@ -64,7 +64,9 @@ def test_other_calls_go_to_all_and_score_to_one(recorded, said):
 
 def test_weights_travel_in_buckets_as_bytes(recorded, said):
     units = [Encoded(f"w{n}", {f"w{n}": torch.full((4,), n, dtype=torch.float8_e4m3fn)}, "f8") for n in range(5)]
-    size = len(units[0].to_bytes())
+    first = bytearray()
+    units[0].write(first)
+    size = len(first)
 
     async def main():
         workers = recorded(NAMES[:2])

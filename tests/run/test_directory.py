@@ -10,7 +10,7 @@ import pytest
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError, MilesError
-from miles_core.run.directory import LOCK, claimed, refuse_unwritable
+from miles_core.run.directory import claimed, refuse_unwritable
 from miles_core.run.ending import Ending
 
 HOLDER = """
@@ -54,7 +54,7 @@ def test_a_directory_that_was_there_and_what_is_in_it_stay(tmp_path):
     (tmp_path / "run/notes.txt").write_text("mine")
     with pytest.raises(RuntimeError), claimed(config(tmp_path / "run")):
         raise RuntimeError
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {"notes.txt", LOCK}
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"notes.txt"}
 
 
 def test_a_directory_that_cannot_be_made_is_refused_before_a_run(tmp_path):

@@ -39,6 +39,13 @@ def test_tensors_come_out_as_they_went_in_whatever_their_layout():
     found = list(unpacked(bucket.header(), bucket.filled.clone()))
     assert len(found) == 5 and all(map(same, found, units))
     assert bucket.end == sum(map(room_of, units)) and len(bucket.filled) % BLOCK == 0
+    # one that lasts begins at the same place of a cache's line, where products round alike
+    apart = torch.randn(64)[2:]
+    lasting = Encoded("last", {"last": apart[(40 - apart.data_ptr()) % 64 // 4 :][:32]}, lasting=True)
+    end = bucket.end
+    assert bucket.add(lasting) and bucket.end == end + room_of(lasting)
+    (*_, there) = unpacked(bucket.header(), bucket.filled)
+    assert same(there, lasting) and (there.parts["last"].data_ptr() - bucket.buffer.data_ptr()) % 64 == 40
     # a bucket is filled again
     bucket.clear()
     assert bucket.add(units[1]) and [u.name for u in unpacked(bucket.header(), bucket.filled)] == ["q.weight"]
@@ -96,8 +103,8 @@ def test_memory_stays_attached_while_it_is_used(tmp_path):
     said = message("b")
     file.unlink()  # mapped still
     assert [unit.name for unit in inbox.open(said)] == ["b"]
-    inbox.finish()
-    inbox.finish()  # an update that did not use it
+    for _ in range(3):
+        inbox.finish()  # the second update in a row that did not use it
     with pytest.raises(SyncError, match=r"cannot be opened by the engine.s process .* different hosts"):
         list(inbox.open(said))
     with pytest.raises(SyncError, match="memory of the kind 'pigeon', which this engine does not read"):

@@ -95,7 +95,7 @@ class RayWorkers(Workers):
 
     def share(self, value: Any) -> Any:
         # an array is read where it lies by every process of a machine, bytes are copied for each
-        return ray.put(np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value)
+        return ray.put(np.frombuffer(value, np.uint8) if isinstance(value, bytearray) else value)
 
     async def host(self) -> str:
         assert self.found[0] is not None

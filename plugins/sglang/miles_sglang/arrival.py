@@ -17,16 +17,17 @@ class Loading:
 
     Args:
         send: brings a bucket to SGLang, with the version that is complete with it, or None.
+        device: where buckets are made of what comes from host memory.
     """
 
-    def __init__(self, send: Callable[[Flat, int | None], Awaitable[None]]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[Flat, int | None], Awaitable[None]], device: str = "") -> None:
+        self._send, self._device = send, device
         self._ready: Flat | None = None
         self._sending: asyncio.Future[None] | None = None
 
     async def add(self, bucket: Bucket) -> None:
         """The next bucket, whose tensors are copied."""
-        flat, ready = bucket.flatten(), self._ready
+        flat, ready = bucket.flatten(self._device), self._ready
         self._ready = flat
         if ready is not None:
             await self._loaded()

@@ -36,9 +36,11 @@ class Bucket:
         nbytes = tensor.numel() * tensor.element_size()
         self.size += -(-nbytes // ALIGNMENT) * ALIGNMENT
 
-    def flatten(self) -> Flat:
-        """Copy the tensors into one array, on their device."""
-        array = torch.empty(self.size, dtype=torch.uint8, device=self.named[0][1].device if self.named else "cpu")
+    def flatten(self, device: str = "") -> Flat:
+        """Copy the tensors into one array: on their device, or from host memory to ``device`` where one is named."""
+        own = self.named[0][1].device if self.named else torch.device("cpu")
+        place = torch.device(device) if device and own.type == "cpu" else own
+        array = torch.empty(self.size, dtype=torch.uint8, device=place)
         sources = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in self.named]
         ends = [*(start for _, _, _, start in self.tensors[1:]), self.size]
         places = array.split([end - start for (_, _, _, start), end in zip(self.tensors, ends, strict=True)])

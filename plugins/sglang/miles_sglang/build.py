@@ -155,6 +155,7 @@ def assemble(
         model_facts={f.name: f.value for f in model_facts(str(checkpoint))},
         capabilities=_capabilities(translator, choices),
         bucket_bytes=choices.bucket_bytes,
+        device="cuda" if choices.device == "cuda" and not choices.url and _sees_a_gpu() else "",
         memory_saver=bool(choices.arguments.get("enable_memory_saver")),
         restarts=Restarts(choices.max_restarts),
         separate_draft=choices.separate_draft,
@@ -234,11 +235,13 @@ def _routing(config: Mapping[str, Any], choices: Choices) -> Routing | None:
 
 
 def _device(asked: str) -> str:
-    if asked != "auto":
-        return asked
+    return asked if asked != "auto" else "cuda" if _sees_a_gpu() else "cpu"
+
+
+def _sees_a_gpu() -> bool:
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.cuda.is_available()
 
 
 def _dtype(asked: str, device: str) -> str:

@@ -299,7 +299,7 @@ class SglangEngine(Engine):
         self._usable = self._usable and staged
         if staged or self._how() != "in_place":
             return Held(lambda units: self._load(units, version))
-        return Passing(Loading(self._send), Seen(self.settings.names), self.settings.bucket_bytes, self._serve, version)
+        return Passing(self._loading(), Seen(self.settings.names), self.settings.bucket_bytes, self._serve, version)
 
     async def _load(self, units: Iterable[Encoded], version: int) -> None:
         """Give SGLang a whole update."""
@@ -307,6 +307,9 @@ class SglangEngine(Engine):
         update = {"in_place": self._update_in_place, "via_disk": self._update_from_files, "restart": self._restart}
         await update[self._how()](self.settings.names.complete(units), version)
         self._serve(version)
+
+    def _loading(self) -> Loading:
+        return Loading(self._send, self.settings.device)
 
     def _serve(self, version: int) -> None:
         self._version, self._usable = version, True
@@ -342,7 +345,7 @@ class SglangEngine(Engine):
 
     async def _update_in_place(self, units: Iterator[Encoded], version: int) -> None:
         named = ((name, tensor) for unit in units for name, tensor in unit.parts.items())
-        loading = Loading(self._send)
+        loading = self._loading()
         try:
             for bucket in buckets.divide(named, self.settings.bucket_bytes):
                 await loading.add(bucket)

@@ -82,3 +82,13 @@ def test_parameters_that_moved_are_found_again() -> None:
     assert model.loads == 2 and not torch.equal(old, model.fused.data)
     load(model, bucket(2)[1])
     assert model.loads == 2
+
+
+def test_weights_from_host_memory_go_to_sglang_s_gpu_where_there_is_one() -> None:
+    made = Bucket()
+    made.add("own", torch.ones(3))
+    assert made.flatten().array.device.type == "cpu"
+    assert made.flatten("meta").array.device.type == "meta"  # stands for a GPU: nothing of it is read here
+    away = Bucket()
+    away.add("own", torch.ones(3, device="meta"))
+    assert away.flatten("cpu").array.device.type == "meta"  # what is on a device stays there

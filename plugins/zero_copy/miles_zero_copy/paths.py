@@ -51,15 +51,15 @@ class Slot(ABC):
 
 
 class SegmentSlot(Slot):
-    """A bucket in shared memory."""
+    """A bucket in shared memory, from its byte ``start`` on; one that ``stays`` is not filled again before a later version is in force."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._segment = Segment(nbytes)
-        super().__init__(self._segment.buffer)
+    def __init__(self, segment: Segment, start: int = 0, stays: bool = False) -> None:
+        super().__init__(segment.buffer[start:])
+        self.start, self._segment, self._stays = start, segment, stays
 
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
         path = str(self._segment.path)
-        return {"kind": "file", "key": path, "path": path}
+        return {"kind": "file", "key": path, "path": path, "start": self.start, "stays": self._stays}
 
     def close(self) -> None:
         self._segment.close()
@@ -143,6 +143,7 @@ class Path:
         enough: bytes of a bucket above which larger ones are not faster.
         probe: bytes of a bucket that shows how fast the way is.
         lends: engines read the trainer's own tensors where these have handles.
+        stays: in this memory engines may read a whole version for as long as it is in force.
         close: frees what all slots have in common.
     """
 
@@ -151,6 +152,7 @@ class Path:
     enough: int = 1 << 40
     probe: int = 4 << 20
     lends: bool = False
+    stays: bool = False
     close: Callable[[], None] = lambda: None
 
 
@@ -166,7 +168,7 @@ def paths(device: torch.device, engines: int = 1) -> dict[str, Callable[[], Path
 
 
 def _shared() -> Path:
-    return Path(SegmentSlot, copy_speed, ENOUGH)
+    return Path(lambda nbytes: SegmentSlot(Segment(nbytes)), copy_speed, ENOUGH, stays=True)
 
 
 def _messages() -> Path:
@@ -206,7 +208,7 @@ def limits() -> dict[str, str]:
     if segment.DIRECTORY.is_dir():
         free = shutil.disk_usage(segment.DIRECTORY).free
         found["shared memory"] = (
-            f"{free / 1e9:.1f} GB free in {segment.DIRECTORY}; a run takes two buckets (--sync-bucket-size)"
+            f"{free / 1e9:.1f} GB free in {segment.DIRECTORY}; a run takes up to half of it for two versions of the weights, or two buckets"
         )
     else:
         found["shared memory"] = f"none ({segment.DIRECTORY} is not there): weights travel in messages"

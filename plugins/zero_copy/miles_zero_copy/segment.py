@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import shutil
 from pathlib import Path
 
 import torch
@@ -68,6 +69,15 @@ def _locked(directory: Path) -> tuple[Path, int]:
         if os.fstat(file).st_nlink:  # else another run took it for a leftover before it was locked
             return path, file
         os.close(file)
+
+
+def free_bytes() -> int:
+    """Bytes that may still be taken: what is free there, or in all of the host's memory, where it lies."""
+    free = shutil.disk_usage(DIRECTORY).free
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = min(free, int(line.split()[1]) << 10)
+    return free
 
 
 def free_leftovers() -> int:

@@ -13,12 +13,16 @@ from torch import Tensor
 from miles_core import SyncError
 from miles_core.backend import BLOCK, Encoded, Loan, room_of, rounded
 from miles_core.format import Stored
-from miles_zero_copy.paths import Path, Receive, Slot
+from miles_zero_copy.paths import Path, Receive, SegmentSlot, Slot
+from miles_zero_copy.versions import Versions
 
 log = logging.getLogger(__name__)
 
 #: Bytes of a slot before it is known that they do not do.
 FIRST = 16 << 20
+
+#: In how many buckets a version is sent that stays, and the bytes of one at least: the engine checks one while the next is filled.
+PIECES, PIECE = 16, 16 << 20
 
 #: How often the bucket is sent that measures a way.
 PROBES = 3
@@ -28,10 +32,12 @@ LENT = 1 << 20
 
 @dataclass
 class Sent:
-    """What was sent of one version: ``nbytes`` of tensors, ``saved`` of which did not travel, because the engine had them."""
+    """What was sent of one version: ``nbytes`` of tensors, ``saved`` of which did not travel, because the engine had them; whether any
+    was ``encoded`` in a number format."""
 
     nbytes: int = 0
     saved: int = 0
+    encoded: bool = False
     tensors: int = 0
     buckets: int = 0
 
@@ -48,15 +54,20 @@ class Sender:
         path: makes the slots.
         nbytes: bytes of a slot, at most; they are made smaller until more is to be sent, and larger for a tensor that needs it.
         sender: this rank, and of how many.
+        stay: engines read plain weights where they arrive, in memory for two whole versions, from the second version on:
+            then it is known how much one takes.
     """
 
-    def __init__(self, path: Path, nbytes: int, sender: tuple[int, int]) -> None:
+    def __init__(self, path: Path, nbytes: int, sender: tuple[int, int], stay: bool = False) -> None:
         self.path, self._sender = path, sender
         self._given = rounded(nbytes)
         self._enough = min(self._given, rounded(path.enough))
         self._wanted = min(self._given, self._enough * 5 // 4)  # so that what is nearly full takes one more
         self._slots: list[Slot] = []
         self._make_slots(min(self._wanted, FIRST))
+        self._versions = Versions() if stay and path.stays else None
+        self._standing: SegmentSlot | None = None
+        self._taken = self._piece = 0
         self._reading: asyncio.Task[float] | None = None
         self._loan = Loan()
         self.sent = Sent()
@@ -64,7 +75,7 @@ class Sender:
     @property
     def _slot(self) -> Slot:
         """The one that is being filled."""
-        return self._slots[0]
+        return self._standing or self._slots[0]
 
     def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
         """Where a weight's codes may be written: into the bucket they will be sent in."""
@@ -86,8 +97,12 @@ class Sender:
 
     async def send(self, units: Iterator[Encoded], receive: Receive, version: int) -> Sent:
         """Send all of ``units`` after a greeting, or as the beginning of a version; returns when the engine has them."""
-        self._slot.bucket.clear()
+        self._slots[0].bucket.clear()
+        if self._versions is not None:
+            self._standing = self._versions.begin(self._taken)
+            self._piece = min(max(self._taken // PIECES, PIECE), self._given)
         try:
+            self._taken = 0
             for unit in units:
                 await self._add(unit, receive, version)
             await self._deliver(receive, version, last=not self._loan)
@@ -95,16 +110,25 @@ class Sender:
                 await self._post(self._slot, self._loan.message(), receive, last=True)
             await self._acknowledged()
         finally:
-            self._loan = Loan()
+            self._loan, self._standing = Loan(), None
             if self._reading is not None:  # after an error: nobody reads a slot that may be freed
                 await asyncio.wait([self._reading])
                 self._reading = None
         sent, self.sent = self.sent, Sent()
+        if sent.encoded:  # engines hold these as numbers of their own
+            self._taken = 0
         return sent
+
+    def in_force(self) -> None:
+        """What was sent last is what engines serve now."""
+        if self._versions is not None:
+            self._versions.in_force()
 
     def close(self) -> None:
         """Free the slots."""
         self._free_slots()
+        if self._versions is not None:
+            self._versions.close()
         self.path.close()
 
     async def _send_noise(self, nbytes: int, receive: Receive, version: int) -> float:
@@ -118,11 +142,13 @@ class Sender:
         elif not self._slot.bucket.add(unit):
             if self._slot.bucket.units:
                 await self._deliver(receive, version)
+            self._standing = None  # more came than the last time: engines copy the rest
             await self._grow(unit)
             self._slot.bucket.add(unit)
         self.sent.tensors += len(unit.parts)
         self.sent.nbytes += unit.nbytes
-        if self._slot.bucket.end >= self._enough:
+        self.sent.encoded |= bool(unit.format)
+        if self._slot.bucket.end >= (self._piece if self._standing else self._enough):
             await self._deliver(receive, version)
 
     def _lent(self, unit: Encoded) -> bool:
@@ -160,6 +186,10 @@ class Sender:
         slot = self._slot
         header = slot.bucket.header()
         await self._post(slot, {**header, "memory": slot.memory(header, version)}, receive, last)
+        self._taken += rounded(slot.bucket.end)
+        if self._standing is not None and self._versions is not None:
+            self._standing = self._versions.after(self._standing)
+            return
         self._slots.reverse()
         self._slot.bucket.clear()
 

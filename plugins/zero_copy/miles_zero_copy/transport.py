@@ -29,7 +29,14 @@ def make_transport(run: Run, engine: Engine, world: World = ALONE) -> Transport:
     if here and not options.async_sync:
         return SharedStorage(engine) if run.config.run.schedule == "sync" else CopyTransport(engine)
     run_options = run.config.run
-    return BucketTransport(engine, world, run_options.sync_bucket_size, options.async_sync, run_options.colocate)
+    return BucketTransport(
+        engine,
+        world,
+        run_options.sync_bucket_size,
+        options.async_sync,
+        run_options.colocate,
+        "shared_storage" in engine.capabilities,
+    )
 
 
 class SharedStorage(Transport):
@@ -61,14 +68,21 @@ class BucketTransport(Transport):
         world: this rank and how many there are: each sends what its trainer yields it, the engine waits for all.
         bucket_size: bytes of each of the two buckets, at most.
         staging: send each version beside the one in force, and switch when it is pushed.
-        colocated: the two take turns on a GPU, so neither keeps memory of it for the next version.
+        colocated: the two take turns on a device, so neither keeps memory of it for the next version.
+        stay: the engine may read weights where they arrive.
     """
 
     def __init__(
-        self, engine: Engine, world: World, bucket_size: int, staging: bool = False, colocated: bool = False
+        self,
+        engine: Engine,
+        world: World,
+        bucket_size: int,
+        staging: bool = False,
+        colocated: bool = False,
+        stay: bool = False,
     ) -> None:
         self.engine, self.world, self.bucket_size = engine, world, bucket_size
-        self.staging, self.colocated = staging, colocated
+        self.staging, self.colocated, self.stay = staging, colocated, stay and not colocated
         self._staged: SyncReport | None = None
         self._sender: Sender | None = None
         self._limit, self._told = 0.0, ""
@@ -79,11 +93,19 @@ class BucketTransport(Transport):
     async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
         staged, self._staged = self._staged, None
         if staged is None or staged.version != version:
-            return await self._transfer(units, version)
-        started = time.perf_counter()
-        await self.engine.receive({"switch": True}, version, True)
-        seconds = time.perf_counter() - started
-        return replace(staged, metrics={**staged.metrics, "switch_seconds": seconds})
+            report = await self._transfer(units, version)
+        else:
+            started = time.perf_counter()
+            try:
+                await self.engine.receive({"switch": True}, version, True)
+            except BaseException:
+                self.close()  # some engines may read the new version already
+                raise
+            seconds = time.perf_counter() - started
+            report = replace(staged, metrics={**staged.metrics, "switch_seconds": seconds})
+        if self._sender is not None:
+            self._sender.in_force()
+        return report
 
     async def stage(self, units: Iterator[Encoded], version: int) -> None:
         if self.staging:
@@ -137,7 +159,7 @@ class BucketTransport(Transport):
             sender: Sender | None = None
             try:
                 path = way()
-                sender = Sender(path, self.bucket_size, (self.world.rank, self.world.size))
+                sender = Sender(path, self.bucket_size, (self.world.rank, self.world.size), self.stay)
                 await sender.greet(receive, version)
                 self._limit = self._limit or (path.limit() if path.limit else await sender.speed(receive, version))
             except SyncError as error:

@@ -52,6 +52,43 @@ def test_what_arrives_is_what_was_sent(engine, transport, checkpoints, caplog):
     assert len(engine.received) == 1 + 2 * 4  # the greeting, and full buckets
 
 
+def test_an_engine_reads_versions_where_they_arrive(engine, checkpoints, shared_memory, monkeypatch):
+    monkeypatch.setattr(sender, "PIECE", SMALL)
+    transport = BucketTransport(engine, World(), SMALL, staging=True, stay=True)
+    sent = [stored_units(checkpoint) for checkpoint in checkpoints]
+    lasting = "model.embed_tokens.weight"
+
+    async def pushed(version, stage=False):
+        units = sent[version % 2]
+        if stage:
+            await transport.stage(iter(units), version)
+        await transport.send(iter(() if stage else units), version)
+        assert engine.version == version
+        served = weights(engine)
+        return engine.model.get_parameter(lasting).data_ptr(), served
+
+    async def pushes():
+        found = [await pushed(version, stage=version in (3, 4)) for version in range(1, 6)]
+        engine.spoil = lambda message, number: {**message, "checksum": 0} if message["number"] == 3 else message
+        with pytest.raises(SyncError, match="checksum"):
+            await transport.send(iter(sent[0]), 6)
+        assert same(weights(engine), found[-1][1])  # nothing was written over
+        engine.spoil = None
+        return found, [await pushed(version) for version in (6, 7)]
+
+    (first, *turns), again = asyncio.run(pushes())
+    at = [place for place, _ in turns]
+    assert len({first[0], *at}) == 3 and at[0] == at[2] != at[1] == at[3]
+    files, copied = {file: file.read_bytes() for file in shared_memory.iterdir()}, []
+    for units in sent:  # the plain copy writes into memory of the engine's own
+        asyncio.run(engine.update_weights(units, 8))
+        copied.append(weights(engine))
+    assert files == {file: file.read_bytes() for file in files} and len(files) == 4
+    served = [values for _, values in (first, *turns, *again)]
+    assert all(same(values, copied[version % 2]) for version, values in enumerate(served, start=1))
+    transport.close()
+
+
 def test_ranks_send_their_parts_and_the_last_one_makes_it_a_version(engine, checkpoints):
     units = stored_units(checkpoints[1])
     parts = [units[::2], units[1::2], []]
