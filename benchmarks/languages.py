@@ -12,7 +12,6 @@ from miles_core.backend import Request, Sampling
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 
-
 #: Tokens of the synthetic language, at most.
 WORDS = 256
 
