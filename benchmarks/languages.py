@@ -12,11 +12,16 @@ from miles_core.backend import Request, Sampling
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 
+#: Tokens of the synthetic language, at most.
+WORDS = 256
+
 
 class Language:
-    """Sequences that a model can learn: most tokens follow from the two before them, some are free."""
+    """Sequences that a model can learn in a minute: most tokens follow from the two before them, some are free, and of a large vocabulary the
+    first ones are used."""
 
     def __init__(self, vocab: int, seed: int, free: float = 0.15) -> None:
+        vocab = min(vocab, WORDS)
         self.vocab, self.free = vocab, free
         self.generator = torch.Generator().manual_seed(seed)
         self.follows = torch.randint(2, vocab, (vocab, 4), generator=self.generator)

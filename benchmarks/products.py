@@ -1,5 +1,5 @@
 """float32 products by one library or the other, taking turns: torch.mm (MKL) against oneDNN for the shapes of a training step, and
-for the few rows of a decode step the weights as right against left operand.
+for the few rows of a decode step the weights as right against left operand, and oneDNN.
 
 Backs ``miles_embedded/model/onednn.py``. The last line is one JSON object with GFLOP/s, and with microseconds a product of few rows (medians).
 """
@@ -13,9 +13,13 @@ import torch
 from measure import finish, installed, options
 
 SHAPES = ((7859, 128, 128), (1965, 128, 256), (1965, 256, 128), (512, 128, 128))
-#: Rows, inner and columns of a decode step's products; of each so many weights that a processor's cache does not hold them.
-FEW = tuple((rows, inner, 1536 - inner) for inner in (384, 1152) for rows in (1, 2, 4, 8, 16))
-MATRICES = 24
+#: Rows, inner and columns of a decode step's products; of each so many bytes of weights that a processor's cache does not hold them.
+FEW = tuple(
+    (rows, *shape)
+    for shape in ((384, 1152), (1152, 384), (576, 1536), (1024, 3072), (3072, 1024))
+    for rows in (1, 2, 4, 8, 16, 31)
+)
+BYTES = 1 << 26
 
 
 def rate(product, flops: int) -> float:
@@ -29,20 +33,27 @@ def few_rows(turns: int) -> dict[str, dict[str, float]]:
     """Microseconds a product, by shape."""
     found = {}
     for rows, inner, columns in FEW:
-        x, weights = torch.randn(rows, inner), [torch.randn(columns, inner) for _ in range(MATRICES)]
+        x, weights = (
+            torch.randn(rows, inner),
+            [torch.randn(columns, inner) for _ in range(BYTES // (4 * inner * columns))],
+        )
         twice = x if rows > 1 else torch.cat([x, x])
         sides = {
             "right": lambda x=x, weights=weights: [torch.nn.functional.linear(x, w) for w in weights],
             "left": lambda x=twice, weights=weights: [torch.mm(w, x.t()).t().contiguous() for w in weights],
+            "onednn": lambda x=x, weights=weights: [
+                torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "") for w in weights
+            ],
         }
         seen: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(turns):
             for name, products in sides.items():
                 started = time.perf_counter()
                 products()
-                seen[name].append((time.perf_counter() - started) / MATRICES * 1e6)
-        times = {name: round(statistics.median(values), 1) for name, values in seen.items()}
-        found[f"{rows}x{inner}x{columns}"] = times | {"ratio": round(times["right"] / times["left"], 2)}
+                seen[name].append((time.perf_counter() - started) / len(weights) * 1e6)
+        found[f"{rows}x{inner}x{columns}"] = {
+            name: round(statistics.median(values), 1) for name, values in seen.items()
+        }
     return found
 
 

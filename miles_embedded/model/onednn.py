@@ -7,8 +7,9 @@ products it began with.
 
 oneDNN generates code for each new shape; ``padded`` keeps the number of shapes small.
 
-One to four rows, as decoding has, take as long as reading the weights, and on an AMD processor MKL reads them 1.1 to 2.7 times as fast
-when they are the left operand: (w x^T)^T instead of x w^T (benchmarks/products.py). One row goes as two.
+Few rows, as decoding has, take as long as reading the weights, and on an AMD processor MKL reads them slowly (benchmarks/products.py). It is
+1.1 to 3 times as fast with the weights as the left operand, (w x^T)^T instead of x w^T, as long as x fits into half of the processor's
+first cache; one row goes as two. Where it does not, oneDNN is up to 2 times as fast, and most so for two to four rows.
 """
 
 from __future__ import annotations
@@ -25,25 +26,30 @@ from miles_core.observe.environment import cpu_info
 
 #: From this many rows on.
 _ROWS = 32
-#: Up to so many rows, and from so many weights on, the weights are the left operand.
-_FEW, _LARGE = 4, 1 << 16
+#: Below, from so many weights on: entries of x with which the weights are the left operand, and inner columns from which on oneDNN multiplies.
+_LARGE, _NEAR, _LONG = 1 << 16, 3840, 512
 
 
 @cache
 def available() -> bool:
     """Whether oneDNN is the faster library here: 512-bit units, on a processor MKL does not use them on."""
+    return _has_vectors() and has_wide_units(cpu_info())
+
+
+@cache
+def slow_few() -> bool:
+    """Whether MKL is slow with few rows: on an AMD processor."""
+    return torch.backends.mkl.is_available() and "AuthenticAMD" in cpu_info()
+
+
+@cache
+def _has_vectors() -> bool:
+    """Whether oneDNN is there and has vectors of 512 bits."""
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and has_wide_units(cpu_info())
     )
-
-
-@cache
-def turns_few() -> bool:
-    """Whether products with few rows are faster turned around: MKL, on an AMD processor."""
-    return torch.backends.mkl.is_available() and "AuthenticAMD" in cpu_info()
 
 
 def has_wide_units(processor: str) -> bool:
@@ -75,7 +81,7 @@ def times(a: Tensor, b: Tensor) -> Tensor:
 
 def use_fast_linear(model: nn.Module) -> None:
     """Let the plain linear layers of ``model`` multiply by the faster product, forward and backward; parameters, names, classes and hooks stay."""
-    if available() or turns_few():
+    if available() or slow_few():
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__dict__["forward"] = MethodType(_linear, module)
@@ -86,7 +92,7 @@ def _linear(module: nn.Linear, input: Tensor) -> Tensor:
     rows = input.numel() // max(input.shape[-1], 1)
     if module.weight.dtype != input.dtype:
         return nn.Linear.forward(module, input)
-    if 0 < rows <= _FEW and module.weight.numel() >= _LARGE and _turned(input):
+    if 0 < rows < _ROWS and module.weight.numel() >= _LARGE and _decodes(input):
         return _few_rows(module, input, rows)
     if not takes(input, rows):
         return nn.Linear.forward(module, input)
@@ -94,12 +100,23 @@ def _linear(module: nn.Linear, input: Tensor) -> Tensor:
     return out
 
 
-def _turned(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled() and turns_few()
+def _decodes(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled() and slow_few()
 
 
 def _few_rows(module: nn.Linear, input: Tensor, rows: int) -> Tensor:
-    """``_linear`` of one to four rows, see the head of this file."""
+    """``_linear`` of less than ``_ROWS`` rows, see the head of this file."""
+    inner = input.shape[-1]
+    if max(rows, 2) * inner <= _NEAR:
+        return _turned(module, input, rows)
+    if rows > 1 and inner >= _LONG and _has_vectors():
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(input, module.weight, module.bias, "none", [], "")
+        return out
+    return nn.Linear.forward(module, input)
+
+
+def _turned(module: nn.Linear, input: Tensor, rows: int) -> Tensor:
+    """The product with the weights as the left operand."""
     x = input.reshape(rows, -1)
     out = torch.mm(module.weight, (x if rows > 1 else torch.cat([x, x])).t()).t()[:rows].contiguous()
     if module.bias is not None:

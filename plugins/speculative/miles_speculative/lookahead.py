@@ -99,7 +99,7 @@ class Auto(Lookahead):
         """The k, at least ``least`` and not ``apart``, with the most tokens for its cost; at most one more than was tried."""
         most = min(max(costs.known) + 1, self.most)
         rates = {k: self.acceptance.length(k) / costs.of(k) for k in range(1, most + 1) if k != apart}
-        best = max(rates, key=rates.__getitem__)
+        best = max(rates, key=rates.__getitem__, default=apart)
         return best if least or rates[best] >= _GAIN else 0
 
     def _begin(self) -> None:

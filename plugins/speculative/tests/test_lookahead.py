@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from miles_speculative.lookahead import Acceptance, Auto
+from miles_speculative.acceptance import Acceptance
+from miles_speculative.lookahead import Auto
 
 
 def simulate(auto, steps, rows, accept, draft, busy=False):
@@ -56,6 +57,15 @@ def test_it_follows_what_changes():
     assert simulate(auto, 300, 8, 0.1, 0.3)[2][-1] == 0
     assert simulate(auto, 900, 8, 0.9, 0.1)[2][-1] >= 3  # the draft learned
     assert simulate(auto, 900, 8, 0.05, 0.3)[2][-1] == 0  # the policy left it behind
+
+
+def test_steps_that_are_never_timed_leave_it_with_few_drafts():
+    auto = Auto()
+    chosen = []
+    for _ in range(200):
+        chosen.append(auto.choose(4))
+        auto.record(4, chosen[-1], None, [4] * chosen[-1], [4] * chosen[-1])
+    assert set(chosen) == {0, 1}
 
 
 def test_depths_that_were_never_tried_continue_the_last_ratio():
