@@ -53,16 +53,16 @@ def matrices(megabytes: int, device: str, side: int) -> dict[str, torch.Tensor]:
 
 
 class Own:
-    """Tensors of the receiver's own, into which it copies what came, but for what stays where it came."""
+    """Tensors of the receiver's own, into which it copies what came; with ``stay`` lasting ones are read where they are."""
 
-    def __init__(self, device: str) -> None:
-        self.device, self.tensors = device, dict[str, torch.Tensor]()
+    def __init__(self, device: str, stay: bool = False) -> None:
+        self.device, self.stay, self.tensors = device, stay, dict[str, torch.Tensor]()
 
     def take(self, units: Iterable[Encoded]) -> None:
         """Copy all of them."""
         for unit in units:
             for name, tensor in unit.parts.items():
-                if unit.lasting:
+                if self.stay and unit.lasting:
                     self.tensors[name] = tensor
                     continue
                 if name not in self.tensors:
@@ -97,7 +97,7 @@ def receiver(connection: socket.socket, device: str, gpu: int) -> None:
     torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(gpu)
-    inbox, own = Inbox(), Own(device)
+    inbox, own = Inbox(), Own(device, stay=True)
     while (message := get(connection)) is not None:
         try:
             own.take(inbox.open(asyncio.run(inbox.fetched(message))))
@@ -347,9 +347,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="paths whose name has this in it")
     parser.add_argument("--side", type=int, default=2048, help="rows and columns of a matrix")
     parser.add_argument(
-        "--messages", type=int, default=128, help="megabytes up to which messages are measured: a socket is slow"
+        "--messages", type=int, default=1000, help="megabytes up to which messages are measured: all is held twice"
     )
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--save", nargs="?", const="", metavar="VARIANT", help="a word for the file's name")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = [
@@ -359,7 +359,8 @@ def main() -> None:
     ]
     gpu = torch.cuda.get_device_name() if options.device != "cpu" else ""
     result = {"device": options.device, "gpu": gpu, "bucket": options.bucket, "results": results}
-    finish("weight_sync", result, options.save, lambda: installed("torch"), "" if options.device == "cpu" else "gpu")
+    variant = "-".join(filter(None, ["" if options.device == "cpu" else "gpu", options.save]))
+    finish("weight_sync", result, options.save is not None, lambda: installed("torch"), variant)
 
 
 if __name__ == "__main__":

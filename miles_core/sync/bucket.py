@@ -8,8 +8,7 @@ and ``memory``, how the receiver gets at them (``sync.inbox``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -25,8 +24,8 @@ BLOCK = 1024
 #: A lasting tensor of host memory starts as many bytes behind one as it does behind a multiple of this, a line of the cache: matrix
 #: products round by where their operands begin, and who computes with a tensor in a bucket gets the sender's results.
 LINE = 64
-#: Bytes whose sum is worth telling another thread about, and those after which it is told in the middle of a tensor.
-_WORTH, _PIECE = 1 << 20, 8 << 20
+#: Bytes that a CPU copies before it adds them up: they are in its cache still.
+_PIECE = 1 << 20
 #: Blocks whose numbers are made together.
 _ROUND = 1 << 15
 #: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
@@ -76,39 +75,31 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 class _Sum:
-    """The checksum of bytes [n] uint8 that are written or read from the first to the last one.
-
-    On a CPU their blocks are summed as they come, by a thread beside the one that copies them: it runs on a core of its own where
-    there is one, and finds them in the cache. On a GPU all in one go at the end.
+    """The checksum of bytes [n] uint8 that are written or read from the first to the last one: on a CPU as they come, when they are in
+    its cache, on a GPU all in one go at the end.
     """
 
     def __init__(self, flat: Tensor) -> None:
         self._flat, self._begun = flat, 0
-        self._sums = torch.empty(0 if flat.is_cuda else len(flat) // BLOCK, dtype=torch.int64)
-        self._under_way: list[Future[None]] = []
+        self._words = _blocks(flat[: len(flat) // BLOCK * BLOCK])
+        self._sums = torch.empty(0 if flat.is_cuda else len(self._words), dtype=torch.int64)
 
     def up_to(self, end: int) -> None:
         """The bytes before ``end``, a multiple of ``BLOCK``, are there."""
-        if not self._flat.is_cuda and end - self._begun >= _WORTH:
-            self._under_way.append(_beside().submit(self._add, self._begun, end))
-            self._begun = end
+        if not self._flat.is_cuda and end - self._begun >= _PIECE:
+            self._add(end)
 
     def of(self, end: int) -> int:
         """The checksum of all bytes before ``end``."""
         if self._flat.is_cuda:
             return checksum(self._flat[:end])
-        self._add(self._begun, end)
-        for piece in self._under_way:
-            piece.result()
+        self._add(end)
         return _weighed(self._sums[: end // BLOCK])
 
-    def _add(self, start: int, end: int) -> None:
-        torch.sum(_blocks(self._flat[start:end]), 1, out=self._sums[start // BLOCK : end // BLOCK])
-
-
-@cache
-def _beside() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "checksum")
+    def _add(self, end: int) -> None:
+        new = slice(self._begun // BLOCK, end // BLOCK)
+        torch.sum(self._words[new], 1, out=self._sums[new])
+        self._begun = end
 
 
 class Bucket:
@@ -159,15 +150,14 @@ class Bucket:
         return True
 
     def _copy(self, source: Tensor, to: Tensor, at: int) -> None:
-        """Copy a tensor to its place at byte ``at``, a large one piece by piece."""
-        if to.nbytes <= _PIECE or to.is_cuda or not source.is_contiguous():
+        """Copy a tensor to its place at byte ``at``, a large one of a CPU piece by piece."""
+        if to.nbytes < _PIECE or to.is_cuda or not source.is_contiguous():
             to.copy_(source)
             return
-        for piece, target in zip(*(t.view(-1).split(_PIECE // t.itemsize) for t in (source, to)), strict=True):
-            target.copy_(piece)
-            at += target.nbytes
-            if target.nbytes == _PIECE:
-                self._sum.up_to(at)
+        for piece, place in zip(*(t.view(-1).split(_PIECE // t.itemsize) for t in (source, to)), strict=True):
+            place.copy_(piece)
+            at += place.nbytes
+            self._sum.up_to(at // BLOCK * BLOCK)
 
     def header(self) -> dict[str, Any]:
         """The message about what was added so far, without its memory."""
@@ -206,7 +196,7 @@ def unpacked(message: Mapping[str, Any], flat: Tensor) -> Iterator[Encoded]:
     nbytes = message["nbytes"]
     if len(flat) < nbytes:
         raise SyncError(f"a bucket of {nbytes} bytes of weights arrived as {len(flat)} bytes")
-    found = _Sum(flat)
+    found = _Sum(flat[:nbytes])
     for name, format, parts in message["units"]:
         tensors = {part: view(flat, dtype, shape, offset) for part, dtype, shape, offset in parts}
         found.up_to(rounded(max((offset + tensors[part].nbytes for part, _, _, offset in parts), default=0)))

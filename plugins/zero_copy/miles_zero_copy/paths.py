@@ -162,13 +162,13 @@ def paths(device: torch.device, engines: int = 1) -> dict[str, Callable[[], Path
     if device.type == "cuda":
         found["GPU memory by handle"] = partial(_handles, device)
         found["a broadcast (NCCL)"] = partial(broadcast, device, engines)
-    found["shared memory"] = _shared
+    found["shared memory"] = partial(_shared, stays=device.type == "cpu")
     found["messages over the runtime's channel"] = _messages
     return found
 
 
-def _shared() -> Path:
-    return Path(lambda nbytes: SegmentSlot(Segment(nbytes)), copy_speed, ENOUGH, stays=True)
+def _shared(stays: bool) -> Path:
+    return Path(lambda nbytes: SegmentSlot(Segment(nbytes)), copy_speed, ENOUGH, stays=stays)
 
 
 def _messages() -> Path:
