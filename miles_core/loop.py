@@ -84,7 +84,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
         log.progress.phase("train")
         kept: Kept = []
         for each in parts:
-            own = each.policy.own(groups)
+            own = run.own(each.policy, groups)
             learned = await each.learner.learn(own, run.step)
             kept += zip_longest(own, learned.tokens)
             metrics |= run.named(each.policy, learned.metrics)

@@ -6,11 +6,13 @@ was synced, its namespace in a checkpoint) is here; its engine and its learner a
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from miles_core.data.sample import Sample
+from miles_core.errors import PluginError
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 
 @dataclass(eq=False)
@@ -29,6 +31,24 @@ class Policy:
     version: int = -1
     trained: int = 0
 
-    def own(self, groups: list[list[Sample]]) -> list[Sample]:
-        """The samples this policy learns from: those whose metadata names it, or name nobody."""
-        return [s for group in groups for s in group if s.metadata.get("policy", self.name) == self.name]
+
+def check_policies(policies: Sequence[object]) -> None:
+    """What ``on_start`` may have made of a run's policies is at least one, each under a name of its own that can name a folder.
+
+    Raises:
+        PluginError: it is not.
+    """
+    known: list[str] = []
+    for policy in policies:
+        if not isinstance(policy, Policy):
+            raise PluginError(f"run.policies holds {policy!r:.80} after on_start; it is a list of miles_core.Policy")
+        name: object = policy.name
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "state":
+            raise PluginError(
+                f"a policy has the name {name!r:.80}: it names a folder of every checkpoint, beside 'state'; use letters, digits, _ and -"
+            )
+        if name in known:
+            raise PluginError(f"two policies have the name {name!r}; give Policy(name=...) another")
+        known.append(name)
+    if not known:
+        raise PluginError("run.policies is empty after on_start; a run trains at least one policy")

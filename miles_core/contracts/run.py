@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from miles_core.config.config import Config
 from miles_core.contracts.policy import Policy
 from miles_core.data.field import Field
+from miles_core.data.sample import Sample
 from miles_core.data.template import PromptTemplate
+from miles_core.errors import DataError
 from miles_core.observe.timer import Clock
 from miles_core.plugin.load import Hooks
 from miles_core.plugin.plan import Plan
@@ -57,6 +59,24 @@ class Run:
     def policy(self) -> Policy:
         """The policy of a run that has one."""
         return self.policies[0]
+
+    def own(self, policy: Policy, groups: list[list[Sample]]) -> list[Sample]:
+        """The samples that a policy learns from: all where it is the only one, else those whose metadata names it (``policy``), or
+        names nobody.
+
+        Raises:
+            DataError: a sample names a policy that the run does not have, so nobody would learn from it.
+        """
+        samples = [s for group in groups for s in group]
+        if len(self.policies) == 1:
+            return samples
+        names = [p.name for p in self.policies]
+        for sample in samples:
+            if (named := sample.metadata.get("policy", policy.name)) not in names:
+                raise DataError(
+                    f"sample {sample.index} names the policy {named!r} in its metadata, and the run has {', '.join(names)}"
+                )
+        return [s for s in samples if s.metadata.get("policy", policy.name) == policy.name]
 
     def text(self, tokens: list[int]) -> str:
         """Decoded token ids, special tokens included."""

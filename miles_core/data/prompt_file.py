@@ -153,6 +153,10 @@ class ParquetFile:
         try:
             file = pq.ParquetFile(path)
             self._names = file.schema_arrow.names
+            if twice := [name for name in columns if self._names.count(name) > 1]:
+                raise DataError(
+                    f"{path}: it has {self._names.count(twice[0])} columns {twice[0]!r}; rename all but one"
+                )
             table = file.read([name for name in columns if name in self._names])
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: not a readable parquet file: {error}") from error
@@ -173,11 +177,18 @@ class ParquetFile:
     def read(self, index: int) -> tuple[dict[str, Any], str]:
         """Row ``index`` and its place; columns nobody asked for are named but hold None."""
         place = f"{self.path} row {self._first + index}"
-        used = {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
-        try:
-            row = dict.fromkeys(self._names) | json.loads(json.dumps(used, default=_text))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{place}: a column holds bytes that are not UTF-8 text; store it as a string") from error
+        row: dict[str, Any] = dict.fromkeys(self._names)
+        for name in self._table.column_names:
+            try:
+                row[name] = json.loads(json.dumps(self._table.column(name)[index].as_py(), default=_text))
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{place}: the column {name!r} holds bytes that are not UTF-8 text; store it as a string"
+                ) from error
+            except (ValueError, TypeError, OverflowError) as error:  # times finer or further away than Python's
+                raise DataError(
+                    f"{place}: the column {name!r} cannot be read ({error}); store it as a string"
+                ) from error
         return row, place
 
 

@@ -13,6 +13,7 @@ from miles_core.checkpoint.store import Store
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
+from miles_core.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -103,10 +104,16 @@ class RunCheckpoints:
         run, directory = self.run, self.resume_from
         if directory is None:
             return False
-        for each in self.parts:
-            await each.learner.load(directory / each.policy.name)
         store = Store(directory / "state")
         _, state = store.get("run")
+        saved, here = sorted(state["trained"]), sorted(policy.name for policy in run.policies)
+        if saved != here:
+            raise CheckpointError(
+                f"{directory} holds the policies {', '.join(saved)}, and this run has {', '.join(here)}; continue it with the plugin that "
+                "made them, under the same names"
+            )
+        for each in self.parts:
+            await each.learner.load(directory / each.policy.name)
         run.step = int(state["step"])
         for policy in run.policies:
             policy.trained = int(state["trained"][policy.name])

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from miles_core.contracts.policy import check_policies
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.observe.hints import for_error
@@ -23,6 +24,7 @@ def told(run: Run, hints: Iterable[Hint]) -> Iterator[None]:
     error: BaseException | None = None
     try:
         run.hooks.on("on_start", run=run)
+        check_policies(run.policies)
         yield
     except Interrupted:
         log.info("stopped before the first step: nothing was trained that could be kept")

@@ -188,8 +188,22 @@ def test_a_binary_column_of_parquet_is_text(tmp_path):
     pq.write_table(pa.table({"input": [b"what?", "café".encode()]}), tmp_path / "d.parquet")
     assert [row.prompt for row in Prompts(str(tmp_path / "d.parquet"))] == ["what?", "café"]
     pq.write_table(pa.table({"input": [b"\xff\xfe"]}), tmp_path / "e.parquet")
-    with pytest.raises(DataError, match=r"e.parquet row 0: a column holds bytes that are not UTF-8"):
+    with pytest.raises(DataError, match=r"e.parquet row 0: the column 'input' holds bytes that are not UTF-8"):
         Prompts(str(tmp_path / "e.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "said"),
+    [
+        (["input", "label"], "ns", "row 0: the column 'label' cannot be read .*anosecond.*; store it as a string"),
+        (["input", "input"], "s", "it has 2 columns 'input'; rename all but one"),
+    ],
+)
+def test_columns_of_parquet_that_python_cannot_have(tmp_path, names, kind, said):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array([1], pa.timestamp(kind))], names=names)
+    pq.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(DataError, match=said):
+        Prompts(str(tmp_path / "p.parquet"), label_key="label")
 
 
 def test_a_file_may_go_away_while_it_is_read_and_may_not_change(tmp_path):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import ray
 
@@ -42,14 +46,15 @@ class Cluster:
 
     def _connect(self) -> None:
         try:
-            ray.init(
-                self.address or "local",
-                num_cpus=None if self.address else max(os.cpu_count() or 1, self.sizes.devices * self.policies),
-                include_dashboard=None if self.address else False,
-                log_to_driver=False,  # every process writes into the run's directory
-                logging_level=logging.WARNING,
-                configure_logging=False,
-            )
+            with _kept_handlers():
+                ray.init(
+                    self.address or "local",
+                    num_cpus=None if self.address else max(os.cpu_count() or 1, self.sizes.devices * self.policies),
+                    include_dashboard=None if self.address else False,
+                    log_to_driver=False,  # every process writes into the run's directory
+                    logging_level=logging.WARNING,
+                    configure_logging=False,
+                )
         except (OSError, ValueError, RuntimeError) as error:
             if not self.address:
                 raise ConfigError(f"Ray does not start on this machine: {error}") from error
@@ -79,3 +84,19 @@ class Cluster:
         """End a cluster that was started here, leave one that was joined."""
         if self.own:
             ray.shutdown()
+
+
+@contextmanager
+def _kept_handlers() -> Iterator[None]:
+    """Signals are handled afterwards as before: Ray's own handler of SIGTERM aborts the process, and a run ends at its last
+    completed step."""
+    if threading.current_thread() is not threading.main_thread():  # handles none
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            if handler is not None:  # None: not one of Python's
+                signal.signal(number, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from typing import ClassVar
 
 import pytest
@@ -113,3 +114,20 @@ def test_a_cluster_that_does_not_answer_is_named_in_the_plan(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(PlanError, match=r"nobody listens at 127.0.0.1:9 \(RAY_ADDRESS\)"):
         plan(runtime="ray")
+
+
+def test_signals_are_the_run_s_own_again_after_ray_has_started():
+    """Ray's handler of SIGTERM aborts the process; a run that is told to end keeps its last completed step."""
+    from miles_ray.cluster import _kept_handlers
+
+    def handle(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        with pytest.raises(RuntimeError), _kept_handlers():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            raise RuntimeError
+        assert signal.getsignal(signal.SIGTERM) is handle
+    finally:
+        signal.signal(signal.SIGTERM, before)
