@@ -276,11 +276,15 @@ class Train:
     num_steps_per_rollout: int | None = option(
         None, help="optimiser steps per rollout step; the other way to say --global-batch-size", ge=1
     )
-    micro_batch_size: int = option(8, help="samples per forward and backward pass", ge=1)
-    use_dynamic_batch_size: bool = option(
-        False, help="fill micro-batches by tokens (--max-tokens-per-gpu) rather than by samples"
+    micro_batch_size: int | None = option(
+        None, help="samples per forward and backward pass (default: as many as --max-tokens-per-gpu)", ge=1
     )
-    max_tokens_per_gpu: int | None = option(None, help="tokens per micro-batch with --use-dynamic-batch-size", ge=1)
+    use_dynamic_batch_size: bool = option(
+        False, help="fill micro-batches by tokens, also where --micro-batch-size is given"
+    )
+    max_tokens_per_gpu: int | None = option(
+        None, help="tokens that fill a micro-batch (default: 8192 on a GPU, 2048 on a CPU)", ge=1
+    )
     activation_checkpointing: bool = option(
         False, flag="--recompute-activations", help="recompute activations in the backward pass to save memory"
     )

@@ -17,13 +17,8 @@ _NO_DISCOUNT = "{grpo, dr_grpo, rloo, gspo, cispo}"
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "train.max_tokens_per_gpu",
-        "dynamic batch sizes fill micro-batches up to that many tokens",
-        when="train.use_dynamic_batch_size",
-    ),
-    Rule(
-        "train.use_dynamic_batch_size",
-        "micro-batches are filled by tokens only then",
+        "train.use_dynamic_batch_size or not train.micro_batch_size",
+        "with --micro-batch-size micro-batches are filled by samples, and by tokens only with --use-dynamic-batch-size",
         when="train.max_tokens_per_gpu",
     ),
     Rule(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from miles_core.train.micro_batches import micro_batch_limits
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import build_model
 from miles_embedded.quantized.trained import TrainedPrecision
@@ -30,7 +31,7 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     if device.type == "cpu":
         tell_if_crowded()
     parallel = data_parallel(run.config.embedded.sharding_strategy, device)
-    return EmbeddedTrainer(model, trainer_config(run.config), lambda: build("ref"), precision, parallel)
+    return EmbeddedTrainer(model, trainer_config(run.config, device), lambda: build("ref"), precision, parallel)
 
 
 def data_parallel(strategy: str, device: torch.device) -> Alone:
@@ -46,14 +47,15 @@ def data_parallel(strategy: str, device: torch.device) -> Alone:
     return FullyShard(world, device) if strategy == "full_shard" else Replicated(world, device)
 
 
-def trainer_config(config: Any) -> TrainerConfig:
+def trainer_config(config: Any, device: torch.device) -> TrainerConfig:
     """From the run's configuration groups ``train`` and ``rollout``."""
     train, rollout = config.train, config.rollout
+    samples, tokens = micro_batch_limits(config, device.type == "cuda")
     return TrainerConfig(
         optimizer=OptimizerConfig.of(config),
         temperature=rollout.temperature,
-        micro_batch_size=None if train.use_dynamic_batch_size else train.micro_batch_size,
-        max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
+        micro_batch_size=samples,
+        max_tokens=tokens,
         recompute=train.activation_checkpointing,
         aux_loss_coef=train.aux_loss_coef,
         entropy=config.algorithm.entropy_coef > 0,

@@ -26,8 +26,7 @@ def test_the_defaults_break_no_rule():
 @pytest.mark.parametrize(
     ("argv", "allowed_with"),
     [
-        (["--use-dynamic-batch-size"], ["--max-tokens-per-gpu", "100"]),
-        (["--max-tokens-per-gpu", "100"], ["--use-dynamic-batch-size"]),
+        (["--max-tokens-per-gpu", "100", "--micro-batch-size", "2"], ["--use-dynamic-batch-size"]),
         (["--min-lr", "1e-8"], ["--lr-decay-style", "cosine"]),
         (["--lr-decay-iters", "8"], ["--lr-decay-style", "linear"]),
         (["--loss-constant-length", "8"], ["--loss-aggregation", "constant"]),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from miles_core import CheckpointError
-from miles_core.backend import OptimizerConfig, Policy, Run, make_codec
+from miles_core.backend import OptimizerConfig, Policy, Run, make_codec, micro_batch_limits
 from miles_megatron import families
 from miles_megatron.config import table
 from miles_megatron.recipes import RECIPES
@@ -72,12 +72,13 @@ def settings(config: Any) -> Settings:
         chosen["TransformerConfig"] |= FULL_RECOMPUTATION
     if torch.cuda.is_available():
         chosen["TransformerConfig"] |= RECIPES.get(train.precision, {})
+    samples, tokens = micro_batch_limits(config, torch.cuda.is_available())
     on_gpu = torch.cuda.is_available() if config.model.dtype == "auto" else config.model.dtype == "bfloat16"
     return Settings(
         adamw=OptimizerConfig.of(config),
         temperature=rollout.temperature,
-        micro_batch_size=None if train.use_dynamic_batch_size else train.micro_batch_size,
-        max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
+        micro_batch_size=samples,
+        max_tokens=tokens,
         entropy=config.algorithm.entropy_coef > 0,
         balance=train.aux_loss_coef,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
