@@ -82,7 +82,7 @@ class TestWholeNorm(TestMegatron):
 class TestSinksAndWindows(TestMegatron):
     family = "gpt_oss"
     # the yardstick decays the biases of experts, which the checkpoint keeps in one matrix; Megatron-Core does not
-    atol = 1e-3
+    atol = 1.5e-3
 
 
 class TestReplicas(RankedTrainerContract):
