@@ -39,7 +39,7 @@ def test_the_defaults_break_no_rule():
 )
 def test_an_option_without_effect_is_refused(argv, allowed_with):
     message = refused(*argv)
-    assert message.startswith(" ".join(argv) + ": it needs ") and "\n" not in message
+    assert message.startswith(" ".join(argv[:2]) + ": it needs ") and "\n" not in message
     assert refused(*argv, *allowed_with) == ""
 
 
