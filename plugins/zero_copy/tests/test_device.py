@@ -116,4 +116,3 @@ def test_one_storage_on_a_gpu_changes_nothing(toy_run):
     trained, served = (dict(m.named_parameters()) for m in (runs[1].trainer.model, runs[1].engine.model))
     shared = [n for n, p in trained.items() if n in served and served[n].data_ptr() == p.data_ptr()]
     assert trained["model.embed_tokens.weight"].device.type == "cuda" and "model.embed_tokens.weight" in shared
-    assert runs[1].metrics[-1]["sync/bytes"] < 2 * runs[0].metrics[-1]["sync/bytes"]
