@@ -74,11 +74,9 @@ def examine_checkpoint(
         if there:
             kind: Any = type(model)
             # weights that are missing would be made at random, on a real device: as many numbers as the model has, at worst
-            as_it = {
-                "__module__": kind.__module__,
-                "initialize_weights": lambda self: None,
-            }  # found by the same conversions
-            empty = type(kind.__name__, (kind,), as_it)
+            # name and module are the model's own: conversions of its weights are found by them
+            same = {"__module__": kind.__module__, "initialize_weights": lambda self: None}
+            empty = type(kind.__name__, (kind,), same)
             state = {name: Header(shape) for name, shape in shapes.items()}
             filled(empty, None, configuration(model), dtype=torch.bfloat16, state_dict=state)
 

@@ -108,9 +108,8 @@ def test_one_storage_on_a_gpu_changes_nothing(toy_run):
     options = {"rollout_precision": "fp8", "train_precision": "fp8", "emulate_precision": True}
     sizes = {"intermediate_size": 64, "moe_intermediate_size": 32}
     runs = [toy_run(["fp8", *more], sizes=sizes, **options) for more in ((), ("zero_copy",))]
-    first, second = (
-        r.metrics[0] for r in runs
-    )  # of the second step kernels that add in any order already say different things
+    # in the second step kernels that add in any order already make a difference
+    first, second = (r.metrics[0] for r in runs)
     for name in ("reward/mean", "train/loss", "mismatch/abs_log_prob"):
         assert second[name] == pytest.approx(first[name], rel=1e-3, abs=1e-6), name
     trained, served = (dict(m.named_parameters()) for m in (runs[1].trainer.model, runs[1].engine.model))
