@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from miles_core.plugin.panel import Panel
     from miles_core.plugin.problem import Problem, Review, described
     from miles_core.stash import StashKey
+    from miles_core.train.micro_batches import MICRO_BATCH_TOKENS, micro_batch_limits
 
 
 __getattr__, __dir__ = looked_up(
@@ -82,11 +83,13 @@ __getattr__, __dir__ = looked_up(
         "miles_core.plugin.panel": "Panel",
         "miles_core.plugin.problem": "Problem Review described",
         "miles_core.stash": "StashKey",
+        "miles_core.train.micro_batches": "MICRO_BATCH_TOKENS micro_batch_limits",
     },
 )
 
 __all__ = [
     "ADVANTAGES",
+    "MICRO_BATCH_TOKENS",
     "AdvantageInputs",
     "Batch",
     "Capability",
@@ -142,6 +145,7 @@ __all__ = [
     "hookimpl",
     "jumped",
     "loss_weights",
+    "micro_batch_limits",
     "not_finite",
     "option",
     "oscillates",

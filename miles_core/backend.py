@@ -70,7 +70,6 @@ from miles_core.sync.inbox import Inbox
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.learner import Learner
-from miles_core.train.micro_batches import TOKENS_ON_GPU, micro_batch_limits
 from miles_core.train.optimizer import OptimizerConfig
 from miles_core.train.steps import optimiser_steps, step_count
 
@@ -83,7 +82,6 @@ __all__ = [
     "OWN_ROUTES",
     "PLAIN",
     "SAMPLING_SUPPORT",
-    "TOKENS_ON_GPU",
     "VALUES",
     "Arrival",
     "Arrivals",
@@ -173,7 +171,6 @@ __all__ = [
     "last_lines",
     "layout",
     "make_codec",
-    "micro_batch_limits",
     "model_facts",
     "moe_layers",
     "optimiser_steps",

@@ -50,7 +50,7 @@ def data_parallel(strategy: str, device: torch.device) -> Alone:
 def trainer_config(config: Any, device: torch.device) -> TrainerConfig:
     """From the run's configuration groups ``train`` and ``rollout``."""
     train, rollout = config.train, config.rollout
-    samples, tokens = micro_batch_limits(config, device.type == "cuda")
+    samples, tokens = micro_batch_limits(config, device.type)
     return TrainerConfig(
         optimizer=OptimizerConfig.of(config),
         temperature=rollout.temperature,

@@ -7,8 +7,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from miles_core import CheckpointError, Facts, Problem, Review, described
-from miles_core.backend import TOKENS_ON_GPU
+from miles_core import MICRO_BATCH_TOKENS, CheckpointError, Facts, Problem, Review, described
 from miles_megatron import count, families
 from miles_megatron.architecture import Architecture
 from miles_megatron.engine_share import context, engine_share
@@ -106,7 +105,7 @@ def work_of(facts: Facts, s: Sizes) -> Work:
     if value("train.micro_batch_size", 0) and not value("train.use_dynamic_batch_size", False):
         tokens = value("train.micro_batch_size", 0) * longest
     else:
-        tokens = max(value("train.max_tokens_per_gpu", TOKENS_ON_GPU) * s.cp, longest)
+        tokens = max(value("train.max_tokens_per_gpu", MICRO_BATCH_TOKENS["cuda"]) * s.cp, longest)
     rollout = value("rollout.batch_size", 1) * value("rollout.n_samples_per_prompt", 1)
     samples = value("train.global_batch_size", rollout // (value("train.num_steps_per_rollout", 1)))
     recompute = value(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from miles_core import CheckpointError
-from miles_core.backend import OptimizerConfig, Policy, Run, make_codec, micro_batch_limits
+from miles_core import CheckpointError, micro_batch_limits
+from miles_core.backend import OptimizerConfig, Policy, Run, make_codec
 from miles_megatron import families
 from miles_megatron.config import table
 from miles_megatron.recipes import RECIPES
@@ -72,7 +72,7 @@ def settings(config: Any) -> Settings:
         chosen["TransformerConfig"] |= FULL_RECOMPUTATION
     if torch.cuda.is_available():
         chosen["TransformerConfig"] |= RECIPES.get(train.precision, {})
-    samples, tokens = micro_batch_limits(config, torch.cuda.is_available())
+    samples, tokens = micro_batch_limits(config, "cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = torch.cuda.is_available() if config.model.dtype == "auto" else config.model.dtype == "bfloat16"
     return Settings(
         adamw=OptimizerConfig.of(config),
