@@ -3,7 +3,8 @@
 One trainer rank and one engine, which take turns (``--schedule sync``), so that two cores are enough: what differs is what the driver,
 the calls between processes and the weights in the object store take. The number of prompts is chosen so that a step takes about a
 second in one process. Every process computes with one thread. The two take turns, and a phase's seconds are the lower quartile over all
-steps, because on a shared machine a step takes up to half as long again as the one before it. Run:
+steps, because on a shared machine a step takes up to half as long again as the one before it. ``ray_itself`` is what Ray takes without
+us on the machine: a call of an actor that does nothing, and how much longer the same products take in an actor than in this process. Run:
 ``python benchmarks/ray_overhead.py --save`` (five minutes).
 """
 
@@ -14,6 +15,8 @@ import logging
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,52 @@ def measured(directory: Path, words: list[str], steps: int) -> list[dict[str, An
     plan, catalogue = prepare(config)
     launch(applied(config, plan), plan, catalogue, Console(file=io.StringIO()))
     return read(directory / "metrics.jsonl")[WARM_UP:]
+
+
+class Idle:
+    """An actor with nothing of ours: its calls, and products in it."""
+
+    async def nothing(self) -> None:
+        """A call."""
+
+    async def products(self) -> float:
+        """Seconds of products that take about as long as a decoding step, one after another."""
+        return products()
+
+
+def products() -> float:
+    """See ``Idle.products``."""
+    import torch
+
+    torch.set_num_threads(1)
+    a = torch.rand(300, 300)
+    started = time.perf_counter()
+    for _ in range(400):
+        a @ a
+    return time.perf_counter() - started
+
+
+def ray_itself() -> dict[str, float]:
+    """What Ray takes on this machine, whoever uses it."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    actor = ray.remote(Idle).remote()
+
+    def typical(what: Callable[[], float], count: int) -> float:
+        what()
+        return statistics.quantiles(what() for _ in range(count))[0]
+
+    def call() -> float:
+        started = time.perf_counter()
+        ray.get(actor.nothing.remote())
+        return time.perf_counter() - started
+
+    try:
+        there, here = typical(lambda: ray.get(actor.products.remote()), 12), typical(products, 12)
+        return {"seconds_a_call": round(typical(call, 50), 5), "products_in_an_actor_to_here": round(there / here, 3)}
+    finally:
+        ray.shutdown()
 
 
 def main() -> None:
@@ -77,6 +126,7 @@ def main() -> None:
         "seconds": seconds,
         "overhead_seconds": round(overhead, 4),
         "overhead_of_step": round(overhead / seconds["inline"]["step"], 4),
+        "ray_itself": ray_itself(),
     }
     finish(Path(__file__).stem, result, chosen.save, lambda: installed("torch", "ray"))
 
