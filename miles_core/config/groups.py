@@ -283,7 +283,7 @@ class Train:
         False, help="fill micro-batches by tokens, also where --micro-batch-size is given"
     )
     max_tokens_per_gpu: int | None = option(
-        None, help="tokens that fill a micro-batch (default: 8192 on a GPU, 2048 on a CPU)", ge=1
+        None, help="tokens that fill a micro-batch (default: 8192 on a GPU, 1024 on a CPU)", ge=1
     )
     activation_checkpointing: bool = option(
         False, flag="--recompute-activations", help="recompute activations in the backward pass to save memory"

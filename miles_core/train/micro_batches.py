@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from miles_core.config.config import Config
 
 #: Tokens of a micro-batch where the user says nothing, by device: enough for a GPU to be busy, and for a CPU's memory to do.
-MICRO_BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
+MICRO_BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
 
 
 def micro_batch_limits(config: Config, device: str) -> tuple[int | None, int | None]:
