@@ -2,7 +2,8 @@
 
 The same task (chat additions answered with the number only), rates and seed by different engines, trainers, schedules and plugins
 (``--variants``); ``sglang_moe_r3`` trains a mixture of experts made out of the model. Every variant is one ``miles train``.
-``--metrics NAME=FILE`` reports on the metrics.jsonl of a run of a variant that was made elsewhere. The last line is one JSON object.
+``--metrics NAME=FILE`` reports on the metrics.jsonl of a run that was made elsewhere, with the flags that ``--machine``
+tells. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.metrics:
         files = {name: Path(file) for name, file in (pair.split("=", 1) for pair in given.metrics)}
-        found = {name: {"options": VARIANTS[name], **summary(file)} for name, file in files.items()}
+        found = {name: summary(file) for name, file in files.items()}
     elif given.model is None:
         parser.error("give --model, the directory of SmolLM2-135M-Instruct, or --metrics")
     else:
