@@ -42,7 +42,7 @@ class Jobs:
     def at(self, address, nbytes):
         for flat in self.memory:
             start = address - flat.data_ptr()
-            if 0 <= start and start + nbytes <= len(flat):
+            if start >= 0 and start + nbytes <= len(flat):
                 return flat[start : start + nbytes]
         raise AssertionError("no memory of ours")
 
@@ -150,3 +150,15 @@ def test_the_kernel_copies_and_adds_up():
         [sys.executable, "-c", KERNEL], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_and_a_cpu_find_the_same_sum():
+    source = noise(5000)
+    there, to = source.cuda(), torch.zeros(5000 * BLOCK, dtype=torch.uint8, device="cuda")
+    found = summing(there)
+    found.copy(to[1000 * BLOCK : 4001 * BLOCK], there[1000 * BLOCK : 4001 * BLOCK], 1000 * BLOCK, stays=True)
+    assert found.of(5000 * BLOCK) == Sum(there).of(5000 * BLOCK) == checksum(source) == reference(source)
+    assert torch.equal(to[1000 * BLOCK : 4001 * BLOCK].cpu(), source[1000 * BLOCK : 4001 * BLOCK])
+    assert not to[: 1000 * BLOCK].any() and not to[4001 * BLOCK :].any()
