@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
-from functools import lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, lru_cache
 from itertools import accumulate
 
 import torch
@@ -19,7 +21,7 @@ from miles_core.precision.gpu_kernel import usable
 #: Bytes a checksum adds up at a time; pieces of memory are multiples of it.
 BLOCK = 1024
 #: Bytes that a CPU copies before it adds them up: they are in its cache still.
-PIECE = 1 << 20
+PIECE = 2 << 20
 #: Blocks whose numbers are made together.
 _ROUND = 1 << 15
 #: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
@@ -85,21 +87,23 @@ class Sum:
 
 
 class InCache(Sum):
-    """Of a CPU's memory, one piece: a large tensor is copied bit by bit, and what was is added up while the CPU's cache has it."""
+    """Of a CPU's memory, one piece: a large tensor is copied bit by bit, and what was is added up while the CPU's cache has it, by
+    another thread where there are cores for it."""
 
     def __init__(self, flat: Tensor) -> None:
         super().__init__(flat)
         self._words, self._begun = _blocks(flat[: len(flat) // BLOCK * BLOCK]), 0
-        self._sums = torch.empty(len(self._words), dtype=torch.int64)
+        self._sums: list[Tensor | Future[Tensor]] = []
+        self._helper = _helper() if len(flat) > PIECE and len(_cores()) >= 3 * torch.get_num_threads() else None
 
     def copy(self, to: Tensor, source: Tensor, at: int, stays: bool = False) -> None:
         if to.nbytes < PIECE or not _alike(to, source):
             to.copy_(source)
             return
-        for place, piece in zip(*(t.view(-1).split(PIECE // t.itemsize) for t in (to, source)), strict=True):
-            place.copy_(piece)
-            at += place.nbytes
-            self.up_to(at // BLOCK * BLOCK)
+        place, piece, step = to.view(-1), source.view(-1), PIECE // to.itemsize
+        for start in range(0, len(place), step):
+            place[start : start + step].copy_(piece[start : start + step])
+            self.up_to((at + min(start + step, len(place)) * to.itemsize) // BLOCK * BLOCK)
 
     def up_to(self, end: int) -> None:
         if end - self._begun >= PIECE:
@@ -107,12 +111,24 @@ class InCache(Sum):
 
     def of(self, end: int) -> int:
         self._add(end)
-        return _weighed(self._sums[: end // BLOCK])
+        sums = [each if isinstance(each, Tensor) else each.result() for each in self._sums]
+        return _weighed(torch.cat(sums))
 
     def _add(self, end: int) -> None:
-        new = slice(self._begun // BLOCK, end // BLOCK)
-        torch.sum(self._words[new], 1, out=self._sums[new])
-        self._begun = end
+        new = self._words[self._begun // BLOCK : end // BLOCK]
+        self._sums.append(torch.sum(new, 1) if self._helper is None else self._helper.submit(torch.sum, new, 1))
+        self._begun = max(end, self._begun)
+
+
+@cache
+def _helper() -> ThreadPoolExecutor:
+    """One thread beside the others."""
+    return ThreadPoolExecutor(1, "checksum")
+
+
+def _cores() -> set[int]:
+    """Those this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 class OnePass(Sum):
