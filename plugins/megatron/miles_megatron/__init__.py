@@ -39,4 +39,5 @@ plugin = Plugin(
         ),
     ),
     review="miles_megatron.review:review",
+    examine="miles_megatron.examine:examine",
 )
