@@ -19,6 +19,7 @@ their part out, and ``--state`` lets several calls share one training.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import Any
 
@@ -65,6 +66,7 @@ def parse() -> argparse.Namespace:
         ("vocab", 256),
         ("tokens", 256),
         ("pretrain", 100),
+        ("train-rows", 8),
         ("turns", 3),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -136,8 +138,8 @@ def moving(model: Any, head: Head, given: argparse.Namespace) -> list[dict[str, 
 
 
 def say(what: Any) -> None:
-    """Progress."""
-    print(what, file=sys.stderr, flush=True)
+    """Each result as soon as it is there, as one JSON line: a time limit may cut the rest."""
+    print(json.dumps(what), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -262,6 +262,6 @@ def _environment(device: str, experts: int) -> dict[str, str | None]:
     found: dict[str, str | None] = {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the slack above the model's own limit
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,
-        inside.VARIABLE: "uint8" if 0 < experts <= inside.MOST else None,
+        inside.VARIABLE: "uint8" if 0 < experts <= inside.MOST else inside.WIDE,
     }
     return {**found, "SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else found

@@ -2,6 +2,9 @@
 ``sglang.srt.plugins``). It does nothing in an SGLang that was not started by this plugin.
 
 Routed experts leave a scheduler as int32, and pass three processes. Where a model has at most 256 experts they leave as one byte.
+
+A model that is started without weights is filled with random numbers, and its scales of the cached keys and values with it: attention
+would multiply by them for ever, because an update does not hold them.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-#: Set for SGLang's processes where routed experts are to travel in this dtype.
+#: Set for the processes of an SGLang that this plugin started: the dtype in which routed experts are to travel.
 VARIABLE = "MILES_SGLANG_ROUTES"
 #: The most experts that ``uint8`` can number.
 MOST = 256
+#: The dtype in which SGLang has them.
+WIDE = "int32"
+_FILLS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
 _COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
 
@@ -31,8 +37,17 @@ def install() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", narrow, HookType.AFTER)
+    HookRegistry.register(_FILLS, unscaled, HookType.AFTER)
+    if os.environ[VARIABLE] != WIDE:
+        HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", narrow, HookType.AFTER)
     Scheduler.miles_digest = _same
+
+
+def unscaled(_: None, model: Any, *more: Any) -> None:
+    """Take the scales of the cached keys and values as not given, which SGLang knows by their being negative."""
+    for name, parameter in model.named_parameters():
+        if name.endswith((".k_scale", ".v_scale")):
+            parameter.data.fill_(-1.0)
 
 
 def narrow(_: None, processor: Any, request: Any) -> None:
@@ -49,7 +64,7 @@ def check(engine: Any) -> None:
     Raises:
         RuntimeError: another one than is here, or none.
     """
-    if VARIABLE not in os.environ:
+    if VARIABLE not in os.environ or engine.server_args.enable_dp_attention:  # such schedulers cannot be asked
         return
     try:
         engine.collective_rpc("miles_digest", expected=digest())

@@ -38,6 +38,8 @@ class Copies:
 
     def again(self, array: Tensor) -> None:
         """The same with another bucket."""
+        if not self.places:
+            return  # a bucket of nothing but other models' weights: a draft's and its policy's travel together
         bases = {dtype: array.view(dtype) for dtype in {piece[0] for piece in self.pieces}}
         first = {dtype: base.storage_offset() for dtype, base in bases.items()}
         found = [bases[d].as_strided(size, stride, first[d] + start) for d, size, stride, start in self.pieces]

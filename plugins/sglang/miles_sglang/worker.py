@@ -81,7 +81,7 @@ class Worker:
         result: dict[str, Any] = {}
         async for out in self.manager.generate_request(GenerateReqInput(**body), None):
             result = out
-        return Answer.of(result, os.environ.get(inside.VARIABLE, "int32"))
+        return Answer.of(result, os.environ.get(inside.VARIABLE, inside.WIDE))
 
     async def update_from_tensor(self, body: dict[str, Any], payload: bytes) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput

@@ -28,6 +28,8 @@ class Batch:
 class Scheduler:
     """As ``handle_rpc_request`` finds a method, and ``collective_rpc`` reports."""
 
+    server_args = types.SimpleNamespace(enable_dp_attention=False)
+
     def collective_rpc(self, method: str, **parameters: Any) -> None:
         try:
             getattr(self, method)(**parameters)
@@ -72,7 +74,7 @@ def test_routed_experts_leave_a_scheduler_as_bytes_and_the_half_is_known_by_its_
         inside.check(Scheduler())
     inside.install()
     inside.check(Scheduler())
-    (collect,) = hooks.values()
+    _, collect = hooks.values()
     request = types.SimpleNamespace(routed_experts=torch.tensor([[[0, 255]]], dtype=torch.int32))
     collect(None, None, request)
     assert request.routed_experts.tolist() == [[[0, 255]]] and request.routed_experts.dtype == torch.uint8
@@ -81,6 +83,20 @@ def test_routed_experts_leave_a_scheduler_as_bytes_and_the_half_is_known_by_its_
     monkeypatch.setattr(inside, "digest", lambda: "another")
     with pytest.raises(AssertionError, match=f"its digest is another, not {ours}"):
         Scheduler().collective_rpc("miles_digest", expected=ours)
+
+
+def test_a_model_without_weights_gets_no_random_scales_of_its_cache(hooks: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.setenv(inside.VARIABLE, inside.WIDE)
+    monkeypatch.setattr(Scheduler, "miles_digest", None, raising=False)
+    inside.install()
+    ((target, fill),) = hooks.items()
+    assert target == "sglang.srt.model_loader.loader.initialize_dummy_weights"
+    attention, model = torch.nn.Linear(2, 2), torch.nn.Module()
+    attention.k_scale, attention.v_scale = (torch.nn.Parameter(torch.tensor(5e-4)) for _ in "kv")
+    model.attn = attention
+    before = attention.weight.clone()
+    fill(None, model)
+    assert attention.k_scale.item() == attention.v_scale.item() == -1.0 and torch.equal(attention.weight, before)
 
 
 def test_requests_of_one_moment_reach_the_scheduler_together(hooks: dict[str, Any]) -> None:

@@ -92,3 +92,14 @@ def test_weights_from_host_memory_go_to_sglang_s_gpu_where_there_is_one() -> Non
     away = Bucket()
     away.add("own", torch.ones(3, device="meta"))
     assert away.flatten("cpu").array.device.type == "meta"  # what is on a device stays there
+
+
+def test_a_bucket_without_a_tensor_of_the_model_loads_nothing() -> None:
+    class Draft(Model):
+        def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+            self.loads += 1
+
+    model = Draft()
+    for seed in range(3):
+        load(model, bucket(seed)[1])
+    assert model.loads == 1 and not model.fused.any()
