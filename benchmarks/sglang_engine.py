@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from measure import commit, finish, installed, options
 
-from miles_core.backend import Codec, Request, Sampling, Unit
+from miles_core.backend import Callbacks, Codec, Request, Sample, Sampling, Unit, collate
 
 SIZES: dict[str, dict[str, Any]] = {
     "dense": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 12},
@@ -157,8 +157,11 @@ async def once(engine: Any, kind: str, given: argparse.Namespace) -> float:
 
 @torch.no_grad()
 async def gap(engine: Any, checkpoint: Path, given: argparse.Namespace, results: Results) -> None:
-    """Log-probabilities of the same tokens: SGLang's, and those of plain Transformers in BF16, alone and in batches."""
-    from transformers import AutoModelForCausalLM
+    """Log-probabilities of the same tokens: SGLang's, and those of the embedded trainer in the same number format, alone and in
+    batches."""
+    from miles_embedded import load_model
+    from miles_embedded.quantized.weights import install
+    from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     asked = prompts(given)[::8][:32]
@@ -169,38 +172,35 @@ async def gap(engine: Any, checkpoint: Path, given: argparse.Namespace, results:
     found = {"sglang": sampled}
     for name, rows in (("sglang_score", scored), ("sglang_score_alone", alone)):
         found[name] = torch.tensor([x for p, row in zip(asked, rows, strict=True) for x in row[len(p) - 1 :].tolist()])
-    ids = torch.tensor([p + r.tokens for p, r in zip(asked, responses, strict=True)], device=device)
+    batch = collate(
+        [Sample(tokens=p + r.tokens, response_length=len(r.tokens), loss_mask=[1] * len(r.tokens), index=i, group_index=i)
+         for i, (p, r) in enumerate(zip(asked, responses, strict=True))]
+    )  # fmt: skip
 
     def of(model: Any, rows: int) -> torch.Tensor:
-        out = []
-        for piece in ids.split(rows):
-            logits = model(piece[:, :-1]).logits[:, 63:].float()
-            out.append(logits.log_softmax(-1).gather(-1, piece[:, 64:, None])[..., 0].flatten())
-        return torch.cat(out).cpu()
+        trainer = EmbeddedTrainer(model, TrainerConfig(micro_batch_size=rows))
+        trainer.bind(Callbacks(trainer.forward, lambda *_: None, trainer.optimizer_step))  # type: ignore[arg-type, return-value]
+        return trainer.log_probs(batch, "old")["log_probs"].float().cpu()[batch.mask != 0]
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device).eval()
-    if given.precision != "bf16":  # the same weights as SGLang; its activations are rounded, these are not
-        codec = codec_of(given)
-        for name, parameter in model.requires_grad_(False).named_parameters():
-            for unit in (
-                codec.encode([Unit({name: parameter.detach()})])
-                if codec.quantises(name, tuple(parameter.shape))
-                else ()
-            ):
-                parameter.copy_(codec.decode(unit))
-    found["bf16_alone"], found["bf16_in_batches"] = of(model, 1), of(model, 8)
-    found["fp32"] = of(model.float(), 4)
+    model = load_model(checkpoint, torch.bfloat16).to(device)
+    if given.precision != "bf16":
+        found["bf16"] = of(model, 8)  # what the number format itself changes
+        install(model, codec_of(given))
+    found["trainer_alone"], found["trainer_in_batches"] = of(model, 1), of(model, 8)
+    if given.precision == "bf16":
+        found["trainer_fp32"] = of(model.float(), 4)
     pairs = [
-        ("sglang", "bf16_alone"),
+        ("sglang", "trainer_alone"),
         ("sglang", "sglang_score"),
         ("sglang_score", "sglang_score_alone"),
-        ("sglang_score_alone", "bf16_alone"),
-        ("bf16_in_batches", "bf16_alone"),
-        ("sglang", "fp32"),
-        ("bf16_alone", "fp32"),
+        ("sglang_score_alone", "trainer_alone"),
+        ("trainer_in_batches", "trainer_alone"),
+        ("sglang", "trainer_fp32"),
+        ("trainer_alone", "trainer_fp32"),
+        ("bf16", "trainer_alone"),
     ]
     numbers = {}
-    for a, b in pairs:
+    for a, b in (pair for pair in pairs if found.keys() >= set(pair)):
         difference = (found[a] - found[b]).abs()
         numbers[f"{a}-{b}"] = {"mean": round(float(difference.mean()), 5), "max": round(float(difference.max()), 4)}
     results.put("gap", tokens=len(sampled), **numbers)
@@ -278,6 +278,8 @@ def server_arguments(given: argparse.Namespace) -> dict[str, Any]:
         "cuda_graph_bs_decode": [16, 64, 128, 192, 256],
         "disable_prefill_cuda_graph": True,
     }
+    if given.fp8_gemm:
+        arguments["fp8_gemm_runner_backend"] = given.fp8_gemm
     if given.eager:
         arguments["disable_cuda_graph"] = True
     if given.deterministic:
@@ -351,6 +353,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("bf16", "fp8", "int4"), default="bf16", help="of SGLang's weights")
     parser.add_argument("--deterministic", action="store_true", help="SGLang's deterministic inference")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--fp8-gemm", help="SGLang's kernels for FP8 products; its own choice compiles for minutes")
     parser.add_argument("--bucket", type=int, default=512, help="MiB of weights that travel together")
     parser.add_argument("--out", type=Path, default=Path("sglang_engine.json"))
     given = parser.parse_args()
