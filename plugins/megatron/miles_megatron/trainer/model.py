@@ -26,6 +26,9 @@ from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.attention import PackedAttention
 from miles_megatron.trainer.norm import WholeNorm
 
+#: The option for TransformerEngine's layers alone: their products add to weight gradients where these are kept.
+ADD_IN_PLACE = "gradient_accumulation_fusion"
+
 
 def has_transformer_engine() -> bool:
     """Whether modules are TransformerEngine's: on a GPU; the local ones are Megatron-Core's and torch's."""
@@ -76,6 +79,7 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         **_fusions(a, engine),
         **options,
     }
+    fields.pop(ADD_IN_PLACE, None)  # Megatron-Core would want APEX for its own layers
     if "attention_backend" in options:
         fields["attention_backend"] = AttnBackend[options["attention_backend"]]
     made = (MLATransformerConfig if a.latent else TransformerConfig)(**fields)
