@@ -63,7 +63,8 @@ from miles_core.schedule.paused import paused
 from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.arrivals import Arrival, Arrivals
 from miles_core.sync.broadcast import Broadcast
-from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, rounded
+from miles_core.sync.bucket import Bucket, room_of, rounded
+from miles_core.sync.checksum import BLOCK, checksum
 from miles_core.sync.copy import CopyTransport
 from miles_core.sync.delta import difference
 from miles_core.sync.device_memory import DeviceMemory, Loan
