@@ -26,7 +26,8 @@ from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.attention import PackedAttention
 from miles_megatron.trainer.norm import WholeNorm
 
-#: The option for TransformerEngine's layers alone: their products add to weight gradients where these are kept.
+#: An option for TransformerEngine's layers alone, which add to weight gradients where these are kept; for its own layers Megatron-Core
+#: would want APEX.
 ADD_IN_PLACE = "gradient_accumulation_fusion"
 
 
@@ -77,9 +78,8 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         **_latent(a),
         **_windows(a),
         **_fusions(a, engine),
-        **options,
+        **{name: value for name, value in options.items() if name != ADD_IN_PLACE},
     }
-    fields.pop(ADD_IN_PLACE, None)  # Megatron-Core would want APEX for its own layers
     if "attention_backend" in options:
         fields["attention_backend"] = AttnBackend[options["attention_backend"]]
     made = (MLATransformerConfig if a.latent else TransformerConfig)(**fields)
