@@ -25,7 +25,9 @@ def test_those_of_a_gpu_that_stay_are_looked_at_together(value):
     finite = Finite()
     for i, weight in enumerate(weights(3, 1, value)):
         finite.add(f"w{i}", weight, stays=True)
-    with pytest.raises(MilesError, match=rf"w1 holds 1 values .* first \({value}\) at \[2, 3\]; it cannot be quantised"):
+    with pytest.raises(
+        MilesError, match=rf"w1 holds 1 values .* first \({value}\) at \[2, 3\]; it cannot be quantised"
+    ):
         finite.look()
     finite.look()  # nothing waits
 
