@@ -41,7 +41,7 @@ def make_checkpoint(given: argparse.Namespace, scratch: Path) -> Path:
     """A dense Qwen3, or the real model, with an MTP layer."""
     if given.checkpoint:
         return with_mtp(given.checkpoint, scratch / "mtp")
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config
 
     from miles_core.testing.tiny import tiny_tokenizer
 
@@ -58,8 +58,15 @@ def make_checkpoint(given: argparse.Namespace, scratch: Path) -> Path:
         eos_token_id=1,
         pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(scratch / "plain")
-    tiny_tokenizer().save_pretrained(scratch / "plain")
+    return random_checkpoint(config, tiny_tokenizer(), scratch)
+
+
+def random_checkpoint(config: Any, tokenizer: Any, scratch: Path) -> Path:
+    """One of random weights, with an MTP layer."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(config).save_pretrained(scratch / "plain")
+    tokenizer.save_pretrained(scratch / "plain")
     return with_mtp(scratch / "plain", scratch / "mtp")
 
 

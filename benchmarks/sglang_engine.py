@@ -38,7 +38,6 @@ VOCABULARY = 32000
 def make_model(kind: str, directory: Path) -> Path:
     """A random checkpoint with a tokenizer of one word an id."""
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
 
     common = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": 1}
     common |= {
@@ -59,13 +58,18 @@ def make_model(kind: str, directory: Path) -> Path:
             if parameter.ndim > 1:
                 parameter.normal_(std=1.0 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(directory)
-    words = {f"w{i}": i for i in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w0").save_pretrained(
-        directory
-    )
+    word_tokenizer().save_pretrained(directory)
     return directory
+
+
+def word_tokenizer(vocabulary: int = VOCABULARY) -> Any:
+    """Of the words w0, w1, ...: one an id."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w0")
 
 
 class Results:

@@ -4,6 +4,7 @@ The contracts, the data that crosses them, what a backend says about a number fo
 trainer rank. ``miles_core.testing`` has the contracts as tests.
 """
 
+from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.checkpoint.rng import get_rng, put_rng
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
@@ -90,6 +91,7 @@ __all__ = [
     "Broadcast",
     "Bucket",
     "Callbacks",
+    "CheckpointFiles",
     "Codec",
     "Collector",
     "Context",

@@ -10,6 +10,8 @@ _SPECULATIVE = "sglang.speculative_algorithm"
 #: Algorithms that draft with an MTP layer of the checkpoint where no draft model is named.
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")
 _WITH_HEAD = f"{_SPECULATIVE} in {{{', '.join(HEADS)}}}"
+#: Of which SGLang 0.5.17 takes the MTP layer out of the checkpoint; of others it would load the whole model as its own draft.
+_HEADED = "bailing_moe, deepseek_v3, deepseek_v32, deepseek_v4, glm4_moe, glm4_moe_lite, glm_moe_dsa, hy_v3"
 #: Their implementations in SGLang 0.5.17 make ``TopK`` without ``layer_id``; recording routes then fails while graphs are captured.
 _UNRECORDED = (
     "afmoe, dbrx, ernie4_5_moe_vl, exaone_moe, granitemoe, hy_v3, kimi_linear, llama4, llama4_text, minimax_m2, mixtral, "
@@ -70,6 +72,18 @@ plugin = Plugin(
             when=_WITH_HEAD,
             because="the checkpoint has no MTP layer to draft with: give --sglang-speculative-draft-model-path DIR, or draft from the text "
             "itself (--sglang-speculative-algorithm NGRAM)",
+        ),
+        Rule(
+            needs=f"sglang.speculative_draft_model_path or model.type in {{{_HEADED}}}",
+            when=f"{_WITH_HEAD} and model.mtp_layers >= 1",
+            because="SGLang 0.5.17 drafts with a checkpoint's own MTP layer in these families only: give "
+            "--sglang-speculative-draft-model-path DIR, or draft on the embedded engine (--engine embedded --plugins speculative)",
+        ),
+        Rule(
+            needs="model.device != cpu or sglang.url",
+            when=_SPECULATIVE,
+            because="on a CPU SGLang 0.5.17 keeps the drafts that the policy finds most probable, whatever the temperature, so the text would "
+            "not be the policy's; draft on the embedded engine (--engine embedded --plugins speculative)",
         ),
         Rule(
             needs="sglang.speculative_draft_model_path",

@@ -29,6 +29,7 @@ class ServerArgs:
     mode: A[Optional[Literal["a", "b"]], "h"] = None
     table: A[Optional[Dict[str, str]], "h"] = None
     flag: A[bool, "h"] = False
+    place_runner: A[int, Arg(help="h", cli_name="--place")] = 0
 '''
 
 
@@ -49,6 +50,7 @@ def test_options_are_read_from_the_source():
         {"name": "mode", "type": "str", "choices": ["a", "b"]},
         {"name": "table", "type": "json"},
         {"name": "flag", "type": "bool", "default": False},
+        {"name": "place_runner", "type": "int", "cli": "place", "default": 0},
     ]
 
 
@@ -122,6 +124,7 @@ def test_drafts_that_sglang_cannot_serve_are_refused_with_the_reason(plan):
 
     draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "small"}
     refused("no MTP layer to draft with", speculative_algorithm="NEXTN")
+    refused("in these families only", ["model.mtp_layers=1", "model.type=qwen3"], speculative_algorithm="NEXTN")
     refused("a small model of its own", speculative_algorithm="STANDALONE")
     refused("SGLang drafts nothing", speculative_num_steps=3)
     refused("would not have sampled", **draft, speculative_accept_threshold_acc=0.9)
@@ -129,15 +132,19 @@ def test_drafts_that_sglang_cannot_serve_are_refused_with_the_reason(plan):
     refused("is in no sync", **draft, enable_memory_saver=True)
     refused("enable-memory-saver", **draft, enable_draft_weights_cpu_backup=True)
     rejection = {"speculative_use_rejection_sampling": True, "enable_deterministic_inference": True}
-    refused("depend on the batch", ["model.mtp_layers=1"], speculative_algorithm="NEXTN", **rejection)
+    head = ["model.mtp_layers=1", "model.type=glm4_moe"]
+    refused("depend on the batch", head, speculative_algorithm="NEXTN", **rejection)
     backup = {"sglang_enable_memory_saver": True, "sglang_enable_draft_weights_cpu_backup": True}
     named = {f"sglang_{k}": v for k, v in draft.items()}
     plan(engine="sglang", facts=["gpu.count=1"], **named, **backup)
+    with pytest.raises(PlanError, match="whatever the temperature"):
+        plan(engine="sglang", device="cpu", **named)
 
 
 def test_an_mtp_layer_is_trained_here_and_drafts_there(plan):
     """What the plugin that trains it wants of an engine is there when SGLang drafts with it, and only then."""
-    options = {"engine": "sglang", "enable_mtp_training": True, "facts": ["gpu.count=1", "model.mtp_layers=1"]}
+    facts = ["gpu.count=1", "model.mtp_layers=1", "model.type=glm4_moe"]
+    options = {"engine": "sglang", "enable_mtp_training": True, "facts": facts}
     plan(["speculative"], sglang_speculative_algorithm="NEXTN", **options)
     with pytest.raises(PlanError, match="draft"):
         plan(["speculative"], **options)
