@@ -48,7 +48,7 @@ class Lookahead:
 
     @property
     def idle(self) -> bool:
-        """Whether what joins now will hardly be drafted for, at this size of the batch or, as rows leave, at any smaller one."""
+        """Whether what joins now will hardly be drafted for, at this size of the batch or, as rows leave, at a smaller one that was tried."""
         return False
 
     def record(
@@ -86,8 +86,8 @@ class Auto(Lookahead):
 
     @property
     def idle(self) -> bool:
-        smaller = [self.trials.get(size) for size in range(1, self.size + 1)]
-        return bool(smaller) and all(t is not None and t.chosen == 0 and t.left > _AHEAD for t in smaller)
+        tried = [trials for size, trials in self.trials.items() if size <= self.size]
+        return bool(tried) and all(trials.chosen == 0 and trials.left > _AHEAD for trials in tried)
 
     def record(
         self,
