@@ -3,9 +3,10 @@
 Random models of several sizes; a step is forward, backward and AdamW over ``--micro-batches`` micro-batches of packed samples that
 fill them. The share of the peak counts 6 operations a parameter and token that is used (of experts the chosen ones; no embedding) and
 causal attention, recomputation not. ``planned`` is the memory that ``miles plan`` expects of a rank, without what CUDA takes for itself,
-and ``peak`` what torch had allocated. ``--fp8`` computes in blocks of 128 x 128, ``--embedded`` adds the embedded trainer on the same
-batch, ``--parity`` compares TransformerEngine's codes with the format's. Several GPUs: ``torchrun --nproc-per-node 2 ... --sizes ep=2``.
-The last line is one JSON object.
+and ``peak`` what torch had allocated. ``--fp8`` computes in blocks of 128 x 128, ``--backward-override none`` with gradients in them too,
+``--embedded`` adds the embedded trainer on the same batch, ``--replay`` the step with r3 and the routes that the routers choose by
+themselves, ``--parity`` compares TransformerEngine's codes with the format's and FP8's gradients with and without the override. Several
+GPUs: ``torchrun --nproc-per-node 2 ... --sizes ep=2``. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import statistics
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from measure import finish, installed, options
@@ -43,20 +46,14 @@ def make_checkpoint(name: str, directory: Path) -> Path:
     from safetensors.torch import save_file
 
     from miles_megatron import families
+    from miles_megatron.shapes import shapes
 
     target, config = directory / name, MODELS[name]
     if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not (target / "done").exists():
         target.mkdir(parents=True, exist_ok=True)
         (target / "config.json").write_text(json.dumps(config))
         a, found = families.read(config), {}
-        widths = {"q_proj": (a.q_size, a.hidden), "k_proj": (a.kv_size, a.hidden), "v_proj": (a.kv_size, a.hidden)}
-        widths |= {"o_proj": (a.hidden, a.q_size), "embed_tokens": (a.vocab, a.hidden), "lm_head": (a.vocab, a.hidden)}
-        widths |= {"gate": (a.experts.count if a.experts else 0, a.hidden), "q_norm": (128,), "k_norm": (128,)}
-        for tensor in (n for entry in families.weights(a) for n in entry.checkpoint):
-            inner = a.experts.ffn if a.experts and ".experts." in tensor else a.ffn
-            part = tensor.split(".")[-2]
-            sizes = {"gate_proj": (inner, a.hidden), "up_proj": (inner, a.hidden), "down_proj": (a.hidden, inner)}
-            shape = (widths | sizes).get(part, (a.hidden,))
+        for tensor, shape in (item for entry in families.weights(a) for item in shapes(entry, a).items()):
             made = torch.randn(shape, device="cuda") * 0.6 / shape[-1] ** 0.5 if len(shape) == 2 else torch.ones(shape)
             found[tensor] = made.bfloat16().cpu()
         save_file(found, target / "model.safetensors")
@@ -97,7 +94,7 @@ def codec(fp8: bool) -> Any:
     return Codec(Fp8()) if fp8 else Codec()
 
 
-def make_trainer(given: Any, checkpoint: Path, sizes: dict[str, Any], recompute: bool) -> Any:
+def make_trainer(given: Any, checkpoint: Path, sizes: dict[str, Any], recompute: bool, rate: float = 1e-5) -> Any:
     """A bound trainer of this rank, and its sizes."""
     import torch
     import torch.distributed as dist
@@ -115,7 +112,7 @@ def make_trainer(given: Any, checkpoint: Path, sizes: dict[str, Any], recompute:
     from miles_megatron.trainer.trainer import MegatronTrainer, Settings
 
     settings = Settings(
-        adamw=OptimizerConfig(1e-5),
+        adamw=OptimizerConfig(rate, clip_grad=1.0),
         dtype=torch.bfloat16,
         micro_batch_size=given.micro_batch_size,
         longest=given.length,
@@ -174,7 +171,8 @@ def megatron(given: Any, name: str, directory: Path, recompute: bool) -> dict[st
     planned = max(stage.total - stage.other for stage in memory(trainer.a, s, work))
     rate = operations(trainer.a, count * given.length, given.length) / seconds / s.ranks
     return {
-        "model": name, "sizes": sizes, "recompute": recompute, "fp8": given.fp8, "seconds": round(seconds, 4),
+        "model": name, "sizes": sizes, "recompute": recompute, "fp8": given.fp8,
+        "backward_override": given.backward_override if given.fp8 else "", "seconds": round(seconds, 4),
         "share_of_bf16_peak": round(rate / PEAK[torch.cuda.get_device_capability()], 3),
         "peak_gb": round((peak - before) / 1e9, 2), "planned_gb": round(planned / 1e9, 2),
         "planned_to_peak": round(planned / (peak - before), 3),
@@ -198,6 +196,76 @@ def embedded(given: Any, name: str, directory: Path) -> dict[str, Any]:
     count = given.micro_batch_size * given.micro_batches
     seconds, peak = timed(trainer, make_batch(count, given.length, MODELS[name]["vocab_size"]), given.steps)
     return {"model": name, "trainer": "embedded", "seconds": round(seconds, 4), "peak_gb": round(peak / 1e9, 2)}
+
+
+def replay(given: Any, name: str, directory: Path) -> dict[str, Any]:
+    """A step with r3 against one without, the same batch and trainer in turns."""
+    from miles_core.backend import Callbacks
+    from miles_r3 import ROUTES
+    from miles_r3.config import R3Config
+    from miles_r3.hooks import R3
+
+    trainer, _ = make_trainer(given, make_checkpoint(name, directory), {}, given.recompute)
+    batch = make_batch(given.micro_batch_size * given.micro_batches, given.length, trainer.a.vocab)
+    batch.columns[ROUTES.name] = own_routes(given, trainer, batch)
+    run = SimpleNamespace(plan=SimpleNamespace(fact=lambda name, default=None: trainer.a.experts.count))
+    ways = {"off": trainer.forward, "on": R3(R3Config()).wrap_forward(run)(trainer.forward)}
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for way in ("off", "on") * given.steps:
+        trainer.bind(Callbacks(ways[way], loss, trainer.optimizer_step))
+        found[way].append(timed(trainer, batch, 1)[0])
+    seconds = {way: statistics.median(times) for way, times in found.items()}
+    return {"model": name, "replay": {w: round(t, 4) for w, t in seconds.items()},
+            "overhead": round(seconds["on"] / seconds["off"] - 1, 4)}  # fmt: skip
+
+
+def own_routes(given: Any, trainer: Any, batch: Any) -> Any:
+    """[tokens, layers, k] what the routers choose: a layer's choices follow those of the layers before, so each pass is right one further."""
+    import torch
+
+    from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES, Callbacks
+
+    experts, layers, tokens = trainer.a.experts, sum(trainer.a.sparse), given.micro_batch_size * given.length
+    routes = torch.arange(experts.top_k, device="cuda").repeat(len(batch.tokens), layers, 1)
+    number = 0
+
+    def forward(chunk: Any, micro: Any, ctx: Any) -> Any:
+        nonlocal number
+        mine = routes[number * tokens : (number + 1) * tokens]
+        number += 1
+        ctx.attached[GIVEN_ROUTES] = mine[ctx.rows.clamp(min=0)]
+        output = trainer.forward(chunk, micro, ctx)
+        own = ctx.attached[OWN_ROUTES]
+        real = ctx.rows >= 0
+        mine[ctx.rows[real]] = torch.stack([own[i] for i in sorted(own)], 1)[real]
+        return output
+
+    trainer.bind(Callbacks(forward, loss, trainer.optimizer_step))
+    for _ in range(layers + 1):
+        number = 0
+        trainer.log_probs(batch, "old")
+    return routes.to(torch.int16).cpu()
+
+
+def gradients(given: Any, name: str, directory: Path) -> dict[str, Any]:
+    """How far FP8's gradients are from those of the numbers that the forward pass multiplied: |difference| / |gradient|, and the ratio of
+    their norms; weights are not changed in between."""
+    import megatron.core.fp8_utils as utils
+    import torch
+    from transformer_engine.common.recipe import Float8BlockScaling, Format
+
+    trainer, _ = make_trainer(given, make_checkpoint(name, directory), {}, False, rate=0.0)
+    batch = make_batch(given.micro_batch_size, given.length, trainer.a.vocab)
+    found, norms = {}, {}
+    original = utils.get_fp8_recipe
+    for way in ("dequantized", None):
+        utils.get_fp8_recipe = lambda config, way=way: Float8BlockScaling(fp8_format=Format.E4M3, backward_override=way)
+        norms[way] = trainer.step(batch)["train/grad_norm"][0]
+        found[way] = trainer.wrapped[0].buffers[0].grad_data.clone()
+    utils.get_fp8_recipe = original
+    one, other = found["dequantized"], found[None]
+    distance = float(torch.linalg.vector_norm(other - one) / torch.linalg.vector_norm(one))
+    return {"model": name, "distance": round(distance, 5), "norms": round(norms[None] / norms["dequantized"], 5)}
 
 
 def parity() -> dict[str, Any]:
@@ -230,14 +298,15 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4)
-    for switch in ("--recompute", "--fp8", "--embedded", "--parity"):
+    parser.add_argument("--backward-override", choices=("dequantized", "none"), default="dequantized")
+    for switch in ("--recompute", "--fp8", "--embedded", "--replay", "--parity"):
         parser.add_argument(switch, action="store_true")
     given = parser.parse_args()
     if (
         given.fp8 or given.parity
     ):  # TransformerEngine reads them when it is imported; a BF16 run cannot have the second one
         os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
-    if given.fp8:
+    if given.fp8 and given.backward_override == "dequantized":
         os.environ["NVTE_BACKWARD_OVERRIDE"] = "dequantized"
     import torch
     import torch.distributed as dist
@@ -249,12 +318,21 @@ def main() -> None:
     rows = [megatron(given, name, directory, given.recompute) for name in given.models]
     if given.embedded:
         rows += [embedded(given, name, directory) for name in given.models]
+    if given.replay:
+        rows += [replay(given, name, directory) for name in given.models if "num_experts" in MODELS[name]]
     if int(os.environ.get("RANK", "0")) == 0:
         for row in rows:
             print(row)
         found = {"rows": rows} | ({"parity": parity()} if given.parity else {})
+        if given.parity and given.fp8:
+            found["gradients"] = [gradients(given, name, directory) for name in given.models]
         found["gpus"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-        finish("megatron_step", found, given.save, versions, "fp8" if given.fp8 else "")
+        name = "-".join(
+            w
+            for w, on in (("fp8", given.fp8), ("backward", given.backward_override == "none"), ("r3", given.replay))
+            if on
+        )
+        finish("megatron_step", found, given.save, versions, name)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from measure import finish, installed
 from torch import nn
 
 from miles_core import SyncError
-from miles_core.backend import Codec, CopyTransport, Encoded, Inbox, Unit
+from miles_core.backend import Arrival, Arrivals, Codec, CopyTransport, Encoded, Unit
 from miles_core.precision.installed import format_class
 from miles_zero_copy import paths
 from miles_zero_copy.sender import Sender, Sent
@@ -67,9 +67,9 @@ class Own:
                     continue
                 if name not in self.tensors:
                     self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-                self.tensors[name].copy_(tensor)
+                unit.copy(self.tensors[name], tensor)
         if self.device != "cpu":
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def read(self, data: Any) -> None:
         """Copy what is in bytes."""
@@ -97,15 +97,37 @@ def receiver(connection: socket.socket, device: str, gpu: int) -> None:
     torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(gpu)
-    inbox, own = Inbox(), Own(device, stay=True)
-    while (message := get(connection)) is not None:
+    own = Own(device, stay=True)
+    arrivals = Arrivals(lambda version, staged: Into(own))
+
+    async def take(message: Any) -> None:
         try:
-            own.take(inbox.open(asyncio.run(inbox.fetched(message))))
-            if message["last"]:
-                inbox.finish()
+            await arrivals.receive(message, 1, message["last"])
             put(connection, "")
         except Exception as error:  # is told to the sender
             put(connection, f"{type(error).__name__}: {error}")
+
+    async def serve() -> None:
+        loop, taking = asyncio.get_running_loop(), set()
+        while (message := await loop.run_in_executor(None, get, connection)) is not None:
+            taking.add(task := asyncio.create_task(take(message)))
+            task.add_done_callback(taking.discard)
+
+    asyncio.run(serve())
+
+
+class Into(Arrival):
+    """Bucket by bucket."""
+
+    def __init__(self, own: Own) -> None:
+        self.own = own
+
+    async def take(self, units: Iterator[Encoded]) -> None:
+        """Copy them."""
+        self.own.take(units)
+
+    async def finish(self) -> None:
+        """Nothing is to be done."""
 
 
 class Elsewhere:
@@ -116,11 +138,13 @@ class Elsewhere:
         self.connection, there = socket.socketpair()
         self.process = context.Process(target=receiver, args=(there, device, gpu), daemon=True)
         self.process.start()
+        self.answers = asyncio.Lock()
 
     async def receive(self, message: Any, last: bool) -> None:
         """One message."""
         put(self.connection, {**message, "last": last})
-        said = await asyncio.get_running_loop().run_in_executor(None, get, self.connection)
+        async with self.answers:  # they come in the order of the messages
+            said = await asyncio.get_running_loop().run_in_executor(None, get, self.connection)
         if said:
             raise SystemExit(f"the receiver: {said}")
 

@@ -4,6 +4,7 @@ The contracts, the data that crosses them, what a backend says about a number fo
 trainer rank. ``miles_core.testing`` has the contracts as tests.
 """
 
+from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.checkpoint.rng import get_rng, put_rng
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
@@ -62,7 +63,8 @@ from miles_core.schedule.paused import paused
 from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.arrivals import Arrival, Arrivals
 from miles_core.sync.broadcast import Broadcast
-from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, rounded
+from miles_core.sync.bucket import Bucket, room_of, rounded
+from miles_core.sync.checksum import BLOCK, checksum
 from miles_core.sync.copy import CopyTransport
 from miles_core.sync.delta import difference
 from miles_core.sync.device_memory import DeviceMemory, Loan
@@ -89,6 +91,7 @@ __all__ = [
     "Broadcast",
     "Bucket",
     "Callbacks",
+    "CheckpointFiles",
     "Codec",
     "Collector",
     "Context",

@@ -19,6 +19,8 @@ from torch import Tensor
 from miles_core.data.field import CORE_FIELDS, Field
 from miles_core.data.sample import Sample
 
+_EMPTY = torch.zeros(0, dtype=torch.int64)
+
 
 @dataclass
 class Ragged:
@@ -29,12 +31,13 @@ class Ragged:
 
     def select(self, index: Tensor) -> Ragged:
         """The rows ``index`` [n], in that order."""
-        lengths = (self.offsets[1:] - self.offsets[:-1])[index]
+        lengths = self.offsets.diff().index_select(0, index)
         offsets = torch.zeros(len(index) + 1, dtype=torch.int64, device=self.offsets.device)
         offsets[1:] = lengths.cumsum(0)
         owner = torch.repeat_interleave(torch.arange(len(index), device=index.device), lengths)
-        within = torch.arange(int(offsets[-1]), device=index.device) - offsets[owner]
-        return Ragged(self.values[self.offsets[index][owner] + within], offsets)
+        within = torch.arange(int(offsets[-1]), device=index.device) - offsets.index_select(0, owner)
+        first = self.offsets.index_select(0, index).index_select(0, owner)
+        return Ragged(self.values.index_select(0, first + within), offsets)
 
     def to(self, device: torch.device | str) -> Ragged:
         """The same on another device."""
@@ -92,7 +95,8 @@ class Batch:
     @property
     def owner(self) -> Tensor:
         """[T] which sample a token belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self), device=self.tokens.device), self.lengths)
+        samples = torch.arange(len(self), device=self.tokens.device)
+        return torch.repeat_interleave(samples, self.lengths, output_size=len(self.tokens))
 
     @property
     def mask(self) -> Tensor:
@@ -102,19 +106,23 @@ class Batch:
     def select(self, samples: Sequence[int] | Tensor) -> Batch:
         """The samples with these positions, in that order, with every column."""
         picked = torch.as_tensor(samples, dtype=torch.int64, device=self.tokens.device)
-        lengths = self.lengths[picked]
-        within = torch.arange(int(lengths.sum()), device=lengths.device)
-        within = within - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-        at = torch.repeat_interleave(self.starts[picked], lengths) + within
+        lengths = self.lengths.index_select(0, picked)
+        spans = zip(self.starts.index_select(0, picked).tolist(), lengths.tolist(), strict=True)
+        # index_select and arange, since advanced indexing and repeat_interleave start all of torch's threads, whatever the size
+        at = torch.cat([_EMPTY, *(torch.arange(start, start + n) for start, n in spans)]).to(picked.device)
+
+        def rows(column: Tensor) -> Tensor:
+            return column.index_select(0, at)
+
         return Batch(
-            tokens=self.tokens[at],
+            tokens=rows(self.tokens),
             lengths=lengths,
-            prompt_lengths=self.prompt_lengths[picked],
-            group=self.group[picked],
-            rollout=self.rollout[picked],
-            index=self.index[picked],
-            columns={k: v.select(at) if isinstance(v, Ragged) else v[at] for k, v in self.columns.items()},
-            scalars={k: v[picked] for k, v in self.scalars.items()},
+            prompt_lengths=self.prompt_lengths.index_select(0, picked),
+            group=self.group.index_select(0, picked),
+            rollout=self.rollout.index_select(0, picked),
+            index=self.index.index_select(0, picked),
+            columns={k: v.select(at) if isinstance(v, Ragged) else rows(v) for k, v in self.columns.items()},
+            scalars={k: v.index_select(0, picked) for k, v in self.scalars.items()},
             inputs=self.inputs,
         )
 

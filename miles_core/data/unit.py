@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,12 +31,14 @@ class Unit:
 class Encoded:
     """One checkpoint tensor as stored: ``name`` is the plain name (``...q_proj.weight``), ``parts`` maps stored names
     (``...q_proj.weight``, ``...q_proj.weight_scale_inv``) to tensors, ``format`` is a format's name or "" for as is, ``lasting``
-    as for ``Unit``."""
+    as for ``Unit``. Who copies a part uses ``copy(to, part)``: as ``to.copy_(part)``, but what arrived from elsewhere may be checked in the
+    same pass, and is in ``to`` when the stream was read to its end."""
 
     name: str
     parts: dict[str, Tensor] = field(default_factory=dict)
     format: str = ""
     lasting: bool = False
+    copy: Callable[[Tensor, Tensor], object] = field(default=Tensor.copy_, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:

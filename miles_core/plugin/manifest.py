@@ -104,7 +104,8 @@ class Plugin:
             times when a plan is refused, so it must be quick and import no torch. ``facts`` are the ``Facts`` of the plan,
             ``model`` is the checkpoint's ``config.json`` or None where it is not known here.
         examine: ``"module:function"``, ``examine(config, weights)``, for what only a look at the checkpoint tells (are its weights those
-            that the model needs). It is asked once of an accepted plan whose model this plugin builds (``provides``), before
+            that the model needs). It is asked once of an accepted plan whose model this plugin builds (it provides the kind
+            ``model``, or it provides the run's trainer and no ``model``, because that trainer has one of its own), before
             anything is built, and raises a ``MilesError``; it may import torch and read headers, but no weights. ``config`` is
             the run's; ``weights`` says that they must be there, which a plan of a ``config.json`` alone does not ask.
         hints: what this plugin's metrics, and core's, say about it, and what helps then; see ``Hint``. They are followed

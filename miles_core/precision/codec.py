@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from miles_core.data.unit import Encoded, Unit
-from miles_core.errors import CheckpointError, ConfigError, MilesError
+from miles_core.errors import CheckpointError, ConfigError
+from miles_core.precision.finite import Finite
 from miles_core.precision.format import Format, Stored, part_name
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
 from miles_core.precision.selector import Selector, Shape
@@ -95,18 +96,21 @@ class Codec:
             room: asked for each weight that is quantised, just before.
 
         Raises:
-            MilesError: a weight that holds NaN or Inf, or that the format cannot store; names the tensor.
+            MilesError: a weight that holds NaN or Inf, or that the format cannot store; names the tensor. Some weights after it may
+                have been yielded by then.
             ConfigError: a selector that matches none of the model's tensors; before the first stream where the model's
                 checkpoint is known, else at its end, and then the stream must be the whole model's.
         """
         seen: dict[str, Shape] = {}
+        finite = Finite()
         if self._model:
             self.check(self._model)
         for unit in units:
             if not self._checked:
                 seen |= {name: tuple(tensor.shape) for name, tensor in unit.tensors.items()}
             for part in self.parts(unit):
-                yield from self._encode(part, room)
+                yield from self._encode(part, finite, room)
+        finite.look()
         self.check(seen)
 
     def check(self, shapes: Mapping[str, Shape]) -> list[str]:
@@ -138,10 +142,13 @@ class Codec:
 
     def encode_unit(self, unit: Unit) -> list[Encoded]:
         """One unit's tensors, in its order; each is rounded to BF16 before, coupled weights share their statistics."""
-        return [encoded for part in self.parts(unit) for encoded in self._encode(part)]
+        finite = Finite()
+        found = [encoded for part in self.parts(unit) for encoded in self._encode(part, finite)]
+        finite.look()
+        return found
 
     @torch.no_grad()
-    def _encode(self, unit: Unit, room: Room | None = None) -> list[Encoded]:
+    def _encode(self, unit: Unit, finite: Finite, room: Room | None = None) -> list[Encoded]:
         format, tensors = self.format, unit.tensors
         plain = {name: Encoded(name, {name: tensor}, lasting=unit.lasting) for name, tensor in tensors.items()}
         if format is None:
@@ -149,6 +156,7 @@ class Codec:
         chosen = {n: t.to(COPY) for n, t in tensors.items() if self.quantises(n, tuple(t.shape))}
         for name, tensor in chosen.items():
             _check(format, name, tensor)
+            finite.add(name, tensor, stays=unit.lasting and tensor is tensors[name])
         stats = _shared_stats(format, chosen, list(tensors))
         return [_quantized(format, n, chosen[n], stats[n], room) if n in chosen else plain[n] for n in tensors]
 
@@ -195,18 +203,6 @@ def _check(format: Format, name: str, weight: Tensor) -> None:
     why = format.refuse((weight.shape[0], weight.shape[1]))
     if why is not None:
         raise ConfigError(f"{name} {list(weight.shape)} cannot be stored as {format.name}: {why}")
-    if not weight.numel():
-        return
-    low, high = torch.aminmax(weight)  # one pass without a mask in memory; NaN comes through
-    if bool(low.isfinite() & high.isfinite()):
-        return
-    bad = ~weight.isfinite()
-    first = bad.nonzero()[0].tolist()
-    raise MilesError(
-        f"{name} holds {int(bad.sum())} values that are NaN or Inf, the first ({weight[tuple(first)].item()}) at "
-        f"{first}; it cannot be quantised. The weights went wrong in training or in the checkpoint: look at the last "
-        "gradient norms, or resume from an earlier step with a lower --lr"
-    )
 
 
 def _shared_stats(format: Format, chosen: dict[str, Tensor], present: list[str]) -> dict[str, Tensor | None]:

@@ -17,7 +17,7 @@ from miles_core.contracts.run import Run
 from miles_core.convert.encode import to_format
 from miles_core.convert.json_files import quantization_block
 from miles_core.errors import CheckpointError, ConfigError, PlanError
-from miles_core.plugin.activate import SIDES
+from miles_core.plugin.activate import SIDES, provider
 from miles_core.plugin.discovery import Catalogue
 from miles_core.plugin.load import import_target
 from miles_core.plugin.manifest import Plugin
@@ -149,9 +149,9 @@ def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin], wei
         CheckpointError, ConfigError: they are not, or they cannot.
     """
     _check_weights(config, plan)
-    builder = next((p for name in plan.order if (p := manifests[name]).provides.get("model")), None)
-    if builder is not None and builder.examine:
-        import_target(builder.name, builder.examine)(config, weights)
+    for builder in _builders(plan, manifests):
+        if builder.examine:
+            import_target(builder.name, builder.examine)(config, weights)
     directory = Path(config.model.hf_checkpoint or "")
     if not config.model.hf_checkpoint or not any(directory.glob("*.safetensors")):
         return
@@ -161,6 +161,14 @@ def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin], wei
     for name in dict.fromkeys(plan.fact(side) for side in SIDES):
         if name is not None and name != PLAIN:
             to_format(files, codec_for(format_class(name, manifests), config, str(directory)))
+
+
+def _builders(plan: Plan, manifests: Mapping[str, Plugin]) -> list[Plugin]:
+    """Who makes models of the checkpoint: the plugin that provides them, and the one of a trainer that has a model of its own."""
+    models = next((p for name in plan.order if (p := manifests[name]).provides.get("model")), None)
+    trains = provider("trainer", plan.fact("trainer"), manifests)
+    own = trains if trains is not None and not trains.provides.get("model") else None
+    return [p for p in (models, own) if p is not None]
 
 
 def _check_weights(config: Config, plan: Plan) -> None:

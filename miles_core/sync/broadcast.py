@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +39,10 @@ class Broadcast:
         self._patience = timedelta(seconds=patience)
         self._group: Any = None
         self._closed = False
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._turns = 0
+        self._turn, self._next = 0, threading.Condition()
+        self._stream: torch.cuda.Stream | None = None
         self.memory: dict[str, Any] = {}
 
     @classmethod
@@ -69,42 +73,72 @@ class Broadcast:
         device = torch.device("cuda", gpu) if where["device"] == "cuda" else torch.device("cpu")
         return cls(store, device, rank, where["receivers"] + 1, where["patience"])
 
-    def send(self, flat: Tensor, times: int = 1) -> float:
-        """Give ``flat`` [n] uint8 to every receiver, ``times`` times; returns when it may be written over, with the seconds of the
-        last time.
+    def send(self, flat: Tensor, turn: int, times: int = 1) -> float:
+        """Give ``flat`` [n] uint8, which has to be there, not only under way, to every receiver, ``times`` times; returns when it may be
+        written over, with the seconds of the last time.
+
+        Args:
+            turn: the number of this broadcast, from 0 on: whoever comes early waits for the ones before.
 
         Raises:
             SyncError: not all of them came, or took it, in time.
         """
-        return self._all(flat, times)
+        with self._in(turn):
+            return self._all(flat, times)
 
-    def receive(self, nbytes: int, times: int = 1) -> Tensor:
-        """The next so many bytes: [nbytes] uint8, valid until the next call. SyncError when they do not come."""
-        if len(self._buffer) < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._all(self._buffer[:nbytes], times)
-        return self._buffer[:nbytes]
+    def receive(self, nbytes: int, turn: int, times: int = 1) -> Tensor:
+        """What is sent in this turn: [nbytes] uint8, valid until the turn after the next. SyncError when it does not come."""
+        with self._in(turn):
+            if len(self._buffers[0]) < nbytes:
+                self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            flat = self._buffers[0][:nbytes]
+            self._buffers.reverse()
+            self._all(flat, times)
+            return flat
+
+    def turn(self) -> int:
+        """The number of the next broadcast, at the sender's end."""
+        self._turns += 1
+        return self._turns - 1
 
     def close(self) -> None:
         """Leave the group; who waits for the others waits no longer."""
-        self._closed = True
+        with self._next:
+            self._closed = True
+            self._next.notify_all()
         group, self._group = self._group, None
         if group is not None:
             with suppress(RuntimeError):
                 group.abort()
+
+    @contextmanager
+    def _in(self, turn: int) -> Iterator[None]:
+        """While this turn is on."""
+        with self._next:
+            if not self._next.wait_for(lambda: self._turn >= turn or self._closed, self._patience.total_seconds()):
+                raise SyncError(f"broadcast {turn} among {self._size} processes waited for number {self._turn} in vain")
+        try:
+            yield
+        finally:
+            with self._next:
+                self._turn = turn + 1
+                self._next.notify_all()
 
     def _all(self, flat: Tensor, times: int) -> float:
         start = time.perf_counter()
         try:
             if flat.is_cuda:
                 torch.cuda.set_device(flat.device)  # of this thread
+                # one of its own: what is added up and copied meanwhile neither waits for the link nor the link for it
+                self._stream = self._stream or torch.cuda.Stream(flat.device)
             if self._group is None:
                 self._group = self._meet()
             for _ in range(times):
                 start = time.perf_counter()
-                self._group.broadcast(flat, 0).wait()
-                if flat.is_cuda:
-                    torch.cuda.current_stream(flat.device).synchronize()
+                with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                    self._group.broadcast(flat, 0).wait()
+                if self._stream is not None:
+                    self._stream.synchronize()
         except RuntimeError as error:
             self.close()
             raise SyncError(

@@ -8,7 +8,6 @@ and ``memory``, how the receiver gets at them (``sync.inbox``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -18,18 +17,11 @@ from torch import Tensor
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.precision.format import Stored
+from miles_core.sync.checksum import BLOCK, summing
 
-#: Bytes a checksum adds up at a time; buckets are multiples of it, and tensors start behind a multiple of it.
-BLOCK = 1024
 #: A lasting tensor of host memory starts as many bytes behind one as it does behind a multiple of this, a line of the cache: matrix
 #: products round by where their operands begin, and who computes with a tensor in a bucket gets the sender's results.
 LINE = 64
-#: Bytes that a CPU copies before it adds them up: they are in its cache still.
-_PIECE = 1 << 20
-#: Blocks whose numbers are made together.
-_ROUND = 1 << 15
-#: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
-_SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def rounded(nbytes: int) -> int:
@@ -40,66 +32,6 @@ def rounded(nbytes: int) -> int:
 def room_of(unit: Encoded) -> int:
     """Bytes that a tensor takes in an empty bucket."""
     return sum(rounded(_behind(unit, t) + t.numel() * t.element_size()) for t in unit.parts.values())
-
-
-def checksum(*pieces: Tensor) -> int:
-    """Of bytes [n] uint8, n a multiple of ``BLOCK``, one piece after the other, on any device: the sums of their blocks as 64-bit
-    words, each times an odd number of its own, added up; modulo 2^64.
-
-    Reads memory once at the speed of a sum, and one number leaves the device. Finds any change of one word, and whatever is
-    missing, late or in another block's place; not words that changed places within a block.
-    """
-    sums = torch.empty(sum(map(len, pieces)) // BLOCK, dtype=torch.int64, device=pieces[0].device)
-    at = 0
-    for piece in pieces:
-        words = _blocks(piece)
-        torch.sum(words, 1, out=sums[at : at + len(words)])
-        at += len(words)
-    return _weighed(sums)
-
-
-def _blocks(flat: Tensor) -> Tensor:
-    """Bytes as 64-bit words, a block a row."""
-    return flat.view(torch.int64).view(-1, BLOCK // 8)
-
-
-def _weighed(sums: Tensor) -> int:
-    """The checksum of blocks with these sums [blocks]."""
-    return int((sums * _weights(-(-len(sums) // _ROUND) * _ROUND, sums.device)[: len(sums)]).sum()) % (1 << 64)
-
-
-@lru_cache(4)
-def _weights(count: int, device: torch.device) -> Tensor:
-    """An odd number for each of so many blocks."""
-    return (2 * torch.arange(count, device=device) + 1) * _SPREAD
-
-
-class _Sum:
-    """The checksum of bytes [n] uint8 that are written or read from the first to the last one: on a CPU as they come, when they are in
-    its cache, on a GPU all in one go at the end.
-    """
-
-    def __init__(self, flat: Tensor) -> None:
-        self._flat, self._begun = flat, 0
-        self._words = _blocks(flat[: len(flat) // BLOCK * BLOCK])
-        self._sums = torch.empty(0 if flat.is_cuda else len(self._words), dtype=torch.int64)
-
-    def up_to(self, end: int) -> None:
-        """The bytes before ``end``, a multiple of ``BLOCK``, are there."""
-        if not self._flat.is_cuda and end - self._begun >= _PIECE:
-            self._add(end)
-
-    def of(self, end: int) -> int:
-        """The checksum of all bytes before ``end``."""
-        if self._flat.is_cuda:
-            return checksum(self._flat[:end])
-        self._add(end)
-        return _weighed(self._sums[: end // BLOCK])
-
-    def _add(self, end: int) -> None:
-        new = slice(self._begun // BLOCK, end // BLOCK)
-        torch.sum(self._words[new], 1, out=self._sums[new])
-        self._begun = end
 
 
 class Bucket:
@@ -117,7 +49,7 @@ class Bucket:
         """Start anew; the bytes stay until they are written over."""
         self.units: list[list[Any]] = []
         self.end = 0
-        self._sum = _Sum(self.buffer)
+        self._sum = summing(self.buffer)
         self._rooms: dict[str, dict[str, tuple[Tensor, int]]] = {}
 
     @property
@@ -143,21 +75,11 @@ class Bucket:
             if places is None:
                 return False
             for part, (tensor, at) in places.items():
-                self._copy(unit.parts[part], tensor, at)
+                self._sum.copy(tensor, unit.parts[part], at, unit.lasting)
         self._sum.up_to(rounded(self.end))
         parts = [[part, dtype_name(t.dtype), list(t.shape), offset] for part, (t, offset) in places.items()]
         self.units.append([unit.name, unit.format, parts])
         return True
-
-    def _copy(self, source: Tensor, to: Tensor, at: int) -> None:
-        """Copy a tensor to its place at byte ``at``, a large one of a CPU piece by piece."""
-        if to.nbytes < _PIECE or to.is_cuda or not source.is_contiguous():
-            to.copy_(source)
-            return
-        for piece, place in zip(*(t.view(-1).split(_PIECE // t.itemsize) for t in (source, to)), strict=True):
-            place.copy_(piece)
-            at += place.nbytes
-            self._sum.up_to(at // BLOCK * BLOCK)
 
     def header(self) -> dict[str, Any]:
         """The message about what was added so far, without its memory."""
@@ -196,11 +118,15 @@ def unpacked(message: Mapping[str, Any], flat: Tensor) -> Iterator[Encoded]:
     nbytes = message["nbytes"]
     if len(flat) < nbytes:
         raise SyncError(f"a bucket of {nbytes} bytes of weights arrived as {len(flat)} bytes")
-    found = _Sum(flat[:nbytes])
+    found, start = summing(flat[:nbytes]), flat.data_ptr()
+
+    def copy(to: Tensor, source: Tensor) -> None:
+        found.copy(to, source, source.data_ptr() - start, stays=True)
+
     for name, format, parts in message["units"]:
         tensors = {part: view(flat, dtype, shape, offset) for part, dtype, shape, offset in parts}
+        yield Encoded(name, tensors, format, copy=copy)
         found.up_to(rounded(max((offset + tensors[part].nbytes for part, _, _, offset in parts), default=0)))
-        yield Encoded(name, tensors, format)
     check(message, found.of(nbytes))
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
-from miles_core.sync.bucket import BLOCK, check, checksum, dtype_name, view
+from miles_core.sync.bucket import check, dtype_name, view
+from miles_core.sync.checksum import ALIGNED, BLOCK, checksum, summing
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -82,9 +83,7 @@ class Loan:
     def __init__(self) -> None:
         self._units: list[list[Any]] = []
         self._regions: dict[str, dict[str, Any]] = {}
-        self._runs: list[tuple[str, int, int]] = []
         self._kept: list[Tensor] = []
-        self._device = torch.device("cpu")
 
     def __len__(self) -> int:
         return len(self._units)
@@ -92,7 +91,13 @@ class Loan:
     def add(self, name: str, tensor: Tensor) -> bool:
         """Lend a tensor that travels as it is; False where that cannot be."""
         nbytes = tensor.numel() * tensor.element_size()
-        if not tensor.is_cuda or not tensor.is_contiguous() or not nbytes or nbytes % BLOCK or tensor.data_ptr() % 16:
+        if (
+            not tensor.is_cuda
+            or not tensor.is_contiguous()
+            or not nbytes
+            or nbytes % BLOCK
+            or tensor.data_ptr() % ALIGNED
+        ):
             return False
         region = _region(tensor)
         if region is None:
@@ -100,45 +105,37 @@ class Loan:
         key, start = region["key"], tensor.data_ptr() - region["base"]
         self._regions.setdefault(key, region)
         self._units.append([name, key, dtype_name(tensor.dtype), list(tensor.shape), start])
-        self._runs.append((key, start, nbytes))
-        self._kept.append(tensor)
-        self._device = tensor.device
+        self._kept.append(tensor.detach())
         return True
 
     def message(self) -> dict[str, Any]:
         """About what was added so far: as that of a bucket, with its memory."""
-        runs, regions = joined(self._runs), self._regions
-        pieces = [_tensor(regions[key]["base"] + start, nbytes, self._device.index) for key, start, nbytes in runs]
+        pieces = [_bytes(tensor) for tensor in self._kept]
         return {
             "units": self._units,
             "nbytes": sum(map(len, pieces)),
             "checksum": checksum(*pieces),
-            "memory": {"kind": "loan", "regions": regions, "runs": runs},
+            "memory": {"kind": "loan", "regions": self._regions},
         }
 
 
-def joined(runs: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Runs of memory (region, first byte, bytes) in order, those that follow each other as one."""
-    found: list[tuple[str, int, int]] = []
-    for key, start, nbytes in sorted(runs):
-        if found and found[-1][0] == key and sum(found[-1][1:]) == start:
-            found[-1] = key, found[-1][1], found[-1][2] + nbytes
-        else:
-            found.append((key, start, nbytes))
-    return found
-
-
-def borrowed(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> list[Encoded]:
-    """The tensors of a ``Loan``'s message. ``region``: the memory of a region, attached.
+def borrowed(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> Iterator[Encoded]:
+    """The tensors of a ``Loan``'s message. ``region``: the memory of a region, attached. They are checked while they are read: what
+    comes before the end may be wrong.
 
     Raises:
-        SyncError: the bytes are not those that were lent.
+        SyncError: the bytes are not those that were lent; known at the end.
     """
-    check(message, checksum(*(region(key)[start : start + n] for key, start, n in message["memory"]["runs"])))
-    return [
-        Encoded(name, {name: view(region(key), dtype, shape, start)})
-        for name, key, dtype, shape, start in message["units"]
-    ]
+    tensors = [view(region(key), dtype, shape, start) for _, key, dtype, shape, start in message["units"]]
+    found, at = summing(*map(_bytes, tensors)), 0
+    for (name, *_), tensor in zip(message["units"], tensors, strict=True):
+        yield Encoded(name, {name: tensor}, copy=partial(found.copy, at=at, stays=True))
+        at += tensor.nbytes
+    check(message, found.of(at))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _region(tensor: Tensor) -> dict[str, Any] | None:

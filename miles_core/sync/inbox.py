@@ -119,7 +119,7 @@ class Inbox:
     def _received(self, where: Mapping[str, Any], nbytes: int, gpu: int) -> Tensor:
         if where["key"] not in self._groups:
             self._groups[where["key"]] = Broadcast.join(where, gpu)
-        return self._groups[where["key"]].receive(nbytes, where["times"])
+        return self._groups[where["key"]].receive(nbytes, where["turn"], where["times"])
 
 
 def _file(where: Mapping[str, Any]) -> Tensor:

@@ -151,4 +151,4 @@ class _Beside(Arrival):
 def _wait_for_gpu() -> None:
     """The sender writes over a bucket as soon as its ``receive`` returns."""
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()  # not those on which the next bucket may be coming

@@ -49,8 +49,10 @@ class Update:
             tensor = _plain(unit, self._decode)
             if self._share and unit.lasting:
                 self._loader.share(unit.name, tensor)
-            else:
+            elif unit.format:
                 self._loader.put(unit.name, tensor)
+            else:
+                self._loader.put(unit.name, tensor, unit.copy)
 
     def missing(self) -> list[str]:
         """Names of the model's tensors that did not come so far."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from miles_embedded.model.views import Loader, View, sources
+from miles_embedded.model.views import Copy, Loader, View, sources
 
 
 class SharingLoader(Loader):
@@ -50,9 +50,9 @@ class SharingLoader(Loader):
                     self._write(view, tensor)
         self._lasting = {}
 
-    def _write(self, view: View, tensor: Tensor) -> None:
+    def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
         if self._held[view.source].divided:  # nobody shares what processes hold in part
-            super()._write(view, tensor)
+            super()._write(view, tensor, copy)
             self.copied += tensor.numel() * tensor.element_size()
             return
         if _same(self._part_of_model(view), tensor):
@@ -61,7 +61,7 @@ class SharingLoader(Loader):
             home = self._sources[view.source]
             home.data = home.detach().clone()
             self._shared.remove(view.source)
-        self._part_of_model(view).copy_(tensor)
+        copy(self._part_of_model(view), tensor)
         self.copied += tensor.numel() * tensor.element_size()
 
     def _part_of_model(self, view: View) -> Tensor:

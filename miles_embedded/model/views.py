@@ -29,6 +29,9 @@ from miles_embedded.model.sharded import Held, held, whole
 #: Final names of the two halves that a number format encodes with one scale: gate and up.
 _COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
 
+#: Copies into the first tensor from the second one.
+Copy = Callable[[Tensor, Tensor], object]
+
 _known: WeakKeyDictionary[nn.Module, tuple[tuple, list[View]]] = WeakKeyDictionary()
 
 
@@ -46,10 +49,10 @@ class View:
         """The view of the module tensor."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
-    def write(self, source: Held, tensor: Tensor) -> None:
+    def write(self, source: Held, tensor: Tensor, copy: Copy) -> None:
         """Copy the checkpoint tensor into what this process holds of the module tensor."""
         if not source.divided:
-            self.of(source.tensor).copy_(tensor)
+            copy(self.of(source.tensor), tensor)
             return
         # Along the dimension with the largest stride entries follow each other in memory, so a process has a run of them.
         along = max(range(len(self.size)), key=lambda d: (self.size[d] > 1, self.stride[d]))
@@ -138,13 +141,13 @@ class Loader:
         self._inside: dict[str, tuple[str, list[View]]] = {}
 
     @torch.no_grad()
-    def put(self, name: str, tensor: Tensor) -> None:
+    def put(self, name: str, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
         """Copy one checkpoint tensor in, or one matrix of a tensor that holds all experts; CheckpointError when the model
         has no such tensor or its shape is another."""
-        self._write(self._arrived(name, tensor), tensor)
+        self._write(self._arrived(name, tensor), tensor, copy)
 
-    def _write(self, view: View, tensor: Tensor) -> None:
-        view.write(self._held[view.source], tensor)
+    def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
+        view.write(self._held[view.source], tensor, copy)
 
     def _arrived(self, name: str, tensor: Tensor) -> View:
         """The view a tensor belongs to, which is no longer missing."""

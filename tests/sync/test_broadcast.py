@@ -24,14 +24,17 @@ def test_every_receiver_gets_the_bytes_bucket_after_bucket():
 
     def receive():
         mine = Broadcast.join(end.memory)
-        found = [mine.receive(4096, times=2).clone(), mine.receive(1024).clone()]
+        with ThreadPoolExecutor() as both:  # who asks for the second one first still gets the first one first
+            asked = [both.submit(mine.receive, 1024, 1), both.submit(mine.receive, 4096, 0, times=2)]
+            found = [each.result() for each in reversed(asked)]
         mine.close()
         return found
 
     with ThreadPoolExecutor() as pool:
         receivers = [pool.submit(receive) for _ in range(2)]
-        assert end.send(first, times=2) > 0
-        end.send(second)
+        assert [end.turn(), end.turn()] == [0, 1]
+        later = pool.submit(end.send, second, 1)
+        assert end.send(first, 0, times=2) > 0 and later.result() > 0
         for found in receivers:
             assert torch.equal(found.result()[0], first) and torch.equal(found.result()[1], second)
     end.close()
@@ -40,7 +43,7 @@ def test_every_receiver_gets_the_bytes_bucket_after_bucket():
 def test_who_is_not_there_in_time_and_who_cannot_be_reached_are_said():
     end = Broadcast.open(1, CPU, patience=0.2)
     with pytest.raises(SyncError, match="a broadcast among 2 processes failed at number 0: the others did not come"):
-        end.send(torch.zeros(1024, dtype=torch.uint8))
+        end.send(torch.zeros(1024, dtype=torch.uint8), 0)
     with pytest.raises(
         SyncError, match=r"cannot be reached from the engine.s process at 127.0.0.1, port 9, where it wants"
     ):

@@ -11,8 +11,8 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.format import Stored
 from miles_core.precision.installed import format_class, providers
 from miles_core.precision.selector import Selector
-from miles_core.sync.bucket import BLOCK, Bucket, checksum, room_of, unpacked
-from miles_core.sync.device_memory import joined
+from miles_core.sync.bucket import Bucket, room_of, unpacked
+from miles_core.sync.checksum import BLOCK, checksum
 from miles_core.sync.inbox import Inbox
 
 
@@ -116,11 +116,6 @@ def test_a_bucket_that_came_in_part_is_refused():
     bucket.add(plain("a", 600))
     with pytest.raises(SyncError, match="2048 bytes of weights arrived as 1024 bytes"):
         list(unpacked(bucket.header(), bucket.filled[:BLOCK]))
-
-
-def test_memory_that_follows_other_memory_is_looked_at_in_one_go():
-    runs = [("b", 0, 8), ("a", 24, 8), ("a", 0, 16), ("a", 16, 4)]
-    assert joined(runs) == [("a", 0, 20), ("a", 24, 8), ("b", 0, 8)]
 
 
 def test_a_checksum_is_of_pieces_as_of_the_whole():

@@ -21,8 +21,14 @@ plugin = Plugin(
         ),
         "env.NVTE_BACKWARD_OVERRIDE": Set(
             "dequantized",
-            when="trainer == megatron and train.precision in {fp8, mxfp8}",
+            when="trainer == megatron and train.precision in {fp8, mxfp8} and megatron.backward_override == dequantized",
             because="the backward pass is in BF16, with the numbers that the forward pass multiplied",
+        ),
+    },
+    notes={
+        "trainer == megatron and train.precision in {fp8, mxfp8} and megatron.backward_override == none": (
+            "the backward pass quantises gradients too (--backward-override none): they are no longer those of the numbers that the "
+            "forward pass multiplied, and differ by the format's rounding in each product"
         ),
     },
     facts={"megatron.ranks": "processes that train one policy, where no runtime says it"},
@@ -33,10 +39,16 @@ plugin = Plugin(
             because="a dense model has no routed experts to balance",
         ),
         Rule(
+            needs="train.precision in {fp8, mxfp8}",
+            when="megatron.backward_override == none",
+            because="it says how TransformerEngine computes gradients in a number format of its own",
+        ),
+        Rule(
             needs="model.device != cpu or gpu.count == 0",
             when="trainer == megatron",
             because="Megatron-Core takes the GPU where there is one; CUDA_VISIBLE_DEVICES= hides it",
         ),
     ),
     review="miles_megatron.review:review",
+    examine="miles_megatron.examine:examine",
 )

@@ -28,6 +28,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "expert_model_parallel_size": (1, "1"),
     "grad_reduce_in_fp32": (True, "on: sums over micro-batches and ranks keep their bits"),
     "moe_token_dispatcher_type": ("alltoall", "alltoall"),
+    "gradient_accumulation_fusion": (None, "on where there is a GPU"),
     "bias_activation_fusion": (None, "on where there is a GPU"),
     "bias_dropout_fusion": (None, "on where there is a GPU"),
     "apply_rope_fusion": (None, "on where there is a GPU, for rotary positions without YaRN"),
@@ -61,8 +62,21 @@ def _entry(row: dict[str, Any]) -> tuple[str, Any, Any]:
     )
 
 
-MegatronConfig = make_dataclass("MegatronConfig", [_entry(row) for row in table()], frozen=True, kw_only=True)
-MegatronConfig.__doc__ = (
-    """The fields of Megatron-Core's configurations; one that is None keeps Megatron-Core's default."""
+#: What is TransformerEngine's and no field of Megatron-Core's.
+_BACKWARD = (
+    "backward_override",
+    str,
+    option(
+        "dequantized",
+        help="gradients in TransformerEngine's number formats: dequantized multiplies what the forward pass multiplied in BF16, none "
+        "quantises gradients too and is faster (default: dequantized)",
+        choices=("dequantized", "none"),
+    ),
 )
+
+MegatronConfig = make_dataclass(
+    "MegatronConfig", [*(_entry(row) for row in table()), _BACKWARD], frozen=True, kw_only=True
+)
+MegatronConfig.__doc__ = """The fields of Megatron-Core's configurations, of which one that is None keeps Megatron-Core's default, and
+TransformerEngine's ``backward_override``."""
 MegatronConfig.__module__ = __name__

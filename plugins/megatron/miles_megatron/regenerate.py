@@ -74,7 +74,7 @@ NOT_OPTIONS: dict[str, str] = {
     r"disable_symmetric_registration|suggested_.*|num_distributed_optimizer_instances|param_name_patterns_.*": _NOT_YET,
     r"moe_.*(glu_interleave|hybridep|deepep|ncclep|flex_dispatcher|single_grouped|quantile).*|mla_down_proj_fusion": _NOT_YET,
     r"moe_router_topk_limited_devices|use_grouped_gemm_for_.*|use_transformer_engine_op_fuser|use_te_activation_func": _NOT_YET,
-    r"gradient_accumulation_fusion|use_fused_weighted_squared_relu|fused_single_qkv_rope|fused_residual_rmsnorm": _NOT_YET,
+    r"use_fused_weighted_squared_relu|fused_single_qkv_rope|fused_residual_rmsnorm": _NOT_YET,
     r"clone_scatter_output_in_embedding|high_priority_a2a_comm_stream|pin_cpu_.*|num_buckets|align_param_gather": _NOT_YET,
     r"reduce_scatter_with_.*|pad_buckets_.*|memory_efficient_layer_norm": _NOT_YET,
 }

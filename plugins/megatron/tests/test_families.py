@@ -10,6 +10,7 @@ from miles_core import CheckpointError
 from miles_megatron import count, families
 from miles_megatron.families.parts import transformer_engine_name
 from miles_megatron.layout import join, shard
+from miles_megatron.shapes import shapes
 
 #: Buffers that are in a checkpoint and are no parameters.
 BUFFER = "e_score_correction_bias"
@@ -30,6 +31,13 @@ def test_every_tensor_of_a_checkpoint_is_in_the_table_once(stored, architecture)
     stacked = [n for n in named if ".experts." in n and n.count("proj") and "experts.0" not in n]
     assert set(named) == set(stored)
     assert len(named) == len(set(named)) or (architecture.family == "gpt_oss" and stacked)
+
+
+def test_its_shapes_follow_from_config_json(stored, architecture):
+    known = {
+        name: shape for entry in families.weights(architecture) for name, shape in shapes(entry, architecture).items()
+    }
+    assert known == {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
 def test_parameters_are_counted(stored, architecture):

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -131,7 +132,8 @@ def test_formats_that_the_trainer_does_not_have_are_refused(checkpoint):
     assert "needs gpu.sm >= 100" in text
 
 
-def test_a_plan_with_replay_and_fp8_on_both_sides(checkpoint):
+@pytest.mark.parametrize(("options", "override"), [({}, "dequantized"), ({"backward_override": "none"}, None)])
+def test_a_plan_with_replay_and_fp8_on_both_sides(checkpoint, options, override):
     accepted = plan(
         trainer="megatron",
         hf_checkpoint=checkpoint(PUBLISHED["QWEN3_235B"]),
@@ -140,10 +142,18 @@ def test_a_plan_with_replay_and_fp8_on_both_sides(checkpoint):
         fp8_recipe="blockwise",
         expert_model_parallel_size=32,
         micro_batch_size=1,
+        **options,
     )
     assert accepted.fact("env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES") == "1"
+    assert accepted.fact("env.NVTE_BACKWARD_OVERRIDE") == override
+    assert [text for text in accepted.advice if "quantises gradients too" in text] == [ANY] * len(options)
 
 
 def test_what_the_trainer_lacks_is_refused(checkpoint):
     text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=8", aux_loss_coef=0.1)
     assert "megatron needs model.moe" in text
+
+
+def test_gradients_are_quantised_in_a_number_format_alone(checkpoint):
+    text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=8", backward_override="none")
+    assert "megatron needs train.precision in {fp8, mxfp8}" in text

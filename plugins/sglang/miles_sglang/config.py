@@ -78,6 +78,7 @@ def _option(field: dict[str, Any]) -> tuple[str, Any, Any]:
     made = option(
         {"str": "", "json": ""}.get(kind, () if kind in _LISTS else None),
         flag=f"--sglang-{name.replace('_', '-')}",
+        aliases=(f"--sglang-{field['cli']}",) if "cli" in field else (),
         help=f"{name} of SGLang's ServerArgs{', as JSON' if kind == 'json' else ''} ({default})",
         choices=tuple(field.get("choices", ())),
     )

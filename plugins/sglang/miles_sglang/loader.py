@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 #: The name by which SGLang finds ``load``.
 NAME = "miles_sglang.loader.load"
+#: How the scales of a quantised weight's blocks end.
+_SCALES = "_scale_inv"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Copies:
 
 
 class Watch(TorchDispatchMode):
-    """Writes down the copies out of one array, and whether anything else was computed.
+    """Writes down what is read of one array, the copies out of it, and whether anything else was computed.
 
     Args:
         array: a bucket's bytes.
@@ -58,9 +62,20 @@ class Watch(TorchDispatchMode):
         self.storage = array.untyped_storage().data_ptr()
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.only_copies = True
+        self._read: list[int] = []
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether anything was read of a tensor in the array."""
+        self._read.sort()
+        start = _first_byte(tensor)
+        at = bisect_left(self._read, start)
+        return at < len(self._read) and self._read[at] < start + tensor.nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+            self._read += [_first_byte(x) for x in given if x.untyped_storage().data_ptr() == self.storage]
         if func is torch.ops.aten.copy_.default and args[1].untyped_storage().data_ptr() == self.storage:
             self.copies.append((args[0], args[1]))
         elif not func.is_view:
@@ -85,16 +100,16 @@ def load(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
             copies = known.get(table)
             if copies is not None and copies.memory == memory:
                 copies.again(array)
-            elif copies is not None or table not in known:
-                known[table] = _loaded(model, table, array, memory)
             else:
-                model.load_weights(_tensors(table, array))  # type: ignore[operator]
+                known[table] = _loaded(model, table, array, memory)
 
 
 def _loaded(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> Copies | None:
     """Load a bucket by the model's own method; what that did, where it was nothing but copies."""
+    tensors = _tensors(table, array)
     with Watch(array) as watch:
-        model.load_weights(_tensors(table, array))
+        model.load_weights(tensors)
+        _load_scales(model, tensors, watch)
     if not watch.only_copies or tuple(p.data_ptr() for p in model.parameters()) != memory:
         return None
     pieces = [
@@ -102,6 +117,33 @@ def _loaded(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> C
         for _, s in watch.copies
     ]
     return Copies([place for place, _ in watch.copies], pieces, memory)
+
+
+def _load_scales(model: Any, tensors: list[tuple[str, Tensor]], watch: Watch) -> None:
+    """Load the scales of blocks that the model's own method passed over although it took their codes: SGLang's Llama calls them
+    what the scale of a whole tensor is called, has no such parameter, and only logs that.
+
+    Raises:
+        RuntimeError: the model has no parameter for them.
+    """
+    taken = {name.rpartition(".")[0] for name, tensor in tensors if not name.endswith(_SCALES) and watch.has(tensor)}
+    left = [
+        (name, tensor)
+        for name, tensor in tensors
+        if name.endswith(_SCALES) and name.rpartition(".")[0] in taken and not watch.has(tensor)
+    ]
+    parameters = dict(model.named_parameters()) if left else {}
+    for name, tensor in left:
+        fused = [m for m in getattr(model, "stacked_params_mapping", ()) if m[1] in name]
+        target = name.replace(fused[0][1], fused[0][0]) if fused else name
+        if target not in parameters:
+            raise RuntimeError(f"{type(model).__name__} took the codes of {name} and not these scales")
+        parameters[target].weight_loader(parameters[target], tensor, *(m[2] for m in fused[:1]))
+
+
+def _first_byte(tensor: Tensor) -> int:
+    """Where a tensor begins in its storage."""
+    return tensor.storage_offset() * tensor.itemsize
 
 
 def _tensors(table: str, array: Tensor) -> list[tuple[str, Tensor]]:

@@ -25,7 +25,8 @@ def read(source: str) -> list[dict[str, Any]]:
 
     Returns:
         a dictionary a field: ``name``; ``type``, one of bool, int, float, str, ``list[...]`` of these, or ``json`` for
-        anything else; ``choices`` and ``default`` where they are written as plain values.
+        anything else; ``choices`` and ``default`` where they are written as plain values; ``cli`` where SGLang's own flag is
+        called otherwise.
     """
     module = ast.parse(source)
     constants = _constants(module)
@@ -52,11 +53,14 @@ def _field(name: str, node: ast.AnnAssign, constants: dict[str, Any]) -> dict[st
         assert isinstance(annotation.slice, ast.Tuple)
         annotation, *rest = annotation.slice.elts
     kind, choices = _type(annotation)
+    spelling = flag = f"--{name.replace('_', '-')}"
     for extra in rest:
         if isinstance(extra, ast.Call) and _name(extra.func) == "Arg":
-            given = next((k.value for k in extra.keywords if k.arg == "choices"), None)
-            choices = _plain(given, constants) or choices
+            given = {k.arg: _plain(k.value, constants) for k in extra.keywords}
+            choices, spelling = given.get("choices") or choices, given.get("cli_name") or flag
     entry: dict[str, Any] = {"name": name, "type": kind}
+    if spelling != flag:
+        entry["cli"] = spelling.removeprefix("--")
     if choices and kind != "json":
         entry["choices"] = sorted(choices) if isinstance(choices, set) else [c for c in choices if c is not None]
     default = _plain(node.value, constants)

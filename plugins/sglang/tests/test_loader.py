@@ -103,3 +103,50 @@ def test_a_bucket_without_a_tensor_of_the_model_loads_nothing() -> None:
     for seed in range(3):
         load(model, bucket(seed)[1])
     assert model.loads == 1 and not model.fused.any()
+
+
+class Forgetful(nn.Module):
+    """Takes codes, and the scales of their blocks for something else, as SGLang's Llama does."""
+
+    stacked_params_mapping = (("gate_up_proj", "gate_proj", 0, 2), ("gate_up_proj", "up_proj", 1, 2))
+
+    def __init__(self, scaled: bool = True) -> None:
+        super().__init__()
+        for name, scales in (("gate_up_proj", 2), ("down_proj", 1)):
+            layer = nn.Module()
+            layer.weight = nn.Parameter(torch.zeros(scales * 4, 8))
+            if scaled:
+                layer.weight_scale_inv = nn.Parameter(torch.zeros(scales, 1))
+                layer.weight_scale_inv.weight_loader = self.put
+            self.add_module(name, layer)
+
+    def put(self, parameter: nn.Parameter, tensor: Tensor, shard: int | None = None) -> None:
+        parameter.data.narrow(0, shard or 0, 1).copy_(tensor)
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name.endswith(".weight") and "other" not in name:  # the layers of another rank are passed over, whole
+                rows = 4 if "up_proj" in name else 0
+                layer = self.down_proj if "down" in name else self.gate_up_proj
+                layer.weight.data[rows : rows + 4].copy_(tensor)
+
+
+def test_scales_that_a_model_forgets_are_loaded_or_missed() -> None:
+    import json
+
+    model = Forgetful()
+    for seed in (0, 1):  # by name, and as remembered copies
+        made, tensors = Bucket(), {}
+        torch.manual_seed(seed)
+        for part in ("gate_proj", "up_proj", "down_proj", "other.down_proj"):
+            tensors[f"{part}.weight"], tensors[f"{part}.weight_scale_inv"] = torch.randn(4, 8), torch.randn(1, 1)
+        for name, tensor in tensors.items():
+            made.add(name, tensor)
+        flat = made.flatten()
+        named = [(json.dumps(flat.tensors), flat.array)]
+        load(model, named)
+        found = [tensors[f"{part}.weight_scale_inv"] for part in ("gate_proj", "up_proj")]
+        assert torch.equal(model.gate_up_proj.weight_scale_inv.data, torch.cat(found))
+        assert torch.equal(model.down_proj.weight_scale_inv.data, tensors["down_proj.weight_scale_inv"])
+    with pytest.raises(RuntimeError, match=r"Forgetful took the codes of gate_proj\.weight_scale_inv and not these"):
+        load(Forgetful(scaled=False), named)

@@ -29,6 +29,7 @@ class ServerArgs:
     mode: A[Optional[Literal["a", "b"]], "h"] = None
     table: A[Optional[Dict[str, str]], "h"] = None
     flag: A[bool, "h"] = False
+    place_runner: A[int, Arg(help="h", cli_name="--place")] = 0
 '''
 
 
@@ -49,6 +50,7 @@ def test_options_are_read_from_the_source():
         {"name": "mode", "type": "str", "choices": ["a", "b"]},
         {"name": "table", "type": "json"},
         {"name": "flag", "type": "bool", "default": False},
+        {"name": "place_runner", "type": "int", "cli": "place", "default": 0},
     ]
 
 

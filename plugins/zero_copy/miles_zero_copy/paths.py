@@ -40,6 +40,9 @@ class Slot(ABC):
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
         """How the receiver gets at the bytes of the bucket, whose ``header`` was made and which belongs to ``version``."""
 
+    async def left(self) -> None:
+        """Returns when the bytes of a bucket that may be under way still can be written over."""
+
     async def deliver(self, receive: Receive, message: Mapping[str, Any], last: bool) -> float:
         """Send the message about the bucket; returns when the engine has taken what is in it, with the seconds its bytes took."""
         start = time.perf_counter()
@@ -88,14 +91,23 @@ class BroadcastSlot(Slot):
         except torch.OutOfMemoryError as error:
             raise SyncError(f"{nbytes:,} bytes of GPU memory for a broadcast are not to be had") from error
         self._group = group
+        self._sending: asyncio.Task[float] | None = None
 
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
-        return {**self._group.memory, "times": 1 if header["units"] else 2}  # the second time everybody is there
+        times = 1 if header["units"] else 2  # the second time everybody is there
+        return {**self._group.memory, "turn": self._group.turn(), "times": times}
+
+    async def left(self) -> None:
+        if self._sending is not None and not self._sending.done():
+            await asyncio.wait([self._sending])
 
     async def deliver(self, receive: Receive, message: Mapping[str, Any], last: bool) -> float:
-        times = message["memory"]["times"]
+        where = message["memory"]
         told = asyncio.ensure_future(receive(message, last))
-        sent = asyncio.create_task(asyncio.to_thread(self._group.send, self.bucket.filled, times))
+        sent = asyncio.create_task(
+            asyncio.to_thread(self._group.send, self.bucket.filled, where["turn"], where["times"])
+        )
+        self._sending = sent
         for late in (told, sent):
             late.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody's, after the first error
         await asyncio.wait([told, sent], return_when=asyncio.FIRST_EXCEPTION)
@@ -144,6 +156,7 @@ class Path:
         probe: bytes of a bucket that shows how fast the way is.
         lends: engines read the trainer's own tensors where these have handles.
         stays: in this memory engines may read a whole version for as long as it is in force.
+        ahead: how many buckets may be on their way while the engine takes the one before; their slots say when they ``left``.
         close: frees what all slots have in common.
     """
 
@@ -153,6 +166,7 @@ class Path:
     probe: int = 4 << 20
     lends: bool = False
     stays: bool = False
+    ahead: int = 0
     close: Callable[[], None] = lambda: None
 
 
@@ -184,7 +198,9 @@ def broadcast(device: torch.device, engines: int) -> Path:
     """Through a process group with so many engines: NCCL on a GPU, gloo on a CPU."""
     group = Broadcast.open(engines, device)
     make = partial(BroadcastSlot, device=device, group=group)
-    return Path(make, probe=(256 if device.type == "cuda" else 16) << 20, close=group.close)
+    # As large as the probe is: a link is no faster with more, and the first and the last one are not hidden behind others.
+    enough = (256 if device.type == "cuda" else 16) << 20
+    return Path(make, enough=enough, probe=enough, ahead=1, close=group.close)
 
 
 def copy_speed(nbytes: int = PROBE_BYTES, device: str = "cpu") -> float:

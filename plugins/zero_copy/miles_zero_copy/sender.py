@@ -68,7 +68,7 @@ class Sender:
         self._versions = Versions() if stay and path.stays else None
         self._standing: SegmentSlot | None = None
         self._taken = self._piece = 0
-        self._reading: asyncio.Task[float] | None = None
+        self._reading: list[asyncio.Task[float]] = []
         self._loan = Loan()
         self.sent = Sent()
 
@@ -105,15 +105,16 @@ class Sender:
             self._taken = 0
             for unit in units:
                 await self._add(unit, receive, version)
-            await self._deliver(receive, version, last=not self._loan)
+            if self._slot.bucket.units or not self._loan:
+                await self._deliver(receive, version, last=not self._loan)
             if self._loan:
                 await self._post(self._slot, self._loan.message(), receive, last=True)
             await self._acknowledged()
         finally:
             self._loan, self._standing = Loan(), None
-            if self._reading is not None:  # after an error: nobody reads a slot that may be freed
-                await asyncio.wait([self._reading])
-                self._reading = None
+            if self._reading:  # after an error: nobody reads a slot that may be freed
+                await asyncio.wait(self._reading)
+                self._reading = []
         sent, self.sent = self.sent, Sent()
         if sent.encoded:  # engines hold these as numbers of their own
             self._taken = 0
@@ -191,23 +192,27 @@ class Sender:
             self._standing = self._versions.after(self._standing)
             return
         self._slots.reverse()
+        await self._slot.left()
         self._slot.bucket.clear()
 
     async def _post(self, slot: Slot, message: Mapping[str, Any], receive: Receive, last: bool = False) -> None:
-        """Send a message once the one before it was answered."""
+        """Send a message once those before it were answered, or are few."""
         memory = message["memory"]
         if memory["kind"] == "delta":
             self.sent.saved += message["nbytes"] - len(memory["data"])
         numbered = {**message, "number": self.sent.buckets, "sender": list(self._sender)}
         self.sent.buckets += 1
-        await self._acknowledged()
-        self._reading = asyncio.create_task(slot.deliver(receive, numbered, last))
+        await self._acknowledged(self.path.ahead)
+        self._reading.append(asyncio.create_task(slot.deliver(receive, numbered, last)))
         await asyncio.sleep(0)  # the message leaves before the other slot is filled
 
-    async def _acknowledged(self) -> float:
-        """The bucket that is on its way was read; the seconds it took."""
-        reading, self._reading = self._reading, None
-        return 0.0 if reading is None else await reading
+    async def _acknowledged(self, ahead: int = 0) -> float:
+        """All buckets that are on their way were read, but for the last ones; the seconds that the last of them took."""
+        seconds = 0.0
+        while len(self._reading) > ahead:
+            seconds = await self._reading[0]
+            del self._reading[0]
+        return seconds
 
     def _make_slots(self, nbytes: int) -> None:
         self._free_slots()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from miles_core import CheckpointError, micro_batch_limits
+from miles_core import micro_batch_limits
 from miles_core.backend import OptimizerConfig, Policy, Run, make_codec
 from miles_megatron import families
 from miles_megatron.config import table
@@ -48,12 +48,7 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
         from miles_megatron.trainer.trainer import MegatronTrainer
 
         directory = Path(run.config.model.ref_load or policy.hf_checkpoint)
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        if config.get("quantization_config"):
-            raise CheckpointError(
-                f"{directory} is quantised, and --trainer megatron reads BF16 weights: give a BF16 copy of them with --ref-load"
-            )
-        architecture = families.read(config)
+        architecture = families.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
         codec = make_codec(run, policy, run.config.train.precision)
 
         def told(chunk: nn.Module) -> None:

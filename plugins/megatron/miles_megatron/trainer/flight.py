@@ -103,14 +103,25 @@ def merged(flights: Sequence[Flight]) -> Pairs:
 
 def _added(pairs: Sequence[Mapping[str, tuple[Any, Any]]], group: Any) -> dict[str, tuple[float, float]]:
     """The sums of (sum, weight) pairs over all ranks of a group."""
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, [{n: (float(t), float(w)) for n, (t, w) in p.items()} for p in pairs], group=group)
+    mine = _numbers(pairs)
+    everyone: list[Any] = [mine]
+    if group.size() > 1:
+        everyone = [None] * group.size()
+        dist.all_gather_object(everyone, mine, group=group)
     totals: dict[str, tuple[float, float]] = {}
     for found in (p for each in everyone for p in each):
         for name, (total, weight) in found.items():
             before = totals.get(name, (0.0, 0.0))
             totals[name] = (before[0] + total, before[1] + weight)
     return totals
+
+
+def _numbers(pairs: Sequence[Mapping[str, tuple[Any, Any]]]) -> list[dict[str, tuple[float, float]]]:
+    """The pairs on the host, brought there together."""
+    flat = [torch.as_tensor(x, dtype=torch.float64) for p in pairs for pair in p.values() for x in pair]
+    device = next((x.device for x in flat if x.device.type != "cpu"), torch.device("cpu"))
+    values = iter(torch.stack([x.to(device) for x in flat]).tolist() if flat else ())
+    return [{name: (next(values), next(values)) for name in p} for p in pairs]
 
 
 def flatten(batch: Batch, flights: Sequence[Flight], names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -123,7 +134,7 @@ def flatten(batch: Batch, flights: Sequence[Flight], names: tuple[str, ...]) -> 
         column = torch.zeros(len(batch.tokens))
         for flight in flights:
             if flight.samples and flight.output is not None:
-                column[_positions(batch, flight.samples)] = getattr(flight.output, name).float().cpu()
+                column.index_copy_(0, _positions(batch, flight.samples), getattr(flight.output, name).float().cpu())
         if group.size() > 1:
             device = flights[0].packing.rows.device
             column = column.to(device)

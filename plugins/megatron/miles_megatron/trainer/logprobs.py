@@ -98,7 +98,8 @@ def _normaliser(head: Head, logits: Tensor, support: Ragged | None, entropy: boo
 
 
 def _highest(head: Head, values: Tensor) -> Tensor:
-    dist.all_reduce(values, dist.ReduceOp.MAX, group=head.group)
+    if head.group.size() > 1:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=head.group)
     return values
 
 

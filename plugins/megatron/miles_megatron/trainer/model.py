@@ -26,6 +26,10 @@ from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.attention import PackedAttention
 from miles_megatron.trainer.norm import WholeNorm
 
+#: An option for TransformerEngine's layers alone, which add to weight gradients where these are kept; for its own layers Megatron-Core
+#: would want APEX.
+ADD_IN_PLACE = "gradient_accumulation_fusion"
+
 
 def has_transformer_engine() -> bool:
     """Whether modules are TransformerEngine's: on a GPU; the local ones are Megatron-Core's and torch's."""
@@ -74,7 +78,7 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         **_latent(a),
         **_windows(a),
         **_fusions(a, engine),
-        **options,
+        **{name: value for name, value in options.items() if name != ADD_IN_PLACE},
     }
     if "attention_backend" in options:
         fields["attention_backend"] = AttnBackend[options["attention_backend"]]

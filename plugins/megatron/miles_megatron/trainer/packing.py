@@ -82,13 +82,11 @@ def row_length(batch: Batch, s: Sizes, multiple: int = 1, least: int = 0) -> int
 def _predictions(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows whose next token is trained on, and that token's flat position."""
     trained = torch.cat([batch.mask.cpu() != 0, torch.zeros(1, dtype=torch.bool)])
-    first = torch.zeros(len(trained), dtype=torch.bool)
-    first[batch.starts] = True
-    if bool((trained & first).any()):
+    if bool(trained.index_select(0, batch.starts).any()):
         raise ValueError("loss_mask is 1 on the first token of a sample, which nothing predicts")
     following = torch.where(rows < 0, len(trained) - 1, rows + 1)
-    sources = trained[following].nonzero().flatten()
-    return sources, following[sources]
+    sources = trained.index_select(0, following).nonzero().flatten()
+    return sources, following.index_select(0, sources)
 
 
 def split(batch: Batch, size: int | None, tokens: int | None) -> Iterator[list[int]]:

@@ -78,15 +78,17 @@ class Routers:
         if not self._sparse:
             yield
             return
-        owner, trained = micro_batch.owner, micro_batch.mask != 0
-        tokens = torch.arange(len(owner), device=owner.device)
-        end = micro_batch.starts.to(owner.device).scatter_reduce(0, owner[trained], tokens[trained], "amax")
-        needed = torch.where(tokens < end[owner], owner, -1)
+        # sums and maxima with weights and not over masked rows, for whose number the host would wait for the GPU
+        owner, trained, samples = micro_batch.owner, micro_batch.mask != 0, len(micro_batch)
+        tokens, starts = torch.arange(len(owner), device=owner.device), micro_batch.starts
+        end = starts.scatter_reduce(0, owner, torch.where(trained, tokens, starts[owner]), "amax")
+        needed = tokens < end[owner]
+        count = owner.new_zeros(samples)
         passage = self.active = Passage(
             routes=self._routes(ctx),
-            owner=torch.cat([needed, needed.new_tensor([-1])])[ctx.rows],
-            lengths=torch.bincount(needed[needed >= 0], minlength=len(micro_batch)).clamp(min=1),
-            trained=torch.bincount(owner[trained], minlength=len(micro_batch)),
+            owner=torch.cat([torch.where(needed, owner, -1), owner.new_tensor([-1])])[ctx.rows],
+            lengths=count.scatter_add(0, owner, needed.long()).clamp(min=1),
+            trained=count.scatter_add(0, owner, trained.long()),
             training=ctx.kind == "train",
         )
         try:
@@ -129,8 +131,8 @@ class Routers:
         for seat in self._seats:
             loads[seat.position] = seat.loads
         dist.all_reduce(loads)
-        worst = [float(load.max() / load.mean()) for load in loads if load.any()]
-        return {"train/expert_imbalance": (max(worst), 1.0)} if worst else {}
+        worst = float((loads.amax(1) / loads.mean(1)).nan_to_num().max())  # 0 / 0: nothing was trained
+        return {"train/expert_imbalance": (worst, 1.0)} if worst else {}
 
 
 class _Seat:

@@ -50,10 +50,18 @@ from miles_megatron.sizes import Sizes
 from miles_megatron.trainer import checkpoint
 from miles_megatron.trainer.flight import Flight, flatten, merged, passes
 from miles_megatron.trainer.logprobs import Head, token_log_probs
-from miles_megatron.trainer.model import build_chunks, fused_attention, layer_numbers, transformer_config
+from miles_megatron.trainer.model import (
+    ADD_IN_PLACE,
+    build_chunks,
+    fused_attention,
+    has_transformer_engine,
+    layer_numbers,
+    transformer_config,
+)
 from miles_megatron.trainer.optimizer import Optimizer
 from miles_megatron.trainer.packing import Packing
 from miles_megatron.trainer.precision import TrainedFormat
+from miles_megatron.trainer.products import add_gradients_in_place, multiply_experts_together, sort_once
 from miles_megatron.trainer.routers import Routers
 from miles_megatron.trainer.weights import Weights
 from miles_megatron.trainer.without_cuda import without_cuda
@@ -129,6 +137,12 @@ class MegatronTrainer(Trainer):
         self.source, self._reference = directory, reference
         self.config = transformer_config(a, s, settings.dtype, settings.model)
         plain = build_chunks(a, s, self.config, settings.longest)
+        sort_once(plain, s)
+        if has_transformer_engine():
+            if settings.model.get(ADD_IN_PLACE, True):
+                add_gradients_in_place(plain)
+            if not self.config.fp8:
+                multiply_experts_together(plain)
         self.weights = Weights(plain, a, s)
         self.weights.load(directory)
         self.format = TrainedFormat(self.weights, plain, codec or Codec())
@@ -164,9 +178,8 @@ class MegatronTrainer(Trainer):
         from megatron.core.packed_seq_params import PackedSeqParams
 
         packing: Packing = ctx.attached["packing"]
-        tokens = micro_batch.tokens.new_zeros(len(packing.rows))
-        real = packing.rows >= 0
-        tokens[real] = micro_batch.tokens[packing.rows[real]]
+        # row -1 is padding: token 0. No indexing by a mask, for whose size the host would wait for the GPU
+        tokens = torch.cat([micro_batch.tokens, micro_batch.tokens.new_zeros(1)])[packing.rows]
         bounds = packing.bounds
         packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=packing.longest, max_seqlen_kv=packing.longest)
         wrapped = self.wrapped[self._chunks.index(chunk)]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from miles_core import CheckpointError
-from miles_core.backend import Unit
+from miles_core.backend import CheckpointFiles, Unit
 from miles_megatron import families
 from miles_megatron.architecture import Architecture
 from miles_megatron.families.parts import Entry, transformer_engine_name
@@ -57,27 +54,27 @@ class Weights:
     def load(self, directory: Path) -> None:
         """Fill the chunks from a checkpoint; CheckpointError names a tensor that is missing or of another shape."""
         self.source = self.source or directory
-        with CheckpointReader(directory) as reader, torch.no_grad():
+        files = CheckpointFiles(directory)
+        with torch.no_grad():
             for entry in self.entries:
                 wanted = [self.held[entry.name]] if entry.name in self.held else []
                 if self.copy is not None and entry.name == "embedding.word_embeddings.weight":
                     wanted.append(self.copy)
                 for held in wanted:
-                    tensors = [reader.tensor(name) for name in entry.checkpoint]
+                    tensors = [_read(files, name) for name in entry.checkpoint]
                     held.copy_(self._part(entry, tensors, held))
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the checkpoint's tensors that this rank's are made of."""
         assert self.source is not None
-        with CheckpointReader(self.source) as reader:
-            return {n: reader.shape(n) for e in self.entries if e.name in self.held for n in e.checkpoint}
+        found = CheckpointFiles(self.source).entries
+        return {n: found[n].shape for e in self.entries if e.name in self.held for n in e.checkpoint}
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
         """What the checkpoint has of MTP layers, as it is there: they are not trained."""
         assert self.source is not None
-        with CheckpointReader(self.source) as reader:
-            for name in self._others if reader.has(self._others) else ():
-                yield name, reader.tensor(name)
+        files = CheckpointFiles(self.source)
+        yield from ((name, files.read(name)) for name in self._others if name in files.entries)
 
     def restore(self, kept: Mapping[str, Tensor]) -> None:
         """Put tensors of ``held`` back, name -> tensor."""
@@ -236,45 +233,7 @@ def _gather(tensor: Tensor, group: Any, size: int) -> list[Tensor]:
     return parts
 
 
-class CheckpointReader:
-    """Tensors of a Hugging Face checkpoint by name; files are opened when they are first needed."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        index = directory / "model.safetensors.index.json"
-        self._file_of: Mapping[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-        self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> CheckpointReader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def has(self, names: Sequence[str]) -> bool:
-        """Whether any of these tensors is there."""
-        return any(name in self._file(name).keys() for name in names)  # noqa: SIM118 - not a dict
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of one, without reading it; CheckpointError where it is not there."""
-        return tuple(self._holding(name).get_slice(name).get_shape())
-
-    def tensor(self, name: str) -> Tensor:
-        """Read one; CheckpointError where it is not there."""
-        tensor: Tensor = self._holding(name).get_tensor(name)
-        return tensor
-
-    def _holding(self, name: str) -> Any:
-        file = self._file(name)
-        if name not in file.keys():  # noqa: SIM118 - not a dict
-            raise CheckpointError(f"{self.directory}: no tensor {name}")
-        return file
-
-    def _file(self, name: str) -> Any:
-        file = self._file_of.get(name, "model.safetensors")
-        if file not in self._open:
-            if not (self.directory / file).is_file():
-                raise CheckpointError(f"{self.directory}: no file {file}, which should hold {name}")
-            self._open[file] = self._stack.enter_context(safe_open(self.directory / file, "pt"))
-        return self._open[file]
+def _read(files: CheckpointFiles, name: str) -> Tensor:
+    if name not in files.entries:
+        raise CheckpointError(f"{files.directory}: no tensor {name}")
+    return files.read(name)

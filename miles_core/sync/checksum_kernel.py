@@ -1,0 +1,58 @@
+"""One pass of a GPU over many pieces of memory: copies them and adds them up, as a Triton kernel.
+
+A plain copy reads and writes every byte once, and so does this one: the sum costs no traffic of its own. It is as fast as the memory
+however many pieces there are, because all of them are one launch: a table says where each one lies.
+"""
+
+# No postponed annotations here: Triton reads the ``constexpr`` ones.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Blocks of a row of the table, which are shared out among programs, and those of one program.
+CHUNK, TILE = 1024, 64
+WARPS = 8
+
+
+@triton.jit
+def _pass(table, total, BLOCK: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr):
+    job = table + tl.program_id(0) * 4
+    first, blocks = tl.load(job + 2), tl.load(job + 3)
+    row = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    if tl.program_id(1) * TILE < blocks:
+        source = tl.multiple_of(tl.load(job).to(tl.pointer_type(tl.int64)), 16)
+        to = tl.load(job + 1)
+        at = row * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+        words = tl.load(source + at, mask=row < blocks, other=0)
+        if to != 0:
+            tl.store(tl.multiple_of(to.to(tl.pointer_type(tl.int64)), 16) + at, words, mask=row < blocks)
+        tl.atomic_add(total, tl.sum(words * ((2 * (first + row) + 1) * SPREAD)), sem="relaxed")
+
+
+def run(jobs: list[tuple[int, int, int, int]], total: Tensor, block: int, spread: int) -> None:
+    """Copy, and add up.
+
+    Args:
+        jobs: of each piece of memory the address of its first byte, a multiple of 16, that of the place to copy it to, or 0, and the
+            number of its first block and how many they are.
+        total: [1] int64 on the GPU, to which the sums of the blocks are added, block number i times ``(2 i + 1) * spread``; modulo 2^64.
+        block: bytes of a block.
+    """
+    table = torch.from_numpy(_rows(np.array(jobs, np.int64), block)).to(total.device, non_blocking=True)
+    grid = (len(table), CHUNK // TILE)
+    _pass[grid](table, total, BLOCK=block, TILE=TILE, SPREAD=spread, num_warps=WARPS)
+
+
+def _rows(jobs: np.ndarray, block: int) -> np.ndarray:
+    """The jobs [n, 4], divided into such of no more than ``CHUNK`` blocks."""
+    counts = -(-jobs[:, 3] // CHUNK)
+    rows = np.repeat(jobs, counts, axis=0)
+    before = CHUNK * (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts))
+    rows[:, 0] += before * block
+    rows[:, 1] += np.where(rows[:, 1] != 0, before * block, 0)
+    rows[:, 2] += before
+    rows[:, 3] = np.minimum(rows[:, 3] - before, CHUNK)
+    return rows

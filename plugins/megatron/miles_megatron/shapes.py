@@ -1,0 +1,77 @@
+"""Shapes of a checkpoint's tensors, from its architecture alone. Imports no torch."""
+
+from __future__ import annotations
+
+from miles_megatron.architecture import Architecture
+from miles_megatron.families.parts import Entry
+
+Shape = tuple[int, ...]
+
+
+def shapes(entry: Entry, a: Architecture) -> dict[str, Shape]:
+    """The checkpoint's tensors of an entry, name -> shape. MTP layers have no shapes here: they are not loaded."""
+    layer, _, part = entry.name.rpartition(".mlp.")
+    if not layer:
+        layer, _, part = entry.name.rpartition(".self_attention.")
+        found = _attention(part, a) if layer else _ends(entry.name, a)
+    elif part.startswith("router."):
+        assert a.experts is not None
+        found = ((a.experts.count, a.hidden) if part == "router.weight" else (a.experts.count,),)
+    elif part == "shared_experts.gate_weight":
+        found = ((1, a.hidden),)
+    else:
+        found = _feed_forward(entry, part, a)
+    return dict(zip(entry.checkpoint, found, strict=True))
+
+
+def _ends(name: str, a: Architecture) -> tuple[Shape, ...]:
+    """The embedding, the output layer, and every norm outside of attention."""
+    return ((a.hidden,),) if name.endswith("layernorm.weight") else ((a.vocab, a.hidden),)
+
+
+def _attention(part: str, a: Architecture) -> tuple[Shape, ...]:
+    name, _, kind = part.rpartition(".")
+    if name == "linear_qkv":
+        sizes = (a.q_size, a.kv_size, a.kv_size)
+        return tuple((size, a.hidden) if kind == "weight" else (size,) for size in sizes)
+    if part == "linear_proj.bias":
+        return ((a.hidden,),)
+    if a.latent is None:
+        whole = a.qk_norm == "whole"
+        return (
+            {
+                "q_layernorm": (a.q_size if whole else a.head_dim,),
+                "k_layernorm": (a.kv_size if whole else a.head_dim,),
+                "core_attention": (a.heads,),
+                "linear_proj": (a.hidden, a.q_size),
+            }[name],
+        )
+    low = a.latent
+    queries = a.heads * (low.nope + low.rope)
+    return (
+        {
+            "linear_q_down_proj": (low.q_rank, a.hidden),
+            "q_layernorm": (low.q_rank,),
+            "linear_q_up_proj": (queries, low.q_rank),
+            "linear_q_proj": (queries, a.hidden),
+            "linear_kv_down_proj": (low.kv_rank + low.rope, a.hidden),
+            "kv_layernorm": (low.kv_rank,),
+            "linear_kv_up_proj": (a.heads * (low.nope + low.value), low.kv_rank),
+            "linear_proj": (a.hidden, a.heads * low.value),
+        }[name],
+    )
+
+
+def _feed_forward(entry: Entry, part: str, a: Architecture) -> tuple[Shape, ...]:
+    """A gated layer: dense, of the shared experts, of one expert, or of all experts in one tensor."""
+    first, weight = ".linear_fc1." in f".{part}", part.endswith(".weight")
+    inner = a.ffn
+    if a.experts is not None and entry.expert is not None:
+        inner = a.experts.ffn
+    elif a.experts is not None and part.startswith("shared_experts."):
+        inner = a.experts.shared
+    if entry.layout.startswith("stacked"):
+        assert a.experts is not None
+        sides = (a.hidden, 2 * inner) if first else (inner, a.hidden)
+        return ((a.experts.count, *(sides if weight else sides[1:])),)
+    return ((inner, a.hidden), (inner, a.hidden)) if first else ((a.hidden, inner),)

@@ -1,0 +1,49 @@
+"""When weights are looked at, and what is said of one that is not finite."""
+
+import pytest
+import torch
+
+from miles_core.errors import MilesError
+from miles_core.precision.finite import TOGETHER, Finite
+
+
+class OnAGpu(torch.Tensor):
+    """Says that it lies there."""
+
+    is_cuda = True
+
+
+def weights(count, bad=None, value=float("inf")):
+    found = torch.zeros(count, 4, 4)
+    if bad is not None:
+        found[bad, 2, 3] = value
+    return found.as_subclass(OnAGpu)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_those_of_a_gpu_that_stay_are_looked_at_together(value):
+    finite = Finite()
+    for i, weight in enumerate(weights(3, 1, value)):
+        finite.add(f"w{i}", weight, stays=True)
+    with pytest.raises(
+        MilesError, match=rf"w1 holds 1 values .* first \({value}\) at \[2, 3\]; it cannot be quantised"
+    ):
+        finite.look()
+    finite.look()  # nothing waits
+
+
+def test_many_do_not_wait_for_the_end():
+    finite = Finite()
+    with pytest.raises(MilesError, match="w0 holds"):
+        for i, weight in enumerate(weights(TOGETHER, 0)):
+            finite.add(f"w{i}", weight, stays=True)
+    assert i == TOGETHER - 1
+
+
+def test_what_changes_and_what_a_cpu_holds_is_looked_at_at_once():
+    moving, (first,) = Finite(), weights(1, 0)
+    with pytest.raises(MilesError, match="w holds"):
+        moving.add("w", first)
+    with pytest.raises(MilesError, match="w holds"):
+        Finite().add("w", first.as_subclass(torch.Tensor), stays=True)
+    Finite().add("w", torch.empty(0, 4))

@@ -1,0 +1,164 @@
+"""Sums of memory: on a CPU, and in one pass with copies, by the kernel of a GPU and the rules that choose it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from miles_core.sync import checksum as module
+from miles_core.sync.checksum import BLOCK, InCache, OnePass, Sum, checksum, summing
+
+
+def noise(blocks):
+    return torch.randint(0, 256, (blocks * BLOCK,), dtype=torch.uint8)
+
+
+def reference(flat):
+    """As the docstring of ``checksum`` defines it."""
+    words = flat.view(torch.int64).view(-1, BLOCK // 8).sum(1).tolist()
+    return sum(word * (2 * i + 1) * 0x9E3779B97F4A7C15 for i, word in enumerate(words)) % (1 << 64)
+
+
+class Jobs:
+    """The kernel, told apart: what it was asked, done by torch."""
+
+    def __init__(self, memory):
+        self.memory, self.launches = memory, []
+
+    def run(self, jobs, total, block, spread):
+        self.launches.append(jobs)
+        for source, to, first, blocks in jobs:
+            piece = self.at(source, blocks * block)
+            if to:
+                self.at(to, blocks * block).copy_(piece)
+            sums = piece.view(torch.int64).view(-1, block // 8).sum(1)
+            total += (sums * (2 * torch.arange(first, first + blocks) + 1) * spread).sum()
+
+    def at(self, address, nbytes):
+        for flat in self.memory:
+            start = address - flat.data_ptr()
+            if start >= 0 and start + nbytes <= len(flat):
+                return flat[start : start + nbytes]
+        raise AssertionError("no memory of ours")
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """``OnePass`` on memory of this host: (source, to), and what the kernel was asked."""
+    source, to = noise(40), torch.zeros(40 * BLOCK, dtype=torch.uint8)
+    kernel = Jobs([source, to])
+    monkeypatch.setitem(sys.modules, "miles_core.sync.checksum_kernel", kernel)
+    monkeypatch.setattr("miles_core.sync.checksum_kernel", kernel, raising=False)
+    monkeypatch.setattr(module, "usable", lambda flat: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    return source, to, kernel
+
+
+def test_the_checksum_is_what_it_says():
+    flat = noise(5)
+    assert checksum(flat) == reference(flat)
+
+
+def test_what_is_copied_is_added_up_in_the_same_launch_and_the_rest_beside_it(jobs):
+    source, to, kernel = jobs
+    found = summing(source)
+    assert isinstance(found, OnePass)
+    for at, blocks in ((20, 8), (4, 6), (10, 1)):
+        part = slice(at * BLOCK, (at + blocks) * BLOCK)
+        found.copy(to[part].view(2, -1), source[part].view(2, -1), at * BLOCK, stays=True)
+    found.copy(to[: BLOCK + 8], source[: BLOCK + 8], 0, stays=True)  # not in whole blocks: at once
+    assert not kernel.launches and torch.equal(to[: BLOCK + 8], source[: BLOCK + 8]) and not to[4 * BLOCK]
+    assert found.of(30 * BLOCK) == reference(source[: 30 * BLOCK])
+    (launch,) = kernel.launches
+    assert sorted((first, blocks, to != 0) for _, to, first, blocks in launch) == [
+        (0, 4, False), (4, 6, True), (10, 1, True), (11, 9, False), (20, 8, True), (28, 2, False)
+    ]  # fmt: skip
+    assert torch.equal(to[20 * BLOCK : 28 * BLOCK], source[20 * BLOCK : 28 * BLOCK]) and not to[12 * BLOCK :][:99].any()
+    found.copy(to[32 * BLOCK :], source[32 * BLOCK :], 32 * BLOCK, stays=True)  # too late to wait
+    assert torch.equal(to[32 * BLOCK :], source[32 * BLOCK :]) and len(kernel.launches) == 1
+
+
+def test_pieces_count_as_one_and_each_may_be_copied(jobs):
+    source, to, kernel = jobs
+    pieces = source[: 3 * BLOCK], source[8 * BLOCK : 9 * BLOCK], source[16 * BLOCK : 20 * BLOCK]
+    whole = reference(torch.cat(pieces))
+    found = summing(*pieces)
+    found.copy(to[:BLOCK], pieces[1], 3 * BLOCK, stays=True)
+    assert found.of(8 * BLOCK) == whole == checksum(*pieces)
+    assert torch.equal(to[:BLOCK], pieces[1]) and len(kernel.launches) == 2
+    assert Sum(*pieces).of(8 * BLOCK) == whole and checksum(source[:0]) == 0
+
+
+def test_a_source_that_may_change_is_copied_at_once(jobs, monkeypatch):
+    source, to, kernel = jobs
+    found = summing(to)
+    monkeypatch.setattr(module, "PIECE", 2 * BLOCK)
+    found.copy(to[: 4 * BLOCK], source[: 4 * BLOCK], 0)
+    found.copy(to[4 * BLOCK : 5 * BLOCK], source[4 * BLOCK : 5 * BLOCK], 4 * BLOCK)  # small: not worth a launch
+    assert len(kernel.launches) == 1 and torch.equal(to[: 5 * BLOCK], source[: 5 * BLOCK])
+    source.zero_()
+    assert found.of(40 * BLOCK) == reference(to)
+
+
+def test_other_dtypes_and_layouts_are_copied_as_torch_does(jobs):
+    source, to, kernel = jobs
+    found = summing(source)
+    numbers, turned = source[: 8 * BLOCK].view(torch.int16), source[8 * BLOCK : 16 * BLOCK].view(64, 128).t()
+    found.copy(to.view(torch.int32)[: 4 * BLOCK], numbers, 0, stays=True)
+    found.copy(to[16 * BLOCK : 24 * BLOCK].view(128, 64), turned, 8 * BLOCK, stays=True)
+    found.copy(to[25 * BLOCK + 4 : 26 * BLOCK + 4], source[16 * BLOCK : 17 * BLOCK], 16 * BLOCK, stays=True)
+    assert not kernel.launches and torch.equal(to.view(torch.int32)[: 4 * BLOCK], numbers.int())
+    assert torch.equal(to[16 * BLOCK : 24 * BLOCK].view(128, 64), turned)
+
+
+def test_a_cpu_adds_up_what_it_has_just_copied(monkeypatch):
+    monkeypatch.setattr(module, "PIECE", 4 * BLOCK)
+    source, to = noise(40), torch.zeros(40 * BLOCK, dtype=torch.uint8)
+    found = summing(to)
+    assert isinstance(found, InCache)
+    found.copy(to[: 30 * BLOCK].view(torch.int16), source[: 30 * BLOCK].view(torch.int16), 0)
+    assert found._begun == 28 * BLOCK
+    found.copy(to[30 * BLOCK :], source[30 * BLOCK :], 30 * BLOCK)
+    assert found.of(40 * BLOCK) == reference(source) and torch.equal(to, source)
+
+
+KERNEL = """
+import torch
+from miles_core.sync import checksum, checksum_kernel
+from miles_core.sync.checksum import BLOCK
+checksum_kernel.CHUNK, checksum_kernel.TILE = 4, 2
+source = torch.randint(0, 256, (37 * BLOCK,), dtype=torch.uint8)
+to, total = torch.zeros_like(source), torch.zeros(1, dtype=torch.int64)
+at = [(source.data_ptr() + n * BLOCK, to.data_ptr() + n * BLOCK) for n in range(37)]
+jobs = [(*at[10], 10, 27), (*at[0], 0, 9), (at[9][0], 0, 9, 1)]
+checksum_kernel.run(jobs, total, BLOCK, checksum._SPREAD)
+assert int(total) % 2**64 == checksum.checksum(source)
+expected = source.clone()
+expected[9 * BLOCK : 10 * BLOCK] = 0
+assert torch.equal(to, expected)
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, whose interpreter runs the kernel here")
+def test_the_kernel_copies_and_adds_up():
+    ran = subprocess.run(
+        [sys.executable, "-c", KERNEL], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_and_a_cpu_find_the_same_sum():
+    source = noise(5000)
+    there, to = source.cuda(), torch.zeros(5000 * BLOCK, dtype=torch.uint8, device="cuda")
+    found = summing(there)
+    found.copy(to[1000 * BLOCK : 4001 * BLOCK], there[1000 * BLOCK : 4001 * BLOCK], 1000 * BLOCK, stays=True)
+    assert found.of(5000 * BLOCK) == Sum(there).of(5000 * BLOCK) == checksum(source) == reference(source)
+    assert torch.equal(to[1000 * BLOCK : 4001 * BLOCK].cpu(), source[1000 * BLOCK : 4001 * BLOCK])
+    assert not to[: 1000 * BLOCK].any() and not to[4001 * BLOCK :].any()
