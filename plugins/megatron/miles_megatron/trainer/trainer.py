@@ -142,7 +142,7 @@ class MegatronTrainer(Trainer):
             if settings.model.get(ADD_IN_PLACE, True):
                 add_gradients_in_place(plain)
             if not self.config.fp8:
-                multiply_experts_together(plain)
+                multiply_experts_together(plain, told=bool(settings.reduction.get("overlap_grad_reduce")))
         self.weights = Weights(plain, a, s)
         self.weights.load(directory)
         self.format = TrainedFormat(self.weights, plain, codec or Codec())
