@@ -54,11 +54,16 @@ def compared(
     model: Any, draft: Any, language: Any, given: argparse.Namespace, rows: int, temperature: float, names: list[str]
 ) -> dict[str, Any]:
     """All sides answer the same prompts at the same time, a step of one after a step of another, so that they see the same machine; a side
-    keeps its decoder over the turns, and ``auto`` what it learned. The first turn is not counted. Of each turn the lower quartiles are compared;
-    ``turns`` are the lowest and the highest of these ratios, ``speedup`` their median."""
+    keeps its decoder over the turns, and ``auto`` what it learned, before them too (``settle`` tokens a row). The first turn is not counted.
+    Of each turn the lower quartiles are compared; ``turns`` are the lowest and the highest of these ratios, ``speedup`` their median."""
     decoders = {name: decoder(draft, name) for name in (PLAIN, AGAIN, *names)}
     prompts = [list(map(int, prompt)) for prompt in language.batch(rows, 16)]
-    turns = [generate(model, prompts, given, temperature, decoders, seed) for seed in range(given.turns + 1)][1:]
+    if "auto" in names:
+        generate(model, prompts, given, temperature, {"auto": decoders["auto"]}, 0, given.settle)
+    turns = [
+        generate(model, prompts, given, temperature, decoders, seed, given.tokens) for seed in range(given.turns + 1)
+    ]
+    turns = turns[1:]
     result: dict[str, Any] = {"tokens_per_second": round(median(1 / turn[PLAIN].seconds for turn in turns), 1)}
     for name in (AGAIN, *names):
         ratios = [round(turn[PLAIN].seconds / turn[name].seconds, 3) for turn in turns]
@@ -91,9 +96,11 @@ def generate(
     temperature: float,
     decoders: dict[str, Any],
     seed: int,
+    tokens: int,
 ) -> dict[str, Side]:
-    """One turn; ``seed`` says in which order the sides step, because one finds in the processor's caches what the one before it left there."""
-    sampling = Sampling(given.tokens, temperature=temperature, ignore_eos=True)
+    """One turn of so many tokens a row; ``seed`` says in which order the sides step, because one finds in the processor's caches what the one
+    before it left there."""
+    sampling = Sampling(tokens, temperature=temperature, ignore_eos=True)
     requests = [Request(p, sampling, key=i) for i, p in enumerate(prompts)]
     engines, steps = {}, {}
     for name, made in random.Random(seed).sample(list(decoders.items()), len(decoders)):

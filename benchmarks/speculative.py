@@ -5,7 +5,7 @@ A model with random weights is no use as it is: every draft of it is a guess. So
 
 - ``speedup``: tokens a second of the engine with k drafts, with ``auto`` and with trees, over those without, for each batch size and
   temperature: sides take turns step by step, and the lower quartiles of their steps' times are compared. A second side without drafts shows
-  what of that is noise.
+  what of that is noise. ``auto`` is measured as in a run that goes on for long: it has generated ``--settle`` tokens a row before.
 - ``grid``: ``auto`` for each batch size with drafts of several qualities: the draft's own, and ones whose distribution was flattened
   (``--sharpness``, a factor of its logits; 0 drafts any token).
 - ``moving``: the policy learns another language; after every ``--move`` steps the acceptance of the draft as it was and of one that was
@@ -65,6 +65,7 @@ def parse() -> argparse.Namespace:
         ("hidden", 384),
         ("vocab", 256),
         ("tokens", 256),
+        ("settle", 512),
         ("pretrain", 100),
         ("train-rows", 8),
         ("turns", 3),

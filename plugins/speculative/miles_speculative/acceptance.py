@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 #: What a step forgets of the counts of drafts before it; of a batch smaller than this, in proportion less.
 _FORGOTTEN, _MANY = 0.04, 4
 
@@ -16,7 +18,7 @@ class Acceptance:
     def __init__(self, most: int) -> None:
         self.reached, self.kept = [0.0] * most, [0.0] * most
 
-    def add(self, tried: list[int], kept: list[int]) -> None:
+    def add(self, tried: Sequence[int], kept: Sequence[int]) -> None:
         """Counts of one step, see ``Lookahead.record``."""
         if not tried:
             return

@@ -25,6 +25,8 @@ class Costs:
         self.ratios, self._before = {0: 1.0}, {0: 1.0}
         self._seen: set[int] = set()
         self._newest: deque[tuple[int, float]] = deque(maxlen=_AROUND)
+        #: how many of the last steps are of one kind, and whether others were among the newest since ``_before``
+        self._alike, self._comparing = 0, False
 
     @property
     def known(self) -> dict[int, float]:
@@ -36,11 +38,13 @@ class Costs:
         if k not in self._seen:
             self._seen.add(k)
             return
+        self._alike = self._alike + 1 if self._newest and self._newest[-1][0] == k else 1
         self._newest.append((k, seconds))
-        kinds = {kind for kind, _ in self._newest}
-        if len(kinds) == 1:
-            self._before = dict(self.ratios)
+        if self._alike >= len(self._newest):
+            if self._comparing:
+                self._before, self._comparing = dict(self.ratios), False
             return
+        self._comparing, kinds = True, {kind for kind, _ in self._newest}
         standard, plain = self._standard, self.plain
         if standard is None or plain is None:
             return

@@ -46,6 +46,8 @@ class SpeculativeDecoder(Decoder):
         self._passed: deque[tuple[list[list[Tensor]], Tensor]] = deque()
         #: rows whose prompt the draft does not know
         self._blind: set[Any] = set()
+        # on a CPU what others do on the same processor is no cost of a draft
+        self._clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
 
     def prompts(self, engine: Any, prompts: Prompts) -> None:
         if self.lookahead.idle:
@@ -68,42 +70,45 @@ class SpeculativeDecoder(Decoder):
         self._blind.difference_update(rows)
 
     def step(self, engine: Any, rows: list[Any]) -> Emitted:
-        k = min(self.lookahead.choose(len(rows)), max(row.limit - len(row.tokens) for row in rows) - 1)
+        k = self.lookahead.choose(len(rows))
+        if k:
+            k = min(k, max(map(_room, rows)))
+        return self._drafted(engine, rows, k) if k > 0 else self._plain(engine, rows)
+
+    def _drafted(self, engine: Any, rows: list[Any], k: int) -> Emitted:
+        """A step with k drafts."""
+        # a draft that was left alone for a while has more to read than usual
+        steady = not self._passed and max(len(piece) for row in rows for piece in self._fresh[row]) <= k + 1
         start = self._now()
-        if k < 1:
-            steady = True
-            emitted = self._plain(engine, rows)
-            drafted, kept, parts = [0] * len(rows), [0] * len(rows), {}
-        else:
-            # a draft that was left alone for a while has more to read than usual
-            steady = not self._passed and max(len(piece) for row in rows for piece in self._fresh[row]) <= k + 1
-            drafts = self._draft(engine, rows, k)
-            middle = self._now()
-            emitted = self._verified(engine, rows, drafts)
-            drafted, kept = [min(k, _room(row)) for row in rows], [len(tokens) - 1 for tokens in emitted.tokens]
-            parts = {"draft": middle - start, "verify": self._now() - middle} if self.profile else {}
-        seconds = self._now() - start
-        tried, held = self.ledger.count(rows, max(k, 0), drafted, kept, self._blind)
-        self.lookahead.record(len(rows), max(k, 0), seconds if steady else None, tried, held)
-        plain = self.lookahead.plain_seconds(len(rows)) if k > 0 else seconds
-        self.ledger.spend(rows, seconds, plain, kept, **parts)
+        drafts = self._draft(engine, rows, k)
+        middle = self._now()
+        emitted = self._verified(engine, rows, drafts)
+        end = self._now()
+        drafted, kept = [min(k, _room(row)) for row in rows], [len(tokens) - 1 for tokens in emitted.tokens]
+        tried, held = self.ledger.count(rows, k, drafted, kept, self._blind)
+        self.lookahead.record(len(rows), k, end - start, steady, tried, held)
+        parts = {"draft": middle - start, "verify": end - middle} if self.profile else {}
+        self.ledger.spend(rows, end - start, self.lookahead.plain_seconds(len(rows)), kept, **parts)
         return emitted
 
     def _now(self) -> float:
-        if not torch.cuda.is_available():
-            return time.thread_time()  # what others do on the same processor is no cost of a draft
-        if self.profile:
+        if self.profile and torch.cuda.is_available():
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return self._clock()
 
     def _plain(self, engine: Any, rows: list[Any]) -> Emitted:
+        """A step without drafts, of which there may be very many: what is done beside the policy's own work counts."""
+        start = self._now()
         fed = engine.forward(rows, [row.tokens[-1:] for row in rows])
-        sampled = one_each(engine.sample(fed.logits, rows))
+        emitted = one_each(engine.sample(fed.logits, rows))
         self._passed.append(([self._fresh[row] for row in rows], fed.hidden))
         if len(self._passed) > UNREAD:
             for pieces in self._passed.popleft()[0]:
                 pieces.clear()
-        return sampled
+        seconds = self._now() - start
+        self.lookahead.record(len(rows), 0, seconds)
+        self.ledger.plain(len(rows), seconds)
+        return emitted
 
     def _read(self, engine: Any, rows: list[Any]) -> Tensor:
         """Feed the draft what it does not know of each row; [rows, hidden] what it made of the last token."""

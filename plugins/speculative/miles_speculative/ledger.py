@@ -61,13 +61,11 @@ class Ledger:
     def count(
         self, rows: Sequence[Any], k: int, drafted: Sequence[int], kept: Sequence[int], apart: Collection[Any] = ()
     ) -> tuple[list[int], list[int]]:
-        """A step with k drafts: ``drafted[i]`` of row i counted and ``kept[i]`` were kept. Returns how many rows tried, and kept, each depth,
+        """A step with k > 0 drafts: ``drafted[i]`` of row i counted and ``kept[i]`` were kept. Returns how many rows tried, and kept, each depth,
         those ``apart`` left out."""
         self._sums["decode_steps"] += 1
         self._sums["lookahead"] += k
         tried, held = [0] * k, [0] * k
-        if not k:
-            return tried, held
         told: Counter[tuple[int, int]] = Counter()
         for row, pair in zip(rows, zip(drafted, kept, strict=True), strict=True):
             if pair[0]:
@@ -79,10 +77,18 @@ class Ledger:
                 held[depth] += count * (depth < few)
         return tried, held
 
+    def plain(self, rows: int, seconds: float) -> None:
+        """A step without drafts for so many rows took so long."""
+        sums, share = self._sums, seconds / rows
+        sums["decode_steps"] += 1
+        sums["decode_seconds"] += share
+        sums["compared_seconds"] += share
+        sums["plain_seconds"] += share
+
     def spend(
         self, rows: Sequence[Any], seconds: float, plain: float | None, kept: Sequence[int], **parts: float
     ) -> None:
-        """The step took so long. ``plain``: what one without drafts takes, where that is known; ``parts`` of the seconds, by name."""
+        """The step with drafts took so long. ``plain``: what one without drafts takes, where that is known; ``parts`` of the seconds, by name."""
         share = 1 / len(rows)
         self._sums["decode_seconds"] += seconds * share
         for name, part in parts.items():

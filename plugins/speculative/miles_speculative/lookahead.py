@@ -7,7 +7,8 @@ tokens for what it costs; 0 is plain decoding, and k = 0 wins unless drafting is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from miles_speculative.acceptance import Acceptance
 from miles_speculative.config import MOST
@@ -47,15 +48,26 @@ class Lookahead:
 
     @property
     def idle(self) -> bool:
-        """Whether what joins now will hardly be drafted for, at this size of the batch or, as rows leave, at any smaller one."""
+        """Whether what joins now will hardly be drafted for, at this size of the batch or, as rows leave, at a smaller one that was tried."""
         return False
 
-    def record(self, rows: int, k: int, seconds: float | None, tried: list[int], kept: list[int]) -> None:
-        """A step with k drafts was made: ``tried[d]`` rows drafted more than d tokens and ``kept[d]`` of them kept more than d. ``seconds``:
-        None where it took other than such steps do."""
+    def record(
+        self,
+        rows: int,
+        k: int,
+        seconds: float,
+        steady: bool = True,
+        tried: Sequence[int] = (),
+        kept: Sequence[int] = (),
+    ) -> None:
+        """A step with k drafts was made: ``tried[d]`` rows drafted more than d tokens and ``kept[d]`` of them kept more than d. ``steady``:
+        it took as long as such steps do."""
         self.acceptance.add(tried, kept)
-        if seconds is not None:
-            self.costs.setdefault(rows.bit_length(), Costs()).add(k, seconds)
+        if steady:
+            size = rows.bit_length()
+            if size not in self.costs:
+                self.costs[size] = Costs()
+            self.costs[size].add(k, seconds)
 
     def plain_seconds(self, rows: int) -> float | None:
         """What a step without drafts costs; None where it was not measured."""
@@ -74,8 +86,21 @@ class Auto(Lookahead):
 
     @property
     def idle(self) -> bool:
-        smaller = [self.trials.get(size) for size in range(1, self.size + 1)]
-        return bool(smaller) and all(t is not None and t.chosen == 0 and t.left > _AHEAD for t in smaller)
+        tried = [trials for size, trials in self.trials.items() if size <= self.size]
+        return bool(tried) and all(trials.chosen == 0 and trials.left > _AHEAD for trials in tried)
+
+    def record(
+        self,
+        rows: int,
+        k: int,
+        seconds: float,
+        steady: bool = True,
+        tried: Sequence[int] = (),
+        kept: Sequence[int] = (),
+    ) -> None:
+        super().record(rows, k, seconds, steady, tried, kept)
+        if k and (plain := self.plain_seconds(rows)):
+            self.trials[rows.bit_length()].lost += seconds / plain - 1 - sum(kept) / rows
 
     def choose(self, rows: int) -> int:
         self.size = rows.bit_length()
@@ -89,8 +114,7 @@ class Auto(Lookahead):
             elif trials.left <= 0:
                 trials.queue = self._stale(costs)
         if trials.queue:
-            trials.chosen = trials.queue.pop(0)
-            trials.made.append(trials.chosen)
+            trials.chosen, trials.made = trials.queue.pop(0), True
         elif trials.chosen not in costs.known or trials.left % _EVERY == 0:
             trials.chosen = self.best(costs)
         return trials.chosen
@@ -121,23 +145,24 @@ class Auto(Lookahead):
         same = before is not None and (best > 0) == (before > 0)
         trials.wait = trials.left = min(2 * trials.wait, _SELDOM) if same else _AGAIN
         if same and not best:
-            lost = sum(max(costs.of(k) - self.acceptance.length(k), 0.0) for k in trials.made)
-            trials.left = max(trials.wait, int(lost / _SHARE))
+            trials.left = max(trials.wait, int(trials.lost / _SHARE))
         trials.best = trials.chosen = best
-        trials.made.clear()
+        trials.made, trials.lost = False, 0.0
 
 
 @dataclass
 class Trials:
     """Of one batch size. Attributes:
     queue: numbers of drafts to be tried now.
-    made: those that were.
+    made: whether some were.
+    lost: steps without drafts that would have emitted as much, fewer than these took.
     left, wait: steps until the next ones are due, and how many there were.
     best, chosen: what was best at the last ones, and what is in use.
     """
 
     queue: list[int]
-    made: list[int] = field(default_factory=list)
+    made: bool = False
+    lost: float = 0.0
     left: int = _AGAIN
     wait: int = _AGAIN
     best: int | None = None

@@ -24,7 +24,7 @@ def simulate(auto, steps, rows, accept, draft, busy=False):
         took = (1 + k * (draft + 0.02)) * (1 + rng.uniform(-0.02, 0.02))
         slow ^= busy and others.random() < 1 / 60
         more = (1.8 if slow else 1) * (1 + (others.random() < 0.3) * others.expovariate(1)) if busy else 1
-        auto.record(rows, k, took * more, tried, kept)
+        auto.record(rows, k, took * more, True, tried, kept)
         tokens += rows + sum(kept)
         seconds += took
         chosen.append(k)
@@ -64,7 +64,7 @@ def test_steps_that_are_never_timed_leave_it_with_few_drafts():
     chosen = []
     for _ in range(200):
         chosen.append(auto.choose(4))
-        auto.record(4, chosen[-1], None, [4] * chosen[-1], [4] * chosen[-1])
+        auto.record(4, chosen[-1], 1.0, False, [4] * chosen[-1], [4] * chosen[-1])
     assert set(chosen) == {0, 1}
 
 
