@@ -76,20 +76,28 @@ class Own:
         self.take(Encoded.read(data))
 
 
-def put(connection: socket.socket, message: Any) -> None:
+async def put(connection: socket.socket, message: Any) -> None:
     """Send a message. ``multiprocessing``'s pipes take new memory for all of a large one at every piece they read of it."""
     data = pickle.dumps(message, 5)
-    connection.sendall(len(data).to_bytes(8, "little"))
-    connection.sendall(data)
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, len(data).to_bytes(8, "little"))
+    await loop.sock_sendall(connection, data)
 
 
-def get(connection: socket.socket) -> Any:
+async def get(connection: socket.socket) -> Any:
     """The next message."""
-    data = memoryview(bytearray(int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")))
-    at = 0
-    while at < len(data):
-        at += connection.recv_into(data[at:])
+    loop, head = asyncio.get_running_loop(), bytearray(8)
+    await fill(loop, connection, head)
+    data = bytearray(int.from_bytes(head, "little"))
+    await fill(loop, connection, data)
     return pickle.loads(data)
+
+
+async def fill(loop: asyncio.AbstractEventLoop, connection: socket.socket, data: bytearray) -> None:
+    """With the next bytes."""
+    left = memoryview(data)
+    while left:
+        left = left[await loop.sock_recv_into(connection, left) :]
 
 
 def receiver(connection: socket.socket, device: str, gpu: int) -> None:
@@ -97,19 +105,20 @@ def receiver(connection: socket.socket, device: str, gpu: int) -> None:
     torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(gpu)
+    connection.setblocking(False)
     own = Own(device, stay=True)
     arrivals = Arrivals(lambda version, staged: Into(own))
 
     async def take(message: Any) -> None:
         try:
             await arrivals.receive(message, 1, message["last"])
-            put(connection, "")
+            await put(connection, "")
         except Exception as error:  # is told to the sender
-            put(connection, f"{type(error).__name__}: {error}")
+            await put(connection, f"{type(error).__name__}: {error}")
 
     async def serve() -> None:
-        loop, taking = asyncio.get_running_loop(), set()
-        while (message := await loop.run_in_executor(None, get, connection)) is not None:
+        taking = set()
+        while (message := await get(connection)) is not None:
             taking.add(task := asyncio.create_task(take(message)))
             task.add_done_callback(taking.discard)
 
@@ -136,21 +145,22 @@ class Elsewhere:
     def __init__(self, device: str, gpu: int = 0) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, there = socket.socketpair()
+        self.connection.setblocking(False)
         self.process = context.Process(target=receiver, args=(there, device, gpu), daemon=True)
         self.process.start()
         self.answers = asyncio.Lock()
 
     async def receive(self, message: Any, last: bool) -> None:
         """One message."""
-        put(self.connection, {**message, "last": last})
+        await put(self.connection, {**message, "last": last})
         async with self.answers:  # they come in the order of the messages
-            said = await asyncio.get_running_loop().run_in_executor(None, get, self.connection)
+            said = await get(self.connection)
         if said:
             raise SystemExit(f"the receiver: {said}")
 
     def close(self) -> None:
         """End it."""
-        put(self.connection, None)
+        asyncio.run(put(self.connection, None))
         self.process.join()
 
 

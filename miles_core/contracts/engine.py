@@ -127,9 +127,10 @@ class Engine(ABC):
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         """Take one message of a transport in another process: plain data whose meaning the two agree on (names and
-        shapes of a bucket about to be broadcast, memory handles, a path). Sent between ``pause`` and ``resume``; with
-        ``last`` the engine serves ``version``. After a failure only a complete new update makes it usable. ``miles_core.backend.Arrivals``
-        takes buckets of encoded tensors (transport ``buckets``). SyncError: they did not come as they were sent."""
+        shapes of a bucket about to be broadcast, memory handles, a path). Sent between ``pause`` and ``resume``, perhaps before
+        this has returned for the one before; with ``last`` the engine serves ``version``. After a failure only a complete new update
+        makes it usable. ``miles_core.backend.Arrivals`` takes buckets of encoded tensors (transport ``buckets``). SyncError: they
+        did not come as they were sent."""
         raise NotImplementedError(f"{type(self).__name__} takes weights in its own process only")
 
     @property

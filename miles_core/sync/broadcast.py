@@ -64,12 +64,16 @@ class Broadcast:
         """A receiver's end; on a GPU on that of this number, since a thread of its own begins at the first one.
 
         Raises:
-            SyncError: the sender cannot be reached from here, or this process has no such device.
+            SyncError: the sender cannot be reached from here, all receivers are there, or this process has no such device.
         """
         if where["device"] == "cuda" and not torch.cuda.is_available():
             raise SyncError("weights are broadcast from GPU to GPU, and the engine's process has no GPU")
         store = _met(where)
         rank = int(store.add("receivers", 1))
+        if rank > where["receivers"]:
+            raise SyncError(
+                f"a broadcast has its {where['receivers']} receivers already: this engine left it after an error, or was started anew"
+            )
         device = torch.device("cuda", gpu) if where["device"] == "cuda" else torch.device("cpu")
         return cls(store, device, rank, where["receivers"] + 1, where["patience"])
 

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Iterator
-from functools import lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, lru_cache
 from itertools import accumulate
 
 import torch
@@ -19,7 +20,9 @@ from miles_core.precision.gpu_kernel import usable
 #: Bytes a checksum adds up at a time; pieces of memory are multiples of it.
 BLOCK = 1024
 #: Bytes that a CPU copies before it adds them up: they are in its cache still.
-PIECE = 1 << 20
+PIECE = 2 << 20
+#: Bytes that a GPU is given to copy or add up at a time: it is busy while the next ones are found.
+LAUNCH = 512 << 20
 #: Blocks whose numbers are made together.
 _ROUND = 1 << 15
 #: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
@@ -68,7 +71,11 @@ class Sum:
     one go at the end."""
 
     def __init__(self, *pieces: Tensor) -> None:
-        self.pieces = pieces
+        self.pieces = list(pieces)
+
+    def append(self, piece: Tensor) -> None:
+        """One more piece, behind the others."""
+        self.pieces.append(piece)
 
     def copy(self, to: Tensor, source: Tensor, at: int, stays: bool = False) -> None:
         """As ``to.copy_(source)``, one of which lies at byte ``at``. Where ``source`` ``stays`` as it is, the copy may be made as late as
@@ -85,21 +92,23 @@ class Sum:
 
 
 class InCache(Sum):
-    """Of a CPU's memory, one piece: a large tensor is copied bit by bit, and what was is added up while the CPU's cache has it."""
+    """Of a CPU's memory, one piece: a large tensor is copied bit by bit, and what was is added up while the CPU's cache has it, by
+    another thread where there are cores for it."""
 
     def __init__(self, flat: Tensor) -> None:
         super().__init__(flat)
         self._words, self._begun = _blocks(flat[: len(flat) // BLOCK * BLOCK]), 0
-        self._sums = torch.empty(len(self._words), dtype=torch.int64)
+        self._sums: list[Tensor | Future[Tensor]] = []
+        self._helper = _helper() if len(flat) > PIECE and len(_cores()) >= 3 * torch.get_num_threads() else None
 
     def copy(self, to: Tensor, source: Tensor, at: int, stays: bool = False) -> None:
         if to.nbytes < PIECE or not _alike(to, source):
             to.copy_(source)
             return
-        for place, piece in zip(*(t.view(-1).split(PIECE // t.itemsize) for t in (to, source)), strict=True):
-            place.copy_(piece)
-            at += place.nbytes
-            self.up_to(at // BLOCK * BLOCK)
+        place, piece, step = to.view(-1), source.view(-1), PIECE // to.itemsize
+        for start in range(0, len(place), step):
+            place[start : start + step].copy_(piece[start : start + step])
+            self.up_to((at + min(start + step, len(place)) * to.itemsize) // BLOCK * BLOCK)
 
     def up_to(self, end: int) -> None:
         if end - self._begun >= PIECE:
@@ -107,16 +116,28 @@ class InCache(Sum):
 
     def of(self, end: int) -> int:
         self._add(end)
-        return _weighed(self._sums[: end // BLOCK])
+        sums = [each if isinstance(each, Tensor) else each.result() for each in self._sums]
+        return _weighed(torch.cat(sums))
 
     def _add(self, end: int) -> None:
-        new = slice(self._begun // BLOCK, end // BLOCK)
-        torch.sum(self._words[new], 1, out=self._sums[new])
-        self._begun = end
+        new = self._words[self._begun // BLOCK : end // BLOCK]
+        self._sums.append(torch.sum(new, 1) if self._helper is None else self._helper.submit(torch.sum, new, 1))
+        self._begun = max(end, self._begun)
+
+
+@cache
+def _helper() -> ThreadPoolExecutor:
+    """One thread beside the others."""
+    return ThreadPoolExecutor(1, "checksum")
+
+
+def _cores() -> set[int]:
+    """Those this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 class OnePass(Sum):
-    """Of a GPU's memory, by its kernel: ``of`` copies and adds up in one launch, and waits for it."""
+    """Of a GPU's memory, by its kernel: copies and adds up in one pass, a few launches for all of it, which ``of`` waits for."""
 
     def __init__(self, *pieces: Tensor) -> None:
         super().__init__(*pieces)
@@ -124,38 +145,54 @@ class OnePass(Sum):
         self._jobs: list[tuple[int, int, int, int]] = []
         self._copied: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
-        self._over = False
+        self._begun = self._piece = self._start = 0  # in blocks; the piece that this one is in, and where it starts
 
     def copy(self, to: Tensor, source: Tensor, at: int, stays: bool = False) -> None:
-        blocks, odd = divmod(to.nbytes, BLOCK)
+        first, nbytes = at // BLOCK, to.nbytes
         least = 0 if stays else PIECE  # a launch of its own takes longer than reading less once more
-        if self._over or odd or to.nbytes <= least or not _alike(to, source) or at % BLOCK or not _aligned(to, source):
+        if (
+            first < self._begun
+            or at % BLOCK
+            or nbytes % BLOCK
+            or nbytes <= least
+            or not _alike(to, source)
+            or not _aligned(to, source)
+        ):
             to.copy_(source)
             return
-        self._jobs.append((source.data_ptr(), to.data_ptr(), at // BLOCK, blocks))
-        self._copied.append((at // BLOCK, at // BLOCK + blocks))
+        self._jobs.append((source.data_ptr(), to.data_ptr(), first, nbytes // BLOCK))
+        self._copied.append((first, first + nbytes // BLOCK))
         if stays:
             self._kept += (to, source)
         else:
             self._run()
 
-    def of(self, end: int) -> int:
-        self._jobs += [(address, 0, first, behind - first) for address, first, behind in self._rest(end // BLOCK)]
-        self._run()
-        self._over, self._kept = True, []
-        return int(self._total) % (1 << 64)
+    def up_to(self, end: int) -> None:
+        if end - self._begun * BLOCK >= LAUNCH:
+            self._add(end // BLOCK)
+            self._run()
 
-    def _rest(self, end: int) -> Iterator[tuple[int, int, int]]:
-        """Address, first block and the one behind the last of what was not copied, before block ``end``."""
-        copied, at = deque(sorted(self._copied)), 0
-        for piece in self.pieces:
-            first, behind, start = at, min(at + len(piece) // BLOCK, end), piece.data_ptr() - at * BLOCK
-            while first < behind:
-                until, go_on = copied.popleft() if copied and copied[0][0] < behind else (behind, behind)
-                if first < until:
-                    yield start + first * BLOCK, first, until
-                first = go_on
-            at += len(piece) // BLOCK
+    def of(self, end: int) -> int:
+        self._add(end // BLOCK)
+        self._run()
+        found, self._kept = int(self._total) % (1 << 64), []
+        return found
+
+    def _add(self, end: int) -> None:
+        """What was not copied of the blocks before this one is to be added up too."""
+        copied, self._copied = deque(sorted(self._copied)), []
+        while self._begun < end:
+            piece = self.pieces[self._piece]
+            behind = self._start + len(piece) // BLOCK
+            if self._begun == behind:
+                self._piece, self._start = self._piece + 1, behind
+                continue
+            last = min(behind, end)
+            until, go_on = copied.popleft() if copied and copied[0][0] < last else (last, last)
+            if self._begun < until:
+                address = piece.data_ptr() + (self._begun - self._start) * BLOCK
+                self._jobs.append((address, 0, self._begun, until - self._begun))
+            self._begun = go_on
 
     def _run(self) -> None:
         """Make the jobs that wait."""

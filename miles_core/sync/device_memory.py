@@ -10,7 +10,7 @@ import ctypes
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from torch import Tensor
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.sync.bucket import check, dtype_name, view
-from miles_core.sync.checksum import ALIGNED, BLOCK, checksum, summing
+from miles_core.sync.checksum import ALIGNED, BLOCK, Sum, summing
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _STARTED = secrets.token_hex(8)
 
 
@@ -83,7 +84,8 @@ class Loan:
     def __init__(self) -> None:
         self._units: list[list[Any]] = []
         self._regions: dict[str, dict[str, Any]] = {}
-        self._kept: list[Tensor] = []
+        self._sum: Sum | None = None
+        self._nbytes = 0
 
     def __len__(self) -> int:
         return len(self._units)
@@ -105,16 +107,21 @@ class Loan:
         key, start = region["key"], tensor.data_ptr() - region["base"]
         self._regions.setdefault(key, region)
         self._units.append([name, key, dtype_name(tensor.dtype), list(tensor.shape), start])
-        self._kept.append(tensor.detach())
+        self._nbytes += nbytes
+        if self._sum is None:
+            self._sum = summing(_bytes(tensor))
+        else:
+            self._sum.append(_bytes(tensor))
+        self._sum.up_to(self._nbytes)
         return True
 
     def message(self) -> dict[str, Any]:
-        """About what was added so far: as that of a bucket, with its memory."""
-        pieces = [_bytes(tensor) for tensor in self._kept]
+        """About what was added, something at least: as that of a bucket, with its memory."""
+        assert self._sum is not None
         return {
             "units": self._units,
-            "nbytes": sum(map(len, pieces)),
-            "checksum": checksum(*pieces),
+            "nbytes": self._nbytes,
+            "checksum": self._sum.of(self._nbytes),
             "memory": {"kind": "loan", "regions": self._regions},
         }
 
@@ -126,29 +133,43 @@ def borrowed(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> Ite
     Raises:
         SyncError: the bytes are not those that were lent; known at the end.
     """
-    tensors = [view(region(key), dtype, shape, start) for _, key, dtype, shape, start in message["units"]]
-    found, at = summing(*map(_bytes, tensors)), 0
-    for (name, *_), tensor in zip(message["units"], tensors, strict=True):
+    found, at = None, 0
+    for name, key, dtype, shape, start in message["units"]:
+        tensor = view(region(key), dtype, shape, start)
+        if found is None:
+            found = summing(_bytes(tensor))
+        else:
+            found.append(_bytes(tensor))
         yield Encoded(name, {name: tensor}, copy=partial(found.copy, at=at, stays=True))
         at += tensor.nbytes
-    check(message, found.of(at))
+        found.up_to(at)
+    if found is not None:
+        check(message, found.of(at))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _region(tensor: Tensor) -> dict[str, Any] | None:
     """The allocation that a tensor lies in, and its first byte's address as ``base``; None where it has no handle."""
+    number, address = ctypes.c_uint64(), tensor.data_ptr()
+    if _driver().cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address)):
+        return None
+    return _allocation(number.value, tensor.device.index, address)
+
+
+@lru_cache(1 << 16)
+def _allocation(number: int, index: int, address: int) -> dict[str, Any] | None:
+    """``_region`` of a GPU's address; ``number`` is the allocation's, which the driver gives to no other one."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-    with torch.cuda.device(tensor.device):
-        address = ctypes.c_uint64(tensor.data_ptr())
-        if _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address):
+    with torch.cuda.device(index):
+        if _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)):
             return None
         if _driver().cuIpcGetMemHandle(ctypes.byref(handle), base):
             return None
     data = bytes(memoryview(handle).cast("B")).hex()
-    return {"key": data, **_where(data, size.value, tensor.device.index, base.value)}
+    return {"key": data, **_where(data, size.value, index, base.value)}
 
 
 def _where(handle: str, nbytes: int, index: int, base: int) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def _differs(column: Tensor | Ragged, a: Tensor, b: Tensor) -> NDArray[np.bool_]
         owner = torch.repeat_interleave(same, counts[same])
         unequal[owner[left.select(same).values != right.select(same).values]] = True
         return unequal.numpy()
-    one, two = column[a.to(column.device)], column[b.to(column.device)]
+    one, two = (column.index_select(0, rows.to(column.device)) for rows in (a, b))
     unequal = one.ne(two)
     if one.is_floating_point():
         unequal &= ~(one.isnan() & two.isnan())

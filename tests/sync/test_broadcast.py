@@ -37,6 +37,8 @@ def test_every_receiver_gets_the_bytes_bucket_after_bucket():
         assert end.send(first, 0, times=2) > 0 and later.result() > 0
         for found in receivers:
             assert torch.equal(found.result()[0], first) and torch.equal(found.result()[1], second)
+        with pytest.raises(SyncError, match="has its 2 receivers already: this engine left it after an error"):
+            Broadcast.join(end.memory)
     end.close()
 
 

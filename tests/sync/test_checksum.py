@@ -79,8 +79,8 @@ def test_what_is_copied_is_added_up_in_the_same_launch_and_the_rest_beside_it(jo
         (0, 4, False), (4, 6, True), (10, 1, True), (11, 9, False), (20, 8, True), (28, 2, False)
     ]  # fmt: skip
     assert torch.equal(to[20 * BLOCK : 28 * BLOCK], source[20 * BLOCK : 28 * BLOCK]) and not to[12 * BLOCK :][:99].any()
-    found.copy(to[32 * BLOCK :], source[32 * BLOCK :], 32 * BLOCK, stays=True)  # too late to wait
-    assert torch.equal(to[32 * BLOCK :], source[32 * BLOCK :]) and len(kernel.launches) == 1
+    found.copy(to[:BLOCK], source[29 * BLOCK : 30 * BLOCK], 29 * BLOCK, stays=True)  # too late to wait
+    assert torch.equal(to[:BLOCK], source[29 * BLOCK : 30 * BLOCK]) and len(kernel.launches) == 1
 
 
 def test_pieces_count_as_one_and_each_may_be_copied(jobs):
@@ -92,6 +92,20 @@ def test_pieces_count_as_one_and_each_may_be_copied(jobs):
     assert found.of(8 * BLOCK) == whole == checksum(*pieces)
     assert torch.equal(to[:BLOCK], pieces[1]) and len(kernel.launches) == 2
     assert Sum(*pieces).of(8 * BLOCK) == whole and checksum(source[:0]) == 0
+
+
+def test_what_is_there_is_added_up_while_more_is_found(jobs, monkeypatch):
+    source, to, kernel = jobs
+    monkeypatch.setattr(module, "LAUNCH", 10 * BLOCK)
+    found = summing(source[: 8 * BLOCK])
+    for piece in range(1, 5):
+        found.append(source[piece * 8 * BLOCK : (piece + 1) * 8 * BLOCK])
+        if piece == 2:
+            found.copy(to[: 8 * BLOCK], source[16 * BLOCK : 24 * BLOCK], 16 * BLOCK, stays=True)
+        found.up_to((piece + 1) * 8 * BLOCK)
+    assert [sum(blocks for *_, blocks in launch) for launch in kernel.launches] == [16, 16]
+    assert torch.equal(to[: 8 * BLOCK], source[16 * BLOCK : 24 * BLOCK])
+    assert found.of(40 * BLOCK) == reference(source) and len(kernel.launches) == 3
 
 
 def test_a_source_that_may_change_is_copied_at_once(jobs, monkeypatch):
@@ -116,13 +130,15 @@ def test_other_dtypes_and_layouts_are_copied_as_torch_does(jobs):
     assert torch.equal(to[16 * BLOCK : 24 * BLOCK].view(128, 64), turned)
 
 
-def test_a_cpu_adds_up_what_it_has_just_copied(monkeypatch):
+@pytest.mark.parametrize("cores", [1, 64])
+def test_a_cpu_adds_up_what_it_has_just_copied(monkeypatch, cores):
     monkeypatch.setattr(module, "PIECE", 4 * BLOCK)
+    monkeypatch.setattr(module, "_cores", lambda: set(range(cores * torch.get_num_threads())))
     source, to = noise(40), torch.zeros(40 * BLOCK, dtype=torch.uint8)
     found = summing(to)
     assert isinstance(found, InCache)
     found.copy(to[: 30 * BLOCK].view(torch.int16), source[: 30 * BLOCK].view(torch.int16), 0)
-    assert found._begun == 28 * BLOCK
+    assert found._begun == 28 * BLOCK and {isinstance(each, torch.Tensor) for each in found._sums} == {cores == 1}
     found.copy(to[30 * BLOCK :], source[30 * BLOCK :], 30 * BLOCK)
     assert found.of(40 * BLOCK) == reference(source) and torch.equal(to, source)
 

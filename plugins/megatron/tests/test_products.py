@@ -50,24 +50,25 @@ def expected(experts):
 
 
 def test_it_is_every_expert_s_own_product(experts, expected):
-    multiply_experts_together([experts])
+    multiply_experts_together([experts], told=False)
     for one, other in zip(gradients(experts), expected, strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_weight_gradients_are_added_where_they_are_kept(experts, expected):
-    multiply_experts_together([experts])
+@pytest.mark.parametrize("told", [False, True])
+def test_weight_gradients_are_added_where_they_are_kept(experts, expected, told):
+    multiply_experts_together([experts], told)
     add_gradients_in_place([nn.Sequential(nn.Linear(2, 2), experts)])
     for weight in experts.parameters():
         weight.main_grad = torch.ones(24, 16)
     gradients(experts)
     for weight, grad in zip(experts.parameters(), expected[2:], strict=True):
-        assert weight.grad_added_to_main_grad
+        assert weight.grad_added_to_main_grad and (weight.grad is not None) == told
         torch.testing.assert_close(weight.main_grad, 1 + grad.float())
 
 
 def test_frozen_weights_get_no_gradient(experts, expected):
-    multiply_experts_together([experts.requires_grad_(False)])
+    multiply_experts_together([experts.requires_grad_(False)], told=False)
     _, to_x, *none = gradients(experts)
     torch.testing.assert_close(to_x, expected[1])
     assert none == [None] * 3
@@ -75,5 +76,5 @@ def test_frozen_weights_get_no_gradient(experts, expected):
 
 def test_biases_are_left_to_transformer_engine(experts):
     experts.use_bias = True
-    multiply_experts_together([experts])
+    multiply_experts_together([experts], told=False)
     assert "forward" not in vars(experts)

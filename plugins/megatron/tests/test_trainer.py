@@ -356,3 +356,26 @@ def test_mtp_layers_are_exported_as_the_checkpoint_has_them(tmp_path):
     found = load_file(tmp_path / "to/model.safetensors")
     assert found.keys() == stored.keys() and len(names) > 10
     assert all(torch.equal(found[name], stored[name]) for name in stored)
+
+
+def test_what_is_fused_on_a_gpu(four_layers, monkeypatch):
+    from miles_megatron import families
+    from miles_megatron.trainer import model
+
+    monkeypatch.setattr(model, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(model, "TransformerConfig", dict)  # Megatron-Core's would look for TransformerEngine
+    a = families.read(json.loads((four_layers / "config.json").read_text()))
+    chosen = {"apply_rope_fusion": False, "gradient_accumulation_fusion": True}
+    fields = model.transformer_config(a, Sizes(), torch.bfloat16, chosen)
+    fused = (
+        "moe_grouped_gemm",
+        "moe_permute_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "apply_rope_fusion",
+    )
+    assert [fields[name] for name in fused] == [True, True, True, True, False]
+    assert fields["moe_token_dispatcher_type"] == "alltoall" and fields["transformer_impl"] == "transformer_engine"
+    assert (
+        "gradient_accumulation_fusion" not in fields
+    )  # of TransformerEngine's layers alone: Megatron-Core's want APEX

@@ -5,8 +5,9 @@ from miles_r3.config import R3Config
 
 __version__ = "0.1.0"
 
-#: Row t of a sample: the experts used when token t was the input, [moe layers, top_k].
-ROUTES = Field("rollout_routed_experts", "int32", "token-1", pad=-1, shape=(None, None), required=True, label="routing")
+#: Row t of a sample: the experts used when token t was the input, [moe layers, top_k]. No model has more experts than int16 numbers, and
+#: these rows are most of what a batch holds.
+ROUTES = Field("rollout_routed_experts", "int16", "token-1", pad=-1, shape=(None, None), required=True, label="routing")
 
 _REPLAY = "replay the rollout's routing (--plugins r3)"
 

@@ -43,12 +43,13 @@ class R3:
         routes = sample.fields.get(ROUTES.name)
         if routes is None:
             return
-        routes = np.asarray(routes, ROUTES.dtype)
+        routes = np.asarray(routes)
         if self.buffer is None:
             self.buffer = RouteBuffer(run.directory / "routes", self.options.buffer_size)
             # asked once: this hook is called for every sample
             self.counts = tuple(run.plan.fact(f"model.{n}", None) for n in ("num_experts", "moe_layers", "top_k"))
         check_routes(sample.index, routes, *self.counts)
+        routes = routes.astype(ROUTES.dtype, copy=False)
         sample.fields[ROUTES.name] = self.buffer.keep(routes, self.counts[0] or int(routes.max(initial=0)) + 1)
 
     @hookimpl

@@ -66,7 +66,7 @@ class RouteBuffer:
         self.spilled = self.live = 0
         self._names = itertools.count()
 
-    def keep(self, routes: NDArray[np.int32], experts: int) -> NDArray[np.int32] | SpilledRoutes:
+    def keep(self, routes: NDArray[np.integer[Any]], experts: int) -> NDArray[np.integer[Any]] | SpilledRoutes:
         """``routes`` itself, or what stands in for it."""
         if self.size is None:
             return routes

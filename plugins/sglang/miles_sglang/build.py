@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,9 @@ _CONTEXT_SLACK = 8
 
 #: The column of the experts that an engine chose, as the plugin that replays them declares it.
 ROUTED_EXPERTS = "rollout_routed_experts"
+#: Whether SGLang compiles its FP8 kernels for all of 16,384 sizes before its first answer, which takes the better part of an hour. A
+#: rollout needs a few of them, which are compiled when they are, and kept on disk.
+PRECOMPILES = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,4 +268,6 @@ def _environment(device: str, experts: int) -> dict[str, str | None]:
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,
         inside.VARIABLE: "uint8" if 0 < experts <= inside.MOST else inside.WIDE,
     }
+    if PRECOMPILES not in os.environ:
+        found[PRECOMPILES] = "0"
     return {**found, "SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else found

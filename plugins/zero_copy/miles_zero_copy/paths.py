@@ -198,9 +198,9 @@ def broadcast(device: torch.device, engines: int) -> Path:
     """Through a process group with so many engines: NCCL on a GPU, gloo on a CPU."""
     group = Broadcast.open(engines, device)
     make = partial(BroadcastSlot, device=device, group=group)
-    # As large as the probe is: a link is no faster with more, and the first and the last one are not hidden behind others.
-    enough = (256 if device.type == "cuda" else 16) << 20
-    return Path(make, enough=enough, probe=enough, ahead=1, close=group.close)
+    # A link is no faster with more, and the first and the last bucket are not hidden behind others.
+    enough, probe = (512 << 20, 256 << 20) if device.type == "cuda" else (32 << 20, 16 << 20)
+    return Path(make, enough=enough, probe=probe, ahead=1, close=group.close)
 
 
 def copy_speed(nbytes: int = PROBE_BYTES, device: str = "cpu") -> float:

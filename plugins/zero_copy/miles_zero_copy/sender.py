@@ -56,6 +56,9 @@ class Sender:
         sender: this rank, and of how many.
         stay: engines read plain weights where they arrive, in memory for two whole versions, from the second version on:
             then it is known how much one takes.
+
+    Attributes:
+        full: there was no memory for a bucket that was needed.
     """
 
     def __init__(self, path: Path, nbytes: int, sender: tuple[int, int], stay: bool = False) -> None:
@@ -71,6 +74,7 @@ class Sender:
         self._reading: list[asyncio.Task[float]] = []
         self._loan = Loan()
         self.sent = Sent()
+        self.full = False
 
     @property
     def _slot(self) -> Slot:
@@ -178,6 +182,7 @@ class Sender:
             self._make_slots(self._wanted)
         except SyncError:
             if needed > have:
+                self.full = True
                 raise
             self._make_slots(have)  # there is no memory for larger ones
             self._wanted = have

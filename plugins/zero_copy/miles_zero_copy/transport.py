@@ -85,7 +85,8 @@ class BucketTransport(Transport):
         self.staging, self.colocated, self.stay = staging, colocated, stay and not colocated
         self._staged: SyncReport | None = None
         self._sender: Sender | None = None
-        self._limit, self._told = 0.0, ""
+        self._limit, self._told, self._name = 0.0, "", ""
+        self._full: dict[str, str] = {}
 
     def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
         return None if self._sender is None else self._sender.room(name, stored)
@@ -132,6 +133,8 @@ class BucketTransport(Transport):
             started = time.perf_counter()
             sent = await self._sender.send(units, receive, version)
         except BaseException as error:
+            if self._sender is not None and self._sender.full:
+                self._full[self._name] = str(error)
             self.close()  # the next push finds out anew which paths there are
             self._limit = 0.0
             for _ in units if isinstance(error, Exception) else ():  # other ranks may wait in its collectives
@@ -157,6 +160,9 @@ class BucketTransport(Transport):
         reasons = []
         for name, way in paths(device, self.engine.receivers).items():
             sender: Sender | None = None
+            if name in self._full:
+                reasons.append(self._full[name])
+                continue
             try:
                 path = way()
                 sender = Sender(path, self.bucket_size, (self.world.rank, self.world.size), self.stay)
@@ -167,6 +173,7 @@ class BucketTransport(Transport):
                     sender.close()
                 reasons.append(str(error))
                 continue
+            self._name = name
             why = f", because {'; '.join(reasons)}" if reasons else ""
             if name + why != self._told:
                 self._told = name + why

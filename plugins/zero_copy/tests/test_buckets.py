@@ -254,12 +254,16 @@ def test_a_host_without_shared_memory_gets_messages(engine, transport, checkpoin
     assert f"there is no shared memory on this host: {tmp_path / 'shm'} is not there" in caplog.text
 
 
-def test_shared_memory_that_gets_full_in_the_middle_is_a_failed_sync(engine, transport, checkpoints, monkeypatch):
+def test_shared_memory_that_gets_full_in_the_middle_is_a_failed_sync_and_the_next_one_does_without(
+    engine, transport, checkpoints, monkeypatch, caplog
+):
     monkeypatch.setattr(sender, "FIRST", 4096)  # what comes next needs more
     monkeypatch.setattr(segment.os, "posix_fallocate", partial(full, segment.os.posix_fallocate))
     with pytest.raises(SyncError, match="bytes of shared memory are not to be had"):
         asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
     assert engine.version == -1
+    asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
+    assert engine.version == 1 and "runtime's channel, because 40,960 bytes of shared memory are not" in caplog.text
 
 
 def full(allocate, file, start, nbytes):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,16 @@ from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 
 from miles_core import NonFiniteError
 from miles_core.backend import OptimizerConfig
+
+
+@contextmanager
+def _looked_at(inner: Any, norm: float) -> Iterator[None]:
+    """While this is open, Megatron-Core's optimiser takes its gradients as ready and of this norm, instead of doing both once more."""
+    inner.prepare_grads, inner.get_grad_norm = lambda: False, lambda: norm
+    try:
+        yield
+    finally:
+        del inner.prepare_grads, inner.get_grad_norm
 
 
 class Optimizer:
@@ -67,7 +78,8 @@ class Optimizer:
         for group in self.inner.param_groups:
             group["lr"] = rate
             group["weight_decay"] = self.settings.weight_decay * group.get("wd_mult", 1.0)
-        self.inner.step()
+        with _looked_at(self.inner, norm):
+            self.inner.step()
         self.step_number += self.fixed_lr is None
         return {"grad_norm": norm, "lr": rate}
 

@@ -25,6 +25,7 @@ from miles_core.backend import VALUES, Codec, FormatItself, Parity, Quantizer, b
 from miles_core.format import Format
 from miles_megatron.architecture import Architecture
 from miles_megatron.families.parts import Entry
+from miles_megatron.trainer.dequantised import dequantise_in_two_passes
 from miles_megatron.trainer.weights import Weights
 
 
@@ -55,6 +56,8 @@ class TrainedFormat:
         shapes = weights.checkpoint_shapes()
         # TransformerEngine quantises every linear layer of the decoder inside of its recipe, and knows no names
         self._inside = torch.cuda.is_available() and format.quantizes_activations
+        if self._inside:
+            _quicken()
         for entry in (e for e in weights.entries if e.name in weights.held):
             held = weights.held[entry.name]
             if held.dim() != 2:
@@ -95,6 +98,12 @@ class TrainedFormat:
         if not torch.cuda.is_available() or not format.quantizes_activations:
             return FormatItself(format)
         return CODES[format.name](format) if format.name in CODES else None
+
+
+def _quicken() -> None:
+    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import _FromFloat8BlockwiseFunc
+
+    dequantise_in_two_passes(_FromFloat8BlockwiseFunc)
 
 
 def _chosen(entry: Entry, codec: Codec, shapes: Mapping[str, tuple[int, ...]]) -> bool:

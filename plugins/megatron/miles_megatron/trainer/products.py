@@ -25,12 +25,17 @@ def add_gradients_in_place(chunks: Sequence[nn.Module]) -> None:
         module.fuse_wgrad_accumulation = True
 
 
-def multiply_experts_together(chunks: Sequence[nn.Module]) -> None:
+def multiply_experts_together(chunks: Sequence[nn.Module], told: bool) -> None:
     """Layers of experts without biases multiply with torch's grouped product. For BF16 only: TransformerEngine's recipes quantise
-    inside of its own products."""
+    inside of its own products.
+
+    Args:
+        chunks: not wrapped.
+        told: Megatron-Core wants to be told of each weight gradient, to reduce it while others are computed.
+    """
     for module in _modules(chunks, "num_gemms"):
         if not module.use_bias:
-            module.forward = _Forward(module)
+            module.forward = _Forward(module, told)
 
 
 def sort_once(chunks: Sequence[nn.Module], s: Sizes) -> None:
@@ -49,13 +54,14 @@ def _modules(chunks: Sequence[nn.Module], attribute: str) -> Iterator[Any]:
 class _Forward:
     """Takes the place of the forward method of TransformerEngine's ``GroupedLinear`` as Megatron-Core calls it."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, told: bool) -> None:
+        self.module, self.told = module, told
 
     def __call__(self, x: Tensor, counts: Sequence[int]) -> tuple[Tensor, None]:
         """[rows, in] sorted by expert, with the number of rows of each -> [rows, out], and no bias."""
         weights = [getattr(self.module, f"weight{i}") for i in range(self.module.num_gemms)]
-        return GroupedProduct.apply(x, tuple(counts), self.module.fuse_wgrad_accumulation, *weights), None
+        in_place = self.module.fuse_wgrad_accumulation
+        return GroupedProduct.apply(x, tuple(counts), in_place, self.told or not in_place, *weights), None
 
 
 class GroupedProduct(torch.autograd.Function):
@@ -65,6 +71,7 @@ class GroupedProduct(torch.autograd.Function):
         x: [rows, in], sorted by expert.
         counts: rows of each expert.
         in_place: weight gradients are added to the weights' ``main_grad``.
+        told: autograd gets them too.
         weights: [out, in] of each expert.
 
     Returns:
@@ -72,10 +79,10 @@ class GroupedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], in_place: bool, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], in_place: bool, told: bool, *weights: Tensor) -> Tensor:
         ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
         ctx.save_for_backward(x, ends)
-        ctx.counts, ctx.in_place, ctx.weights = counts, in_place, weights
+        ctx.counts, ctx.in_place, ctx.told, ctx.weights = counts, in_place, told, weights
         return functional.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
@@ -83,8 +90,9 @@ class GroupedProduct(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         grad, weights = grads[0].contiguous(), ctx.weights
         to_x = functional.grouped_mm(grad, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[3]:
-            return to_x, None, None, *(None for _ in weights)
+        nothing = [None] * len(weights)
+        if not ctx.needs_input_grad[4]:
+            return to_x, None, None, None, *nothing
         to_weights = functional.grouped_mm(grad.t(), x, offs=ends)
         for expert in (i for i, count in enumerate(ctx.counts) if not count):
             to_weights[expert] = 0  # a kernel may leave alone what it has no rows for
@@ -92,4 +100,4 @@ class GroupedProduct(torch.autograd.Function):
             torch._foreach_add_([weight.main_grad for weight in weights], list(to_weights.float().unbind()))
             for weight in weights:
                 weight.grad_added_to_main_grad = True  # Megatron-Core then drops the gradient that autograd has
-        return to_x, None, None, *to_weights.unbind()
+        return to_x, None, None, None, *(to_weights.unbind() if ctx.told else nothing)

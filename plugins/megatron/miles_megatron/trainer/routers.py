@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from miles_core import PluginError
 from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES, Batch, Context
@@ -86,7 +87,7 @@ class Routers:
         count = owner.new_zeros(samples)
         passage = self.active = Passage(
             routes=self._routes(ctx),
-            owner=torch.cat([torch.where(needed, owner, -1), owner.new_tensor([-1])])[ctx.rows],
+            owner=pad(torch.where(needed, owner, -1), (0, 1), value=-1)[ctx.rows],  # row -1 is the last one
             lengths=count.scatter_add(0, owner, needed.long()).clamp(min=1),
             trained=count.scatter_add(0, owner, trained.long()),
             training=ctx.kind == "train",

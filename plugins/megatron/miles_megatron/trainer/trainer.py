@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from miles_core.backend import (
     SAMPLING_SUPPORT,
@@ -142,7 +143,7 @@ class MegatronTrainer(Trainer):
             if settings.model.get(ADD_IN_PLACE, True):
                 add_gradients_in_place(plain)
             if not self.config.fp8:
-                multiply_experts_together(plain)
+                multiply_experts_together(plain, told=bool(settings.reduction.get("overlap_grad_reduce")))
         self.weights = Weights(plain, a, s)
         self.weights.load(directory)
         self.format = TrainedFormat(self.weights, plain, codec or Codec())
@@ -179,7 +180,7 @@ class MegatronTrainer(Trainer):
 
         packing: Packing = ctx.attached["packing"]
         # row -1 is padding: token 0. No indexing by a mask, for whose size the host would wait for the GPU
-        tokens = torch.cat([micro_batch.tokens, micro_batch.tokens.new_zeros(1)])[packing.rows]
+        tokens = pad(micro_batch.tokens, (0, 1))[packing.rows]
         bounds = packing.bounds
         packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=packing.longest, max_seqlen_kv=packing.longest)
         wrapped = self.wrapped[self._chunks.index(chunk)]
