@@ -3,10 +3,11 @@
 Random models of several sizes; a step is forward, backward and AdamW over ``--micro-batches`` micro-batches of packed samples that
 fill them. The share of the peak counts 6 operations a parameter and token that is used (of experts the chosen ones; no embedding) and
 causal attention, recomputation not. ``planned`` is the memory that ``miles plan`` expects of a rank, without what CUDA takes for itself,
-and ``peak`` what torch had allocated. ``--fp8`` computes in blocks of 128 x 128, ``--backward-override none`` with gradients in them too,
-``--embedded`` adds the embedded trainer on the same batch, ``--replay`` the step with r3 and the routes that the routers choose by
-themselves, ``--parity`` compares TransformerEngine's codes with the format's and FP8's gradients with and without the override. Several
-GPUs: ``torchrun --nproc-per-node 2 ... --sizes ep=2``. The last line is one JSON object.
+and ``peak`` what torch had allocated. ``--formats``: ``fp8`` computes in blocks of 128 x 128, its backward pass in BF16 with the numbers
+that were multiplied, ``fp8_backward`` quantises gradients too. ``--embedded`` adds the embedded trainer on the same batch, ``--replay``
+the step with r3 and the routes that the routers choose by themselves, ``--parity`` compares TransformerEngine's codes with the
+format's, ``--gradients`` those of ``fp8_backward`` with those of ``fp8``. Several GPUs: ``torchrun --nproc-per-node 2 ... --sizes ep=2``.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,8 +43,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_checkpoint(name: str, directory: Path) -> Path:
-    """Random BF16 weights under the checkpoint's names; the first rank of a machine writes them."""
+def make_checkpoint(name: str, directory: Path, weights: bool = False) -> Path:
+    """Random BF16 weights under the checkpoint's names, or a ``config.json`` alone; the first rank of a machine writes them."""
     import torch
     from safetensors.torch import save_file
 
@@ -49,18 +52,53 @@ def make_checkpoint(name: str, directory: Path) -> Path:
     from miles_megatron.shapes import shapes
 
     target, config = directory / name, MODELS[name]
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not (target / "done").exists():
+    done = target / ("model.safetensors" if weights else "config.json")
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not done.exists():
         target.mkdir(parents=True, exist_ok=True)
-        (target / "config.json").write_text(json.dumps(config))
         a, found = families.read(config), {}
-        for tensor, shape in (item for entry in families.weights(a) for item in shapes(entry, a).items()):
+        for tensor, shape in (item for entry in families.weights(a) for item in shapes(entry, a).items() if weights):
             made = torch.randn(shape, device="cuda") * 0.6 / shape[-1] ** 0.5 if len(shape) == 2 else torch.ones(shape)
             found[tensor] = made.bfloat16().cpu()
-        save_file(found, target / "model.safetensors")
-        (target / "done").touch()
-    while not (target / "done").exists():
+        if weights:
+            save_file(found, target / "model.safetensors")
+        (target / "config.json").write_text(json.dumps(config))
+    while not (done.exists() and (target / "config.json").exists()):
         time.sleep(0.2)
     return target
+
+
+def fill(weights: Any, directory: Path) -> None:
+    """Takes the place of ``Weights.load``: random weights where they are needed, and no files."""
+    import torch
+
+    with torch.no_grad():
+        for tensor in weights.held.values():
+            if tensor.dim() == 1:
+                tensor.fill_(1.0)
+            else:
+                tensor.normal_(0, 0.6 / tensor.shape[-1] ** 0.5)
+
+
+def table_shapes(weights: Any) -> dict[str, tuple[int, ...]]:
+    """Takes the place of ``Weights.checkpoint_shapes``."""
+    from miles_megatron.shapes import shapes
+
+    return {n: s for e in weights.entries if e.name in weights.held for n, s in shapes(e, weights.a).items()}
+
+
+@contextmanager
+def computing(format: str) -> Iterator[None]:
+    """What ``--backward-override`` says through the environment, for this format alone."""
+    import megatron.core.fp8_utils as utils
+    from transformer_engine.common.recipe import Float8BlockScaling, Format
+
+    original = utils.get_fp8_recipe
+    override = "dequantized" if format == "fp8" else None
+    utils.get_fp8_recipe = lambda config: Float8BlockScaling(fp8_format=Format.E4M3, backward_override=override)
+    try:
+        yield
+    finally:
+        utils.get_fp8_recipe = original
 
 
 def make_batch(count: int, length: int, vocabulary: int) -> Any:
@@ -94,7 +132,7 @@ def codec(fp8: bool) -> Any:
     return Codec(Fp8()) if fp8 else Codec()
 
 
-def make_trainer(given: Any, checkpoint: Path, sizes: dict[str, Any], recompute: bool, rate: float = 1e-5) -> Any:
+def make_trainer(given: Any, name: str, directory: Path, format: str = "bf16", rate: float = 1e-5) -> Any:
     """A bound trainer of this rank, and its sizes."""
     import torch
     import torch.distributed as dist
@@ -107,19 +145,24 @@ def make_trainer(given: Any, checkpoint: Path, sizes: dict[str, Any], recompute:
     from miles_megatron.trainer.groups import start_groups
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = {k: int(v) if v.isdigit() else v == "True" for k, v in (p.split("=") for p in given.sizes)}
     s = Sizes(**{"ranks": ranks, "etp": 1 if "ep" in sizes else sizes.get("tp", 1), **sizes})
     world = start_groups(s, 0)
     from miles_megatron.trainer.trainer import MegatronTrainer, Settings
+    from miles_megatron.trainer.weights import Weights
 
+    Weights.load, Weights.checkpoint_shapes = fill, table_shapes  # type: ignore[method-assign, assignment]
     settings = Settings(
-        adamw=OptimizerConfig(rate, clip_grad=1.0),
+        adamw=OptimizerConfig(rate),
         dtype=torch.bfloat16,
         micro_batch_size=given.micro_batch_size,
         longest=given.length,
-        model=(FULL_RECOMPUTATION if recompute else {}) | (RECIPES["fp8"] if given.fp8 else {}),
+        model=(FULL_RECOMPUTATION if given.recompute else {}) | (RECIPES["fp8"] if format != "bf16" else {}),
     )
-    a = families.read(json.loads((checkpoint / "config.json").read_text()))
-    trainer = MegatronTrainer(a, s, world, checkpoint, settings, codec=codec(given.fp8))
+    checkpoint = make_checkpoint(name, directory)
+    trainer = MegatronTrainer(
+        families.read(MODELS[name]), s, world, checkpoint, settings, codec=codec(format != "bf16")
+    )
     trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
     return trainer, s
 
@@ -150,29 +193,27 @@ def operations(a: Any, tokens: int, length: int) -> float:
     return 6.0 * used * tokens + 6.0 * a.layers * tokens * length * a.q_size
 
 
-def megatron(given: Any, name: str, directory: Path, recompute: bool) -> dict[str, Any]:
-    """One model's row."""
+def megatron(given: Any, name: str, directory: Path, format: str) -> dict[str, Any]:
+    """One model's row in one format."""
     import torch
 
     from miles_megatron.memory import Work, memory
 
     gc.collect()
     torch.cuda.empty_cache()
-    sizes = {k: int(v) if v.isdigit() else v == "True" for k, v in (p.split("=") for p in given.sizes)}
     before = torch.cuda.memory_allocated()
-    trainer, s = make_trainer(given, make_checkpoint(name, directory), sizes, recompute)
+    trainer, s = make_trainer(given, name, directory, format)
     count = given.micro_batch_size * given.micro_batches * s.dp
     whole = make_batch(count, given.length, trainer.a.vocab)
-    seconds, peak = timed(
-        trainer, whole.select([i for i in range(count) if i % s.dp == trainer.world.replica]), given.steps
-    )
+    part = whole.select([i for i in range(count) if i % s.dp == trainer.world.replica])
+    with nullcontext() if format == "bf16" else computing(format):
+        seconds, peak = timed(trainer, part, given.steps)
     tokens = given.micro_batch_size * given.length
-    work = Work(tokens=tokens, micro_batches=given.micro_batches, recompute="full" if recompute else "")
+    work = Work(tokens=tokens, micro_batches=given.micro_batches, recompute="full" if given.recompute else "")
     planned = max(stage.total - stage.other for stage in memory(trainer.a, s, work))
     rate = operations(trainer.a, count * given.length, given.length) / seconds / s.ranks
     return {
-        "model": name, "sizes": sizes, "recompute": recompute, "fp8": given.fp8,
-        "backward_override": given.backward_override if given.fp8 else "", "seconds": round(seconds, 4),
+        "model": name, "format": format, "sizes": given.sizes, "recompute": given.recompute, "seconds": round(seconds, 4),
         "share_of_bf16_peak": round(rate / PEAK[torch.cuda.get_device_capability()], 3),
         "peak_gb": round((peak - before) / 1e9, 2), "planned_gb": round(planned / 1e9, 2),
         "planned_to_peak": round(planned / (peak - before), 3),
@@ -189,7 +230,7 @@ def embedded(given: Any, name: str, directory: Path) -> dict[str, Any]:
 
     gc.collect()
     torch.cuda.empty_cache()
-    model = load_model(make_checkpoint(name, directory), torch.bfloat16).cuda()
+    model = load_model(make_checkpoint(name, directory, weights=True), torch.bfloat16).cuda()
     config = TrainerConfig(OptimizerConfig(lr=1e-5), micro_batch_size=given.micro_batch_size)
     trainer = EmbeddedTrainer(model, config)
     trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
@@ -205,7 +246,8 @@ def replay(given: Any, name: str, directory: Path) -> dict[str, Any]:
     from miles_r3.config import R3Config
     from miles_r3.hooks import R3
 
-    trainer, _ = make_trainer(given, make_checkpoint(name, directory), {}, given.recompute)
+    gc.collect()
+    trainer, _ = make_trainer(given, name, directory)
     batch = make_batch(given.micro_batch_size * given.micro_batches, given.length, trainer.a.vocab)
     batch.columns[ROUTES.name] = own_routes(given, trainer, batch)
     run = SimpleNamespace(plan=SimpleNamespace(fact=lambda name, default=None: trainer.a.experts.count))
@@ -248,24 +290,20 @@ def own_routes(given: Any, trainer: Any, batch: Any) -> Any:
 
 
 def gradients(given: Any, name: str, directory: Path) -> dict[str, Any]:
-    """How far FP8's gradients are from those of the numbers that the forward pass multiplied: |difference| / |gradient|, and the ratio of
-    their norms; weights are not changed in between."""
-    import megatron.core.fp8_utils as utils
-    import torch
-    from transformer_engine.common.recipe import Float8BlockScaling, Format
+    """How far the gradients of ``fp8_backward`` are from those of ``fp8``: |difference| / |gradient|, and the ratio of their norms; weights
+    are not changed in between."""
 
-    trainer, _ = make_trainer(given, make_checkpoint(name, directory), {}, False, rate=0.0)
+    gc.collect()
+    trainer, _ = make_trainer(given, name, directory, "fp8", rate=0.0)
     batch = make_batch(given.micro_batch_size, given.length, trainer.a.vocab)
     found, norms = {}, {}
-    original = utils.get_fp8_recipe
-    for way in ("dequantized", None):
-        utils.get_fp8_recipe = lambda config, way=way: Float8BlockScaling(fp8_format=Format.E4M3, backward_override=way)
-        norms[way] = trainer.step(batch)["train/grad_norm"][0]
-        found[way] = trainer.wrapped[0].buffers[0].grad_data.clone()
-    utils.get_fp8_recipe = original
-    one, other = found["dequantized"], found[None]
-    distance = float(torch.linalg.vector_norm(other - one) / torch.linalg.vector_norm(one))
-    return {"model": name, "distance": round(distance, 5), "norms": round(norms[None] / norms["dequantized"], 5)}
+    for format in ("fp8", "fp8_backward"):
+        with computing(format):
+            norms[format] = trainer.step(batch)["train/grad_norm"][0]
+        found[format] = trainer.wrapped[0].buffers[0].grad_data / trainer.wrapped[0].buffers[0].grad_data.norm()
+    cosine = float((found["fp8"] * found["fp8_backward"]).sum())
+    return {"model": name, "distance": round(max(2 - 2 * cosine, 0) ** 0.5, 5),
+            "norms": round(norms["fp8_backward"] / norms["fp8"], 5)}  # fmt: skip
 
 
 def parity() -> dict[str, Any]:
@@ -298,16 +336,11 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--backward-override", choices=("dequantized", "none"), default="dequantized")
-    for switch in ("--recompute", "--fp8", "--embedded", "--replay", "--parity"):
+    parser.add_argument("--formats", nargs="+", choices=("bf16", "fp8", "fp8_backward"), default=["bf16"])
+    for switch in ("--recompute", "--embedded", "--replay", "--parity", "--gradients"):
         parser.add_argument(switch, action="store_true")
     given = parser.parse_args()
-    if (
-        given.fp8 or given.parity
-    ):  # TransformerEngine reads them when it is imported; a BF16 run cannot have the second one
-        os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
-    if given.fp8 and given.backward_override == "dequantized":
-        os.environ["NVTE_BACKWARD_OVERRIDE"] = "dequantized"
+    os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"  # TransformerEngine reads it when it is imported
     import torch
     import torch.distributed as dist
 
@@ -315,24 +348,20 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
     directory = Path(tempfile.gettempdir()) / "megatron_step"
-    rows = [megatron(given, name, directory, given.recompute) for name in given.models]
-    if given.embedded:
-        rows += [embedded(given, name, directory) for name in given.models]
-    if given.replay:
-        rows += [replay(given, name, directory) for name in given.models if "num_experts" in MODELS[name]]
+    jobs = [(megatron, name, format) for name in given.models for format in given.formats]
+    jobs += [(replay, name) for name in given.models if given.replay and "num_experts" in MODELS[name]]
+    jobs += [(embedded, name) for name in given.models if given.embedded]
+    jobs += [(gradients, name) for name in given.models[:1] if given.gradients]
+    rows = []
+    for job, name, *more in jobs:
+        rows.append(job(given, name, directory, *more))
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(rows[-1], flush=True)
     if int(os.environ.get("RANK", "0")) == 0:
-        for row in rows:
-            print(row)
         found = {"rows": rows} | ({"parity": parity()} if given.parity else {})
-        if given.parity and given.fp8:
-            found["gradients"] = [gradients(given, name, directory) for name in given.models]
         found["gpus"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-        name = "-".join(
-            w
-            for w, on in (("fp8", given.fp8), ("backward", given.backward_override == "none"), ("r3", given.replay))
-            if on
-        )
-        finish("megatron_step", found, given.save, versions, name)
+        label = "-".join([*(f for f in given.formats if f != "bf16"), *(["r3"] if given.replay else [])])
+        finish("megatron_step", found, given.save, versions, label)
 
 
 if __name__ == "__main__":

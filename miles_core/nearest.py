@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """At most three of the ``known`` names: those that look like ``word``, best first, then those that end with it, as
-    ``--rollout-batch-size`` does for ``--batch-size``."""
+    ``--rollout-batch-size`` does for ``--batch-size``. None for a number: another one is not what was meant."""
+    if re.fullmatch(r"[-+]?[\d.]+", word):
+        return []
     names = list(dict.fromkeys(known))
     alike = 0.6 if len(word) < 9 else 0.7  # one wrong letter is much of a short name
     found = get_close_matches(word, names, n=3, cutoff=alike)

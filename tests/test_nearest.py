@@ -14,3 +14,4 @@ def test_a_short_name_may_have_one_wrong_letter():
     assert nearest("fq8", ["fp8", "int4"]) == ["fp8"]
     assert did_you_mean("fq8", ["fp8", "int4"], "; ") == "; did you mean fp8?"
     assert did_you_mean("none", ["fp8", "int4"], "; ") == ""
+    assert nearest("0", ["auto", "1", "10"]) == nearest("-1.5", ["1", "15"]) == []

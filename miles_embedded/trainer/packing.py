@@ -176,25 +176,26 @@ def _agreeing(batch: Batch, order: Ints, heads: Ints, number: Ints, limit: Ints)
         return agree
     differs = np.zeros(len(a), bool)
     for column in (batch.tokens, *(batch.columns[name] for name in sorted(batch.inputs))):
-        differs |= _differs(column, torch.from_numpy(a), torch.from_numpy(b))
+        differs |= _differs(column, a, b)
     at = differs.nonzero()[0]
     np.minimum.at(agree, np.repeat(number[others], lengths)[at], spans(np.zeros_like(lengths), lengths)[at])
     return agree
 
 
-def _differs(column: Tensor | Ragged, a: Tensor, b: Tensor) -> NDArray[np.bool_]:
+def _differs(column: Tensor | Ragged, a: Ints, b: Ints) -> NDArray[np.bool_]:
     """[len(a)] whether rows ``a`` and ``b`` of a column are different."""
     if isinstance(column, Ragged):
         column = column.to("cpu")
-        left, right = column.select(a), column.select(b)
+        left, right = column.select(torch.from_numpy(a)), column.select(torch.from_numpy(b))
         counts = left.offsets.diff()
         unequal = counts != right.offsets.diff()
         same = (~unequal).nonzero().flatten()
         owner = torch.repeat_interleave(same, counts[same])
         unequal[owner[left.select(same).values != right.select(same).values]] = True
         return unequal.numpy()
-    one, two = (column.index_select(0, rows.to(column.device)) for rows in (a, b))
-    unequal = one.ne(two)
-    if one.is_floating_point():
-        unequal &= ~(one.isnan() & two.isnan())
-    return (unequal.flatten(1).any(1) if unequal.dim() > 1 else unequal).cpu().numpy()
+    rows = column.cpu().numpy()  # numpy, because torch starts all its threads for this little
+    one, two = rows.take(a, 0), rows.take(b, 0)
+    differs: NDArray[np.bool_] = one != two
+    if column.is_floating_point():
+        differs &= ~(np.isnan(one) & np.isnan(two))
+    return np.logical_or.reduce(differs.reshape(len(a), -1), axis=1, dtype=np.bool_)

@@ -46,7 +46,7 @@ from miles_embedded.trainer.emulate import emulating
 from miles_embedded.trainer.expert_loads import Loads
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import Optimizer
-from miles_embedded.trainer.packing import Packing
+from miles_embedded.trainer.packing import Packing, spans
 from miles_embedded.trainer.split import idle_sample, split
 from miles_embedded.trainer.twice import pack_grown
 
@@ -375,11 +375,8 @@ def _double(value: Tensor | float) -> Tensor:
 
 def _flat(batch: Batch, samples: list[int]) -> Tensor:
     """Flat positions of these samples' tokens, in their order."""
-    picked = torch.tensor(samples)
-    owner = torch.repeat_interleave(picked, batch.lengths.cpu()[picked])
-    lengths = batch.lengths.cpu()[picked]
-    within = torch.arange(len(owner)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    return (batch.starts.cpu()[owner] + within).to(batch.tokens.device)
+    starts, lengths = (column.cpu().numpy()[samples] for column in (batch.starts, batch.lengths))
+    return torch.from_numpy(spans(starts, lengths)).to(batch.tokens.device)
 
 
 def _recompute_layers(model: nn.Module) -> None:

@@ -148,6 +148,9 @@ def test_an_mtp_layer_is_trained_here_and_drafts_there(plan):
     plan(["speculative"], sglang_speculative_algorithm="NEXTN", **options)
     with pytest.raises(PlanError, match="draft"):
         plan(["speculative"], **options)
+    for other in ({"spec_lookahead": "3"}, {"spec_topk": 2}, {"profile_speculative": True}):
+        with pytest.raises(PlanError, match="drafting on the embedded engine"):
+            plan(["speculative"], sglang_speculative_algorithm="NEXTN", **options, **other)
 
 
 def test_a_model_that_is_no_whole_blocks_is_refused_in_fp8():

@@ -1,7 +1,7 @@
 """Speculative decoding with drafts that learn while the policy moves, for miles-core."""
 
 from miles_core import Hint, Panel, Plugin, Rule, below
-from miles_speculative.config import SpeculativeConfig
+from miles_speculative.config import FACTOR, SpeculativeConfig
 
 __version__ = "0.1.0"
 
@@ -47,9 +47,26 @@ plugin = Plugin(
             "learn with --online-sft-interval N",
         ),
         Rule(
+            needs="speculative.mtp_training",
+            when=f"speculative.mtp_loss_scaling_factor != {FACTOR}",
+            because="--mtp-loss-scaling-factor is of the loss that --enable-mtp-training adds",
+        ),
+        Rule(
             needs="trainer == embedded",
-            when="engine == embedded",
-            because="the embedded engine takes the draft's weights with the policy's, and only the embedded trainer holds both",
+            because="only the embedded trainer holds drafts, trains them and sends them to the engine; elsewhere an MTP layer stays as the "
+            "checkpoint has it, and an engine that drafts with it needs no plugin",
+        ),
+        Rule(
+            needs="speculative.lookahead == auto and speculative.topk == 1",
+            when="engine != embedded",
+            because="--spec-lookahead and --spec-topk are about drafting on the embedded engine; another one has its own "
+            "(--sglang-speculative-num-steps, --sglang-speculative-eagle-topk)",
+        ),
+        Rule(
+            needs="not speculative.draft_model_path and not speculative.profile",
+            when="engine != embedded",
+            because="--draft-model-path and --profile-speculative are about drafting on the embedded engine; SGLang takes a draft of its own with "
+            "--sglang-speculative-draft-model-path",
         ),
     ),
     panels=(

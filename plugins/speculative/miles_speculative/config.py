@@ -8,6 +8,8 @@ from miles_core import option
 
 #: Tokens drafted ahead at most.
 MOST = 16
+#: Factor of the MTP loss.
+FACTOR = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class SpeculativeConfig:
         help="train the MTP layer in the policy's backward pass; the policy's gradient stays the same to the bit",
     )
     mtp_loss_scaling_factor: float = option(
-        0.2, flag="--mtp-loss-scaling-factor", help="factor of the MTP loss, the mean over trained tokens", gt=0
+        FACTOR, flag="--mtp-loss-scaling-factor", help="factor of the MTP loss, the mean over trained tokens", gt=0
     )
     profile: bool = option(
         False,

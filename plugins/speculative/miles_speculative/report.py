@@ -35,7 +35,8 @@ def rates(said: Mapping[str, float]) -> dict[str, float]:
         found["accept_rate"] = kept / said["drafted"]
         found["accept_length"] = 1 + kept / said["draft_steps"]
         found |= {f"accepted_to_{d}": said[f"kept_{d}"] / said[f"tried_{d}"] for d in depths}
-    if said["compared_seconds"]:
+    # where few steps can be compared, as those without drafts at the end of responses, they say nothing about the others
+    if said["compared_seconds"] > said["decode_seconds"] / 2:
         found["speedup"] = said["plain_seconds"] / said["compared_seconds"]
     return found
 

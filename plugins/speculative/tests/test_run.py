@@ -187,6 +187,7 @@ def test_a_trained_draft_comes_closer(toy_run, toy_model):
         ({"spec_lookahead": 0}, "--spec-lookahead"),
         ({"spec_lookahead": 99}, "--spec-lookahead"),
         ({"draft_ema_decay": 0.9}, "--enable-mtp-training"),
+        ({"mtp_loss_scaling_factor": 0.3}, "--enable-mtp-training"),
         ({"mtp_num_layers": 2}, "the checkpoint's first"),
     ],
     ids=str,

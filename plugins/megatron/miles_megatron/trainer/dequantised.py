@@ -1,8 +1,8 @@
 """TransformerEngine's blocks of 128 as BF16 numbers, in two passes over them.
 
-Its own code goes over a tensor four times, in FP32, which costs a step of a dense model about as much as FP8 saves in the forward pass:
-the backward pass dequantises the weights and inputs of every linear layer. E4M3 codes are exact in BF16, and the product with the
-FP32 scale is rounded as it is stored, so the numbers are the same to the bit.
+Its own code goes over a tensor four times, in FP32, and the backward pass dequantises the weights and inputs of every linear layer, in
+every micro-batch. E4M3 codes are exact in BF16, and the product with the FP32 scale is rounded as it is stored, so the numbers are
+the same to the bit.
 """
 
 from __future__ import annotations
