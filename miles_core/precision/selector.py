@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from miles_core.errors import ConfigError
 from miles_core.nearest import nearest
@@ -94,6 +95,13 @@ def matches(selector: str, name: str) -> bool:
     return selector.replace("_", "") in name.replace("_", "")
 
 
+@lru_cache(1 << 16)  # asked for every tensor at every sync
+def _never(name: str) -> str | None:
+    """The rule by which no run quantises a parameter of this name."""
+    return next((rule for rule in NEVER if matches(rule, name)), None)
+
+
+@lru_cache(1 << 16)
 def tower(name: str) -> str | None:
     """The module of another modality (``visual``, ``multi_modal_projector``, ...) that a parameter belongs to."""
     found = None if _LAYER.match(name) else _TOWER.search(name)
@@ -190,7 +198,7 @@ class Selector:
 
     def _left_alone(self, name: str, shape: Shape) -> str | None:
         left_alone = self._always(name, shape)
-        if left_alone is None and not self._eligible(name, shape):
+        if left_alone is None and not self._wanted(name):
             left_alone = f"{self.only_origin}: not among {', '.join(self.only)}"
         if left_alone is None:
             left_alone = next((f"{k.origin}: {found}" for k in self.exclusions if (found := k.finds(name))), None)
@@ -198,13 +206,16 @@ class Selector:
 
     def _eligible(self, name: str, shape: Shape) -> bool:
         """Whether the format would apply if the user had not said otherwise."""
-        return self._always(name, shape) is None and (not self.only or any(matches(s, name) for s in self.only))
+        return self._always(name, shape) is None and self._wanted(name)
+
+    def _wanted(self, name: str) -> bool:
+        return not self.only or any(matches(s, name) for s in self.only)
 
     def _always(self, name: str, shape: Shape) -> str | None:
         """Why no run quantises this tensor; None when it may."""
         if (other := tower(name)) is not None:
             return f"never quantised: {other} is not of the language model"
-        rule = next((rule for rule in NEVER if matches(rule, name)), None)
+        rule = _never(name)
         if rule is not None:
             return f"never quantised: {rule}"
         if name in self.routers:

@@ -22,7 +22,7 @@ BLOCK = 1024
 #: Bytes that a CPU copies before it adds them up: they are in its cache still.
 PIECE = 2 << 20
 #: Bytes that a GPU is given to copy or add up at a time: it is busy while the next ones are found.
-LAUNCH = 512 << 20
+LAUNCH = 1 << 30
 #: Blocks whose numbers are made together.
 _ROUND = 1 << 15
 #: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.

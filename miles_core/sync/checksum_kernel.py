@@ -41,9 +41,11 @@ def run(jobs: list[tuple[int, int, int, int]], total: Tensor, block: int, spread
         total: [1] int64 on the GPU, to which the sums of the blocks are added, block number i times ``(2 i + 1) * spread``; modulo 2^64.
         block: bytes of a block.
     """
-    table = torch.from_numpy(_rows(np.array(jobs, np.int64), block)).to(total.device, non_blocking=True)
-    grid = (len(table), CHUNK // TILE)
-    _pass[grid](table, total, BLOCK=block, TILE=TILE, SPREAD=spread, num_warps=WARPS)
+    rows = torch.from_numpy(_rows(np.array(jobs, np.int64), block))
+    if total.is_cuda:
+        rows = rows.pin_memory()  # copied from other memory it would wait for the launch before
+    grid = (len(rows), CHUNK // TILE)
+    _pass[grid](rows.to(total.device, non_blocking=True), total, BLOCK=block, TILE=TILE, SPREAD=spread, num_warps=WARPS)
 
 
 def _rows(jobs: np.ndarray, block: int) -> np.ndarray:
