@@ -136,12 +136,10 @@ def routes_of_rows(column: Tensor, rows: Tensor, experts: int = 0) -> tuple[Tens
     routes = column[rows.clamp(min=0)].long()
     k = routes.shape[-1]
     recorded = (routes[:, 0, 0] >= 0) & (rows >= 0)
-    if not bool(recorded.all()):
-        experts = max(experts, int(column.max()) + 1, k)
-        start = torch.arange(len(rows), device=rows.device)[:, None]
-        filler = (start + torch.arange(k, device=rows.device)) % experts
-        routes = torch.where(recorded[:, None, None], routes, filler[:, None, :])
-    return routes, recorded
+    experts = experts or max(int(column.max()) + 1, k)  # reading it waits for the device, which would then run dry
+    start = torch.arange(len(rows), device=rows.device)[:, None]
+    filler = (start + torch.arange(k, device=rows.device)) % experts
+    return torch.where(recorded[:, None, None], routes, filler[:, None, :]), recorded
 
 
 def disagreement(ctx: Context) -> dict[str, tuple[Tensor, Tensor]]:
@@ -152,9 +150,11 @@ def disagreement(ctx: Context) -> dict[str, tuple[Tensor, Tensor]]:
         return {}
     recorded = ctx.attached[RECORDED]
     layers = sorted(own)
-    replayed = ctx.attached[REPLAY][:, layers].sort(-1).values
-    mine = torch.stack([own[i] for i in layers], dim=1).sort(-1).values
-    differs = (mine != replayed).any(-1) & recorded[:, None]
+    here = slice(layers[0], layers[-1] + 1) if layers[-1] - layers[0] < len(layers) else layers
+    replayed = ctx.attached[REPLAY][:, here].unsqueeze(-2)
+    mine = torch.stack([own[i] for i in layers], dim=1).unsqueeze(-1)
+    # each names k different experts, so they are the same set when all of one are in the other
+    differs = (mine != replayed).all(-1).any(-1) & recorded[:, None]
     tokens = recorded.sum()
     return {
         "r3/tokens_differing": (differs.any(-1).sum(), tokens),
