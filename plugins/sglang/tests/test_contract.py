@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from miles_core.backend import Request, Sampling
+from miles_core.backend import Request, Sampling, Unit
 from miles_core.format import Codec
 from miles_core.testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
 from miles_core.testing.engine_contract import stored_units
@@ -43,17 +43,19 @@ def engine_for(
     checkpoint: Path,
     limits: Limits = Limits(),  # noqa: B008
     max_restarts: int = 0,
+    codec: Codec | None = None,
     **arguments: Any,
 ) -> SglangEngine:
     tokenizer, cuda = tiny_tokenizer(), gpu()
     return assemble(
         checkpoint,
-        Codec(),
+        codec or Codec(),
         lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
         checkpoint.parent / f"log-{checkpoint.name}",
         Choices(
             arguments={"max_total_tokens": 4096, **(_ON_GPU if cuda else {}), **arguments},
             device="cuda" if cuda else "cpu",
+            dtype="bfloat16" if codec else "auto",
             seed=limits.seed,
             max_context=limits.max_context,
             max_running_requests=limits.max_running_requests,
@@ -122,3 +124,54 @@ def test_a_killed_scheduler_is_replaced_and_has_the_current_weights(tmp_path: Pa
     assert after.weight_versions == [(0, 7)]
     assert max(abs(a - b) for a, b in zip(before.log_probs, after.log_probs, strict=True)) < 0.2
     assert all(len(answer.tokens) == 400 and answer.finish == "length" for answer in answers)
+
+
+@pytest.fixture
+def fp8_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has FP8 layers, also on a CPU."""
+    if gpu():
+        return
+    described = tmp_path / "plugins" / "fp8_on_cpu-0.1.0.dist-info"
+    described.mkdir(parents=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8_on_cpu\nVersion: 0.1.0\n")
+    (described / "entry_points.txt").write_text("[sglang.srt.plugins]\nfp8_on_cpu = fp8_on_cpu:install\n")
+    paths = [str(described.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_what_it_computes_with_are_the_codes_it_was_sent(family: str, tmp_path: Path, fp8_layers: None) -> None:
+    """Two updates, the second of which is loaded by remembered copies, against Transformers with the numbers that the codes stand for."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from miles_fp8.format import Fp8
+
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
+    checkpoints = [tiny_checkpoint(family, tmp_path / str(seed), seed, **sizes) for seed in range(2)]
+    codec, sequence = Codec(Fp8()), list(range(5, 45))
+
+    def encoded(checkpoint: Path) -> list[Any]:
+        return list(codec.encode(Unit(dict(unit.parts)) for unit in stored_units(checkpoint)))
+
+    async def scored() -> list[Any]:
+        engine = engine_for(checkpoints[0], Limits(max_context=512), codec=codec)
+        await engine.start()
+        try:
+            found = []
+            for version, checkpoint in enumerate(checkpoints):
+                await engine.update_weights(encoded(checkpoint), version)
+                found.append((await engine.score([sequence]))[0])
+            return found
+        finally:
+            await engine.stop()
+
+    for checkpoint, found in zip(checkpoints, asyncio.run(scored()), strict=True):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        units = encoded(checkpoint)
+        model.load_state_dict({unit.name: codec.decode(unit) for unit in units}, strict=False)
+        with torch.no_grad():
+            logits = model(torch.tensor([sequence[:-1]])).logits[0].log_softmax(-1)
+        expected = logits.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+        assert any(unit.format for unit in units)
+        assert (torch.from_numpy(found) - expected).abs().max() < 0.3
