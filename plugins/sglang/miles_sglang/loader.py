@@ -112,6 +112,9 @@ def _loaded(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> C
         _load_scales(model, tensors, watch)
     if not watch.only_copies or tuple(p.data_ptr() for p in model.parameters()) != memory:
         return None
+    # out of host memory some models of SGLang copy in threads of their own, which are not watched
+    if array.device.type == "cpu" and not all(watch.has(tensor) for _, tensor in tensors if tensor.nbytes):
+        return None
     pieces = [
         (s.dtype, s.size(), s.stride(), s.storage_offset() - array.storage_offset() // s.itemsize)
         for _, s in watch.copies

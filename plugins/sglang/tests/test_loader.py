@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -101,8 +102,24 @@ def test_a_bucket_without_a_tensor_of_the_model_loads_nothing() -> None:
 
     model = Draft()
     for seed in range(3):
-        load(model, bucket(seed)[1])
+        load(model, [(table, array.to("meta")) for table, array in bucket(seed)[1]])  # stands for a GPU
     assert model.loads == 1 and not model.fused.any()
+
+
+def test_what_threads_copy_out_of_host_memory_is_not_forgotten() -> None:
+    class Threaded(Model):
+        """As SGLang's DeepSeek: a thread for each tensor that is in host memory."""
+
+        def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+            with ThreadPoolExecutor() as executor:
+                list(executor.map(super().load_weights, [[each] for each in weights[:2]]))
+            super().load_weights(weights[2:])
+
+    model = Threaded()
+    for seed in range(2):
+        tensors, named = bucket(seed)
+        load(model, named)
+        check(model, tensors)
 
 
 class Forgetful(nn.Module):
