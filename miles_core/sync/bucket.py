@@ -121,7 +121,11 @@ def unpacked(message: Mapping[str, Any], flat: Tensor) -> Iterator[Encoded]:
     found, start = summing(flat[:nbytes]), flat.data_ptr()
 
     def copy(to: Tensor, source: Tensor) -> None:
-        found.copy(to, source, source.data_ptr() - start, stays=True)
+        at = source.data_ptr() - start
+        if 0 <= at < nbytes:
+            found.copy(to, source, at, stays=True)
+        else:  # the receiver put it elsewhere
+            to.copy_(source)
 
     for name, format, parts in message["units"]:
         tensors = {part: view(flat, dtype, shape, offset) for part, dtype, shape, offset in parts}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from miles_core.sync import checksum as module
+from miles_core.sync.bucket import Bucket, unpacked
 from miles_core.sync.checksum import BLOCK, InCache, OnePass, Sum, checksum, summing
 
 
@@ -106,6 +107,19 @@ def test_what_is_there_is_added_up_while_more_is_found(jobs, monkeypatch):
     assert [sum(blocks for *_, blocks in launch) for launch in kernel.launches] == [16, 16]
     assert torch.equal(to[: 8 * BLOCK], source[16 * BLOCK : 24 * BLOCK])
     assert found.of(40 * BLOCK) == reference(source) and len(kernel.launches) == 3
+
+
+def test_a_tensor_that_the_receiver_put_elsewhere_is_copied_from_there(jobs):
+    _, to, kernel = jobs
+    memory = noise(60)
+    kernel.memory.append(memory)
+    bucket = Bucket(memory[20 * BLOCK : 30 * BLOCK])
+    bucket.end, bucket.units = 10 * BLOCK, [["a", "", [["a", "uint8", [8 * BLOCK], 0]]]]
+    for unit in unpacked(bucket.header(), bucket.buffer):
+        for start in (0, 40 * BLOCK):
+            moved = memory[start : start + 8 * BLOCK]
+            unit.copy(to[: 8 * BLOCK], moved)
+            assert torch.equal(to[: 8 * BLOCK], moved)
 
 
 def test_a_source_that_may_change_is_copied_at_once(jobs, monkeypatch):
