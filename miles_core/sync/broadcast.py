@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -87,12 +87,12 @@ class Broadcast:
         Raises:
             SyncError: not all of them came, or took it, in time.
         """
-        with self._in(turn):
+        with self._in(turn), self._beside(flat.device):
             return self._all(flat, times)
 
     def receive(self, nbytes: int, turn: int, times: int = 1) -> Tensor:
         """What is sent in this turn: [nbytes] uint8, valid until the turn after the next. SyncError when it does not come."""
-        with self._in(turn):
+        with self._in(turn), self._beside(self._device):
             if len(self._buffers[0]) < nbytes:
                 self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             flat = self._buffers[0][:nbytes]
@@ -121,6 +121,8 @@ class Broadcast:
         with self._next:
             if not self._next.wait_for(lambda: self._turn >= turn or self._closed, self._patience.total_seconds()):
                 raise SyncError(f"broadcast {turn} among {self._size} processes waited for number {self._turn} in vain")
+            if self._closed:
+                raise SyncError(f"broadcast {turn} among {self._size} processes was given up: one before it failed")
         try:
             yield
         finally:
@@ -128,19 +130,21 @@ class Broadcast:
                 self._turn = turn + 1
                 self._next.notify_all()
 
+    def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
+        """On a GPU a stream of this group's own: what is added up and copied meanwhile neither waits for the link nor the link for it."""
+        if device.type == "cpu":
+            return nullcontext()
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return torch.cuda.stream(self._stream)  # and its GPU, which a thread has to be told
+
     def _all(self, flat: Tensor, times: int) -> float:
         start = time.perf_counter()
         try:
-            if flat.is_cuda:
-                torch.cuda.set_device(flat.device)  # of this thread
-                # one of its own: what is added up and copied meanwhile neither waits for the link nor the link for it
-                self._stream = self._stream or torch.cuda.Stream(flat.device)
             if self._group is None:
                 self._group = self._meet()
             for _ in range(times):
                 start = time.perf_counter()
-                with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                    self._group.broadcast(flat, 0).wait()
+                self._group.broadcast(flat, 0).wait()
                 if self._stream is not None:
                     self._stream.synchronize()
         except RuntimeError as error:

@@ -46,6 +46,8 @@ def test_who_is_not_there_in_time_and_who_cannot_be_reached_are_said():
     end = Broadcast.open(1, CPU, patience=0.2)
     with pytest.raises(SyncError, match="a broadcast among 2 processes failed at number 0: the others did not come"):
         end.send(torch.zeros(1024, dtype=torch.uint8), 0)
+    with pytest.raises(SyncError, match="broadcast 1 among 2 processes was given up: one before it failed"):
+        end.send(torch.zeros(1024, dtype=torch.uint8), 1)
     with pytest.raises(
         SyncError, match=r"cannot be reached from the engine.s process at 127.0.0.1, port 9, where it wants"
     ):

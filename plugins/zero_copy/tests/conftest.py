@@ -16,20 +16,27 @@ from miles_zero_copy import segment
 
 
 class Elsewhere(EmbeddedEngine):
-    """Spoken to by messages. ``spoil(message, number)`` sees each of them first, ``received`` is their memory's kinds."""
+    """Spoken to by messages. ``spoil(message, number)`` sees each of them first, ``received`` is their memory's kinds, ``most`` how many
+    of them it was taking at a time."""
 
     capabilities = EmbeddedEngine.capabilities - {"shared_storage"}
 
     def __init__(self, *args):
         super().__init__(*args)
         self.received, self.spoil = [], None
+        self.taking = self.most = 0
 
     async def receive(self, message, version, last):
         await asyncio.sleep(0)
         self.received.append(message["memory"]["kind"] if "memory" in message else "none")
         if self.spoil is not None:
             message = self.spoil(message, len(self.received))
-        await super().receive(message, version, last)
+        self.taking += 1
+        self.most = max(self.most, self.taking)
+        try:
+            await super().receive(message, version, last)
+        finally:
+            self.taking -= 1
 
 
 @pytest.fixture(scope="session")

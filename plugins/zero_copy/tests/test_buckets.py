@@ -49,7 +49,7 @@ def test_what_arrives_is_what_was_sent(engine, transport, checkpoints, caplog):
     asyncio.run(engine.update_weights(units, 5))
     assert same(received, weights(engine)) and kinds == {"file"}
     assert "weights travel through shared memory" in caplog.text
-    assert len(engine.received) == 1 + 2 * 4  # the greeting, and full buckets
+    assert len(engine.received) == 1 + 2 * 4 and engine.most == 1  # the greeting, and full buckets one by one
 
 
 def test_an_engine_reads_versions_where_they_arrive(engine, checkpoints, shared_memory, monkeypatch):
@@ -235,6 +235,7 @@ def test_a_broadcast_brings_the_same_buckets_and_an_engine_that_cannot_be_reache
     received = weights(engine)
     assert set(engine.received) == {"broadcast"} and report.metrics["of_limit"] > 0
     assert "weights travel through a broadcast (gloo)" in caplog.text
+    assert engine.most == 2  # one on its way while one is taken
     asyncio.run(engine.update_weights(units, 3))
     assert same(received, weights(engine))
     transport.close()
