@@ -1,5 +1,5 @@
 """float32 products by one library or the other, taking turns: torch.mm (MKL) against oneDNN for the shapes of a training step, and
-for the few rows of a decode step the weights as right against left operand, and oneDNN.
+for the few rows of a decode step the weights as right against left operand, and oneDNN, also with weights that it has put in order before.
 
 Backs ``miles_embedded/model/onednn.py``. The last line is one JSON object with GFLOP/s, and with microseconds a product of few rows (medians).
 """
@@ -17,7 +17,7 @@ SHAPES = ((7859, 128, 128), (1965, 128, 256), (1965, 256, 128), (512, 128, 128))
 FEW = tuple(
     (rows, *shape)
     for shape in ((384, 1152), (1152, 384), (576, 1536), (1024, 3072), (3072, 1024))
-    for rows in (1, 2, 4, 8, 16, 31)
+    for rows in (1, 2, 4, 8, 16, 31, 64)
 )
 BYTES = 1 << 26
 
@@ -37,11 +37,15 @@ def few_rows(turns: int) -> dict[str, dict[str, float]]:
             torch.randn(rows, inner),
             [torch.randn(columns, inner) for _ in range(BYTES // (4 * inner * columns))],
         )
+        packed = [torch.ops.mkldnn._reorder_linear_weight(w, 64) for w in weights]
         twice = x if rows > 1 else torch.cat([x, x])
         sides = {
             "right": lambda x=x, weights=weights: [torch.nn.functional.linear(x, w) for w in weights],
             "left": lambda x=twice, weights=weights: [torch.mm(w, x.t()).t().contiguous() for w in weights],
             "onednn": lambda x=x, weights=weights: [
+                torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "") for w in weights
+            ],
+            "packed": lambda x=x, weights=packed: [
                 torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "") for w in weights
             ],
         }

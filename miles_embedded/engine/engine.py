@@ -242,9 +242,10 @@ class EmbeddedEngine(Engine):
         self._weights.check()
         self._leave([row for row in self.rows if row.future.done()])
         try:
-            self._admit()
-            if self.rows:
-                emitted = self.decoder.step(self, self.rows)
+            with self._weights.packs.used():
+                self._admit()
+                emitted = self.decoder.step(self, self.rows) if self.rows else None
+            if emitted is not None:
                 self._finish(self.scheduler.accept(self.rows, emitted, self.version))
         except NonFiniteError as error:
             raise NonFiniteError(self._find_nonfinite(error)) from error

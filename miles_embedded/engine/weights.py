@@ -13,6 +13,7 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.product import Products
 from miles_core.sync.arrivals import Arrival, Arrivals
 from miles_embedded.model.load_units import Update
+from miles_embedded.model.onednn import Packs
 from miles_embedded.model.released import Released
 from miles_embedded.quantized.activation import RoundedInputs
 
@@ -34,6 +35,7 @@ class Weights:
         version: of the last complete update; -1 before the first.
         complete: whether the model holds one version and nothing else.
         arrivals: takes updates that come in buckets.
+        packs: copies of some of them that are faster to read.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Weights:
         self.model, self.products = model, products
         self.version = -1
         self.complete = True
+        self.packs = Packs()
         self._codec_of, self._changed = codec_of, changed
         self._read_with(codec)
         self._shared: set[str] = set()
@@ -68,6 +71,7 @@ class Weights:
     def sleep(self) -> None:
         """Give the memory of the model's parameters back, all but that of the trainer; an update must come before they are read."""
         self.complete = False
+        self.packs.clear()
         self.arrivals.drop()
         self.inputs.drop(list(self.inputs.layers))
         self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
@@ -95,6 +99,7 @@ class Weights:
         if self._released:
             raise RuntimeError("these weights sleep: wake them before they are updated")
         self.complete = False
+        self.packs.clear()
         return Update(self.model, self.codec.decode, self._shared, share)
 
     def load(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
@@ -108,6 +113,7 @@ class Weights:
     def serve(self, version: int) -> None:
         """The model holds this version."""
         self.version, self.complete = version, True
+        self.packs.clear()
         self._changed()
 
     def _read_with(self, codec: Codec) -> None:

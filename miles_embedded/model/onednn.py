@@ -10,11 +10,17 @@ oneDNN generates code for each new shape; ``padded`` keeps the number of shapes 
 Few rows, as decoding has, take as long as reading the weights, and on an AMD processor MKL reads them slowly (benchmarks/products.py). It is
 1.1 to 3 times as fast with the weights as the left operand, (w x^T)^T instead of x w^T, as long as x fits into half of the processor's
 first cache; one row goes as two. Where it does not, oneDNN is up to 2 times as fast, and most so for two to four rows.
+
+oneDNN brings the weights into an order of its own at every call. An engine, whose weights stay for many steps, lets it do so once (``Packs``):
+products of 4 to 64 rows then take .6 to .95 of the time (benchmarks/products.py), for as much memory as the weights take, 1 GiB at most.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -28,6 +34,8 @@ from miles_core.observe.environment import cpu_info
 _ROWS = 32
 #: Below, from so many weights on: entries of x with which the weights are the left operand, and inner columns from which on oneDNN multiplies.
 _LARGE, _NEAR, _LONG = 1 << 16, 3840, 512
+#: Rows of products that read packed weights, the rows they are packed for, and how many bytes of them there may be.
+_FEW, _HINT, _MOST = range(4, 128), 64, 1 << 30
 
 
 @cache
@@ -48,6 +56,7 @@ def _has_vectors() -> bool:
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
     )
 
@@ -75,8 +84,48 @@ def padded(rows: int) -> int:
 def times(a: Tensor, b: Tensor) -> Tensor:
     """a [rows, inner] times b [inner, columns]; either may be a transposed view."""
     if takes(a, len(a)):
-        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+        return _by_onednn(a, b.t(), None)
     return torch.mm(a, b)
+
+
+class Packs:
+    """The weights of an engine's linear layers in oneDNN's order, made when a product wants them first; ``clear`` when weights are other ones."""
+
+    def __init__(self) -> None:
+        self._of: dict[nn.Linear, tuple[int | None, Tensor | None]] = {}
+        self._bytes = 0
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._of.clear()
+        self._bytes = 0
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Products without gradients read them meanwhile, on an AMD processor with vectors of 512 bits."""
+        token = _packs.set(self if slow_few() and _has_vectors() else None)
+        try:
+            yield
+        finally:
+            _packs.reset(token)
+
+    def of(self, module: nn.Linear) -> Tensor | None:
+        """Of one layer; None where there would be too many."""
+        weight = module.weight
+        version, packed = self._of.get(module, (None, None))
+        if version != weight._version:
+            if version is not None:
+                self.clear()  # something changes weights in place
+            if self._bytes + weight.nbytes <= _MOST:
+                self._bytes += weight.nbytes
+                packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _HINT)
+            else:
+                packed = None
+            self._of[module] = weight._version, packed
+        return packed
+
+
+_packs: ContextVar[Packs | None] = ContextVar("packs", default=None)
 
 
 def use_fast_linear(model: nn.Module) -> None:
@@ -92,6 +141,10 @@ def _linear(module: nn.Linear, input: Tensor) -> Tensor:
     rows = input.numel() // max(input.shape[-1], 1)
     if module.weight.dtype != input.dtype:
         return nn.Linear.forward(module, input)
+    if rows in _FEW and module.weight.numel() >= _LARGE and (packs := _packs.get()) is not None:
+        packed = packs.of(module) if input.dtype == torch.float32 and not torch.is_grad_enabled() else None
+        if packed is not None:
+            return _by_onednn(input, packed, module.bias)
     if 0 < rows < _ROWS and module.weight.numel() >= _LARGE and _decodes(input):
         return _few_rows(module, input, rows)
     if not takes(input, rows):
@@ -110,9 +163,13 @@ def _few_rows(module: nn.Linear, input: Tensor, rows: int) -> Tensor:
     if max(rows, 2) * inner <= _NEAR:
         return _turned(module, input, rows)
     if rows > 1 and inner >= _LONG and _has_vectors():
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(input, module.weight, module.bias, "none", [], "")
-        return out
+        return _by_onednn(input, module.weight, module.bias)
     return nn.Linear.forward(module, input)
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
 
 
 def _turned(module: nn.Linear, input: Tensor, rows: int) -> Tensor:
@@ -128,7 +185,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return _by_onednn(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

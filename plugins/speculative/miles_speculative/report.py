@@ -16,7 +16,9 @@ def summarise(metrics: MutableMapping[str, float]) -> None:
         found = rates({n.removeprefix("engine/"): v for n, v in metrics.items() if n.startswith("engine/")})
         if "speedup" in found and "rollout/tokens_per_second" in metrics:
             found["tokens_per_second_without"] = metrics["rollout/tokens_per_second"] / found["speedup"]
-        metrics.update({f"speculative/{name}": value for name, value in found.items()})
+    else:  # an engine that drafts by itself says how its drafts did
+        found = {n.removeprefix("engine/"): v for n, v in metrics.items() if n.startswith("engine/accept")}
+    metrics.update({f"speculative/{name}": value for name, value in found.items()})
 
 
 def rates(said: Mapping[str, float]) -> dict[str, float]:

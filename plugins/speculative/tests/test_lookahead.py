@@ -6,6 +6,7 @@ import pytest
 
 from miles_speculative.acceptance import Acceptance
 from miles_speculative.lookahead import Auto
+from miles_speculative.report import summarise
 
 
 def simulate(auto, steps, rows, accept, draft, busy=False):
@@ -73,3 +74,10 @@ def test_depths_that_were_never_tried_continue_the_last_ratio():
     acceptance.add([1000, 1000], [800, 400])
     assert acceptance.length(2) == pytest.approx(1 + 0.8 + 0.4, abs=0.01)
     assert acceptance.length(4) == pytest.approx(1 + 0.8 + 0.4 + 0.2 + 0.1, abs=0.01)
+
+
+def test_what_an_engine_says_of_drafts_of_its_own_is_in_the_report():
+    metrics = {"engine/accept_rate": 0.5, "engine/accepted_to_1": 0.7, "engine/other": 1.0}
+    summarise(metrics)
+    assert metrics.pop("speculative/accept_rate") == 0.5 and metrics.pop("speculative/accepted_to_1") == 0.7
+    assert not [name for name in metrics if name.startswith("speculative")]

@@ -272,6 +272,21 @@ def test_an_update_equals_a_fresh_load(checkpoint, tmp_path):
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
 
 
+def test_a_large_layer_follows_every_update(tmp_path):
+    """Products of a few rows may read copies of the weights that are in another order."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
+    paths = [tiny_checkpoint("llama", tmp_path / str(seed), seed=seed, **sizes) for seed in (0, 1)]
+    requests = [Request([3 + i, 7], Sampling(6, temperature=0.0)) for i in range(6)]
+    engine = EmbeddedEngine(load_model(paths[0]), Settings(letters, eos=[1]))
+    for path in (paths[0], paths[1], paths[0]):
+        asyncio.run(engine.update_weights(iter(stored_units(path)), 1))
+        fresh = EmbeddedEngine(load_model(path), Settings(letters, eos=[1]))
+        one, two = (generate(e, requests) for e in (engine, fresh))
+        assert [r.tokens for r in one] == [r.tokens for r in two]
+        for mine, theirs in zip(one, two, strict=True):
+            np.testing.assert_allclose(mine.log_probs, theirs.log_probs, atol=1e-5)
+
+
 def test_an_encoded_update_without_a_decoder_is_refused(small):
     engine = EmbeddedEngine(load_model(small), Settings(letters))
     with pytest.raises(MilesError, match=r"norm\.weight arrived as fancy, but this engine was built without"):

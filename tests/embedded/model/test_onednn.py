@@ -8,6 +8,10 @@ from torch import nn
 
 from miles_embedded.model import onednn
 
+needs_packs = pytest.mark.skipif(
+    not (onednn.slow_few() and onednn._has_vectors()),
+    reason="weights are packed on AMD processors with 512-bit vectors",
+)
 needs_fast_path = pytest.mark.skipif(not onednn.available(), reason="this processor's MKL is the faster library")
 
 
@@ -64,6 +68,36 @@ def test_few_rows_have_the_values_of_a_plain_linear(bias, monkeypatch):
             torch.testing.assert_close(fast(x), plain(x), rtol=1e-4, atol=1e-5)
     assert taken == [1, 3, 7, 1]
     fast(x.requires_grad_()).sum().backward()  # and with a gradient, torch's
+
+
+@needs_packs
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_weights_have_the_values_of_a_plain_linear_and_follow_it(bias):
+    plain = nn.Linear(256, 320, bias=bias)
+    fast = nn.Sequential(copy.deepcopy(plain))
+    onednn.use_fast_linear(fast)
+    packs = onednn.Packs()
+    with torch.no_grad(), packs.used():
+        for shape in ((4, 256), (1, 31, 256), (127, 256), (3, 256), (128, 256)):
+            x = torch.randn(shape)
+            torch.testing.assert_close(fast(x), plain(x), rtol=1e-4, atol=1e-5)
+        x = torch.randn(8, 256)
+        for layer in (plain, fast[0]):
+            layer.weight.mul_(2)
+        torch.testing.assert_close(fast(x), plain(x), rtol=1e-4, atol=1e-4)
+        fast[0].weight.data.mul_(2)  # which nothing but the engine can know of
+        packs.clear()
+        torch.testing.assert_close(fast(x), 2 * plain(x) - (plain.bias if bias else 0), rtol=1e-4, atol=1e-4)
+    assert onednn._packs.get() is None  # a trainer's products are what they were
+
+
+@needs_packs
+def test_weights_that_would_take_too_much_memory_are_not_packed(monkeypatch):
+    monkeypatch.setattr(onednn, "_MOST", 256 * 256 * 4)
+    packs, layers = onednn.Packs(), [nn.Linear(256, 256), nn.Linear(256, 256)]
+    assert [packs.of(layer) is None for layer in layers * 2] == [False, True, False, True]
+    packs.clear()
+    assert packs.of(layers[1]) is not None
 
 
 def test_other_dtypes_stay_with_torch():
