@@ -168,9 +168,11 @@ class BucketTransport(Transport):
                 sender = Sender(path, self.bucket_size, (self.world.rank, self.world.size), self.stay)
                 await sender.greet(receive, version)
                 self._limit = self._limit or (path.limit() if path.limit else await sender.speed(receive, version))
-            except SyncError as error:
+            except BaseException as error:
                 if sender is not None:
                     sender.close()
+                if not isinstance(error, SyncError):
+                    raise
                 reasons.append(str(error))
                 continue
             self._name = name

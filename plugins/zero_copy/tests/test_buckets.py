@@ -253,6 +253,16 @@ def test_a_broadcast_brings_the_same_buckets_and_an_engine_that_cannot_be_reache
     assert engine.version == 4 and "weights travel through shared memory, because the trainer cannot be" in caplog.text
 
 
+def test_an_engine_that_dies_at_the_greeting_leaves_no_shared_memory(engine, transport, checkpoints, shared_memory):
+    def dies(message, number):
+        raise RuntimeError("gone")
+
+    engine.spoil = dies
+    with pytest.raises(RuntimeError, match="gone"):
+        asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
+    assert not list(shared_memory.iterdir())
+
+
 def test_a_host_without_shared_memory_gets_messages(engine, transport, checkpoints, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(segment, "DIRECTORY", tmp_path / "shm")
     asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
