@@ -1,7 +1,7 @@
 """Speculative decoding with drafts that learn while the policy moves, for miles-core."""
 
 from miles_core import Hint, Panel, Plugin, Rule, below
-from miles_speculative.config import FACTOR, SpeculativeConfig
+from miles_speculative.config import FACTOR, MOST, SpeculativeConfig
 
 __version__ = "0.1.0"
 
@@ -26,7 +26,7 @@ plugin = Plugin(
             because="the embedded engine drafts every token with the same MTP layer, the checkpoint's first",
         ),
         Rule(
-            needs="model.mtp_layers >= 1 or speculative.draft_model_path",
+            needs="model.mtp_layers >= 1 or speculative.draft_model_path or speculative.sglang_draft",
             because="drafts come from the checkpoint's MTP layer; miles convert --mtp-num-layers 1 --model-dir DIR --save-dir DIR "
             "creates one, and --draft-model-path DIR drafts with a small model",
         ),
@@ -45,6 +45,48 @@ plugin = Plugin(
             when="speculative.mtp_training or speculative.reinit_interval",
             because="--enable-mtp-training and --reinit-draft-interval are about an MTP layer; a draft model and an EAGLE head "
             "learn with --online-sft-interval N",
+        ),
+        Rule(
+            needs="not speculative.sglang_draft",
+            when="engine == embedded and (speculative.mtp_training or speculative.reinit_interval)",
+            because="--enable-mtp-training and --reinit-draft-interval are about an MTP layer; a draft model and an EAGLE head "
+            "learn with --online-sft-interval N",
+        ),
+        Rule(
+            needs="speculative.lookahead == auto",
+            when="speculative.num_steps",
+            because="--spec-lookahead and --sglang-speculative-num-steps say the same: give one of them",
+        ),
+        Rule(
+            needs="speculative.topk == 1",
+            when="speculative.eagle_topk",
+            because="--spec-topk and --sglang-speculative-eagle-topk say the same: give one of them",
+        ),
+        Rule(
+            needs="not speculative.draft_model_path",
+            when="speculative.sglang_draft",
+            because="--draft-model-path and --sglang-speculative-draft-model-path say the same: give one of them",
+        ),
+        Rule(
+            needs="speculative.algorithm in {NEXTN, EAGLE, STANDALONE}",
+            when="engine == embedded and speculative.algorithm",
+            because="the embedded engine drafts with an MTP layer (NEXTN), a head of EAGLE or EAGLE-2, or a model of its own (STANDALONE)",
+        ),
+        Rule(
+            needs="speculative.draft_model_path or speculative.sglang_draft",
+            when="engine == embedded and speculative.algorithm == STANDALONE",
+            because="STANDALONE drafts with a model of its own: --sglang-speculative-draft-model-path DIR",
+        ),
+        Rule(
+            needs="not speculative.draft_model_path and not speculative.sglang_draft",
+            when="engine == embedded and speculative.algorithm == NEXTN",
+            because="NEXTN drafts with the checkpoint's MTP layer",
+        ),
+        Rule(
+            needs=f"(not speculative.num_steps or speculative.num_steps <= {MOST}) and (not speculative.eagle_topk or "
+            f"speculative.eagle_topk <= {MOST})",
+            when="engine == embedded",
+            because=f"the embedded engine drafts up to {MOST} tokens ahead, and so many at each depth",
         ),
         Rule(
             needs="speculative.mtp_training",

@@ -19,7 +19,7 @@ _PLAIN = 64
 
 def make_decoder(run: Any, policy: Any, engine: Any) -> SpeculativeDecoder:
     """The provider of the decoder named ``speculative``."""
-    options = run.config.plugin("speculative")
+    options = run.config.plugin("speculative").on("embedded")
     if options.lookahead == "auto":
         lookahead: Lookahead = Auto()
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miles_core import option
 
@@ -10,6 +10,11 @@ from miles_core import option
 MOST = 16
 #: Factor of the MTP loss.
 FACTOR = 0.2
+
+
+def _of_sglang(name: str) -> str:
+    """The help of an option that the plugin ``sglang`` has too: one flag, one text."""
+    return f"{name} of SGLang's ServerArgs (default: SGLang decides)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +92,28 @@ class SpeculativeConfig:
         help="every so many steps, start the draft again from the policy's last layer",
         ge=1,
     )
+
+    algorithm: str = option("", flag="--sglang-speculative-algorithm", help=_of_sglang("speculative_algorithm"))
+    num_steps: int | None = option(
+        None, flag="--sglang-speculative-num-steps", help=_of_sglang("speculative_num_steps"), ge=1
+    )
+    eagle_topk: int | None = option(
+        None, flag="--sglang-speculative-eagle-topk", help=_of_sglang("speculative_eagle_topk"), ge=1
+    )
+    num_draft_tokens: int | None = option(
+        None, flag="--sglang-speculative-num-draft-tokens", help=_of_sglang("speculative_num_draft_tokens"), ge=1
+    )
+    sglang_draft: str = option(
+        "", flag="--sglang-speculative-draft-model-path", help=_of_sglang("speculative_draft_model_path")
+    )
+
+    def on(self, engine: str) -> SpeculativeConfig:
+        """These options for an engine: the embedded one takes what SGLang's flags say as if its own said it."""
+        if engine != "embedded":
+            return self
+        lookahead = self.lookahead if self.num_steps is None else str(self.num_steps)
+        path = self.sglang_draft or self.draft_model_path
+        return replace(self, lookahead=lookahead, topk=self.eagle_topk or self.topk, draft_model_path=path)
 
     @property
     def trained(self) -> bool:

@@ -29,8 +29,9 @@ class EmbeddedSpeculative:
         if role not in ("train", "rollout", "shared") or not is_embedded(model):
             return
         draft: Draft
-        if self.options.draft_model_path is not None:
-            draft = attach_model(model, self.options.draft_model_path)
+        path = self.options.on(run.config.run.engine).draft_model_path
+        if path is not None:
+            draft = attach_model(model, path)
         else:
             start = run.config.model.ref_load or policy.hf_checkpoint or run.config.model.hf_checkpoint
             draft = attach(model, start)

@@ -22,7 +22,8 @@ class Speculative:
 
     @hookimpl
     def on_start(self, run: Any) -> None:
-        path, trust = self.options.draft_model_path, run.config.model.trust_remote_code
+        path = self.options.on(run.config.run.engine).draft_model_path
+        trust = run.config.model.trust_remote_code
         for policy in run.policies if path is not None else ():
             # of the run's own checkpoint the plan has said it
             for why in misfits(path, policy.hf_checkpoint, trust) if policy.hf_checkpoint else ():

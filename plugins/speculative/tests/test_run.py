@@ -189,6 +189,10 @@ def test_a_trained_draft_comes_closer(toy_run, toy_model):
         ({"draft_ema_decay": 0.9}, "--enable-mtp-training"),
         ({"mtp_loss_scaling_factor": 0.3}, "--enable-mtp-training"),
         ({"mtp_num_layers": 2}, "the checkpoint's first"),
+        ({"sglang_speculative_num_steps": 2}, "give one of them"),
+        ({"sglang_speculative_algorithm": "NGRAM"}, "drafts with an MTP layer"),
+        ({"sglang_speculative_algorithm": "STANDALONE"}, "--sglang-speculative-draft-model-path DIR"),
+        ({"sglang_speculative_num_draft_tokens": 9}, r"1 \+ 3 x 1"),
     ],
     ids=str,
 )
@@ -199,6 +203,14 @@ def test_bad_input_is_one_sentence(toy_run, toy_model, options, message):
     given["hf_checkpoint"] = given["hf_checkpoint"] or toy_files() / "model"
     with pytest.raises((PlanError, ConfigError), match=message):
         toy_run(["speculative"], **given)
+
+
+def test_what_sglangs_flags_say_holds_for_the_embedded_engine(toy_run, toy_model):
+    given = {"hf_checkpoint": toy_model(), "rollout_max_response_len": 12}
+    sglang = {"algorithm": "NEXTN", "num_steps": 2, "eagle_topk": 2, "num_draft_tokens": 5}
+    run = toy_run(["speculative"], **given, **{f"sglang_speculative_{name}": value for name, value in sglang.items()})
+    decoder = run.engine.decoder
+    assert decoder.lookahead.choose(1) == 2 and decoder.width == 2
 
 
 def test_a_family_that_runs_every_layer_is_refused(mtp_checkpoint):
