@@ -27,7 +27,9 @@ class Side:
         options = SpeculativeConfig(mtp_training=True, sft_interval=2, draft_lr=1e-2, ema_decay=0.5, reinit_interval=2)
         self.hooks = EmbeddedSpeculative(options)
         config = SimpleNamespace(
-            model=SimpleNamespace(ref_load=None, hf_checkpoint=checkpoint), rollout=SimpleNamespace(temperature=1.0)
+            run=SimpleNamespace(engine="embedded"),
+            model=SimpleNamespace(ref_load=None, hf_checkpoint=checkpoint),
+            rollout=SimpleNamespace(temperature=1.0),
         )
         self.run = SimpleNamespace(step=0, config=config)
         self.hooks.on_model(self.run, POLICY, model, "train")
