@@ -38,8 +38,8 @@ _CONTEXT_SLACK = 8
 
 #: The column of the experts that an engine chose, as the plugin that replays them declares it.
 ROUTED_EXPERTS = "rollout_routed_experts"
-#: Whether SGLang compiles its FP8 kernels for all of 16,384 sizes before its first answer, which takes the better part of an hour. A
-#: rollout needs a few of them, which are compiled when they are, and kept on disk.
+#: Whether SGLang compiles its FP8 kernels for all of 16,384 sizes before its first answer, a few of them a second. A rollout needs few of
+#: them: these are compiled when they are needed, and kept on disk.
 PRECOMPILES = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
 
