@@ -115,10 +115,11 @@ class Sender:
                 await self._post(self._slot, self._loan.message(), receive, last=True)
             await self._acknowledged()
         finally:
-            self._loan, self._standing = Loan(), None
-            if self._reading:  # after an error: nobody reads a slot that may be freed
+            self._standing = None
+            if self._reading:  # after an error: nobody reads a slot, or what was lent, that may be freed
                 await asyncio.wait(self._reading)
                 self._reading = []
+            self._loan = Loan()
         sent, self.sent = self.sent, Sent()
         if sent.encoded:  # engines hold these as numbers of their own
             self._taken = 0
