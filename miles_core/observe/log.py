@@ -51,7 +51,8 @@ def configure(
     Args:
         level: one of ``LEVELS``; ``MILES_DEBUG=1`` makes it ``debug``.
         run_dir: where ``run.log`` is appended to, with times and module names, at ``level`` but never above info.
-        console: where the terminal output goes; standard error by default, and shared with the live progress.
+        console: where the terminal output goes, nowhere where it is quiet; standard error by default, and shared with the live
+            progress.
         loggers: further top-level logger names (plugins' modules) that speak at ``level``.
 
     Returns:
@@ -69,7 +70,9 @@ def configure(
         root.removeHandler(handler)
         handler.close()
     terminal: logging.Handler
-    if console.is_terminal:
+    if console.quiet:
+        terminal = logging.NullHandler()
+    elif console.is_terminal:
         terminal = RichHandler(console=console, show_path=debugging(), log_time_format="[%X]", markup=False)
         terminal.setFormatter(logging.Formatter("%(message)s"))
     else:

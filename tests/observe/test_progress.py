@@ -69,6 +69,19 @@ def test_on_a_terminal_bars_show_step_reward_and_phase():
     assert "eta" in text
 
 
+def test_a_quiet_console_is_told_nothing(capfd, tmp_path):
+    import logging
+
+    try:
+        logs.configure("info", tmp_path, Console(quiet=True))
+        logging.getLogger("miles_core.loop").info("told")
+        assert capfd.readouterr() == ("", "")
+        assert "told" in (tmp_path / "run.log").read_text()
+    finally:
+        for handler in [h for h in logging.getLogger().handlers if h.get_name() == "miles"]:
+            logging.getLogger().removeHandler(handler)
+
+
 def test_log_level_and_run_log(tmp_path, monkeypatch):
     import logging
 

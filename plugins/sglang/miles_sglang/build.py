@@ -136,7 +136,7 @@ def assemble(
     context = choices.max_context or int(config["max_position_embeddings"])
     link: Link
     if choices.url:
-        link = ServerLink(choices.url, choices.startup_timeout)
+        link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
     else:
         model = _model(checkpoint, described, codec, directory)
         arguments = _arguments(choices, model, context)
