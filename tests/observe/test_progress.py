@@ -39,11 +39,14 @@ def test_lines_come_at_intervals_and_at_evaluations(caplog, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     with caplog.at_level("INFO"), Progress(100, None, every=10) as progress:
+        now[0] += 60.0  # an engine that takes long to start
+        progress.begin()
         for step in range(1, 31):
             now[0] += 2.0
             progress.step(METRICS | ({"eval/accuracy": 0.75} if step == 7 else {}))
     steps = [int(r.getMessage().split()[1].split("/")[0]) for r in caplog.records]
     assert steps == [1, 2, 3, 7, 12, 17, 22, 27]
+    assert "  2.00 s  eta 3:18" in caplog.records[0].getMessage()
     assert "eval 75.0%" in caplog.records[3].getMessage()
     assert progress.remaining() == 140.0
 

@@ -90,7 +90,7 @@ def typed(flags):
 
 
 @pytest.mark.parametrize(("model", "ranks", "options"), [
-    ("DEEPSEEK_V3", 1024, {}), ("QWEN3_235B", 64, {"rollout_batch_size": 512, "use_dynamic_batch_size": True}),
+    ("DEEPSEEK_V3", 1024, {}), ("QWEN3_235B", 64, {"rollout_batch_size": 128, "use_dynamic_batch_size": True}),
 ])  # fmt: skip
 def test_the_plan_refuses_what_cannot_fit_with_sizes_that_do(checkpoint, model, ranks, options):
     text = refused(checkpoint, PUBLISHED[model], f"megatron.ranks={ranks}", **options)
