@@ -79,13 +79,16 @@ class Loan:
 
     Only what lies in memory with handles can be lent, and whole blocks (``BLOCK``) of it; the rest has to be copied. Tensors stay as
     they are until the message was answered, and are kept alive for that.
+
+    Attributes:
+        nbytes: of the tensors that were added.
     """
 
     def __init__(self) -> None:
         self._units: list[list[Any]] = []
         self._regions: dict[str, dict[str, Any]] = {}
         self._sum: Sum | None = None
-        self._nbytes = 0
+        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._units)
@@ -107,12 +110,12 @@ class Loan:
         key, start = region["key"], tensor.data_ptr() - region["base"]
         self._regions.setdefault(key, region)
         self._units.append([name, key, dtype_name(tensor.dtype), list(tensor.shape), start])
-        self._nbytes += nbytes
+        self.nbytes += nbytes
         if self._sum is None:
             self._sum = summing(_bytes(tensor))
         else:
             self._sum.append(_bytes(tensor))
-        self._sum.up_to(self._nbytes)
+        self._sum.up_to(self.nbytes)
         return True
 
     def message(self) -> dict[str, Any]:
@@ -120,8 +123,8 @@ class Loan:
         assert self._sum is not None
         return {
             "units": self._units,
-            "nbytes": self._nbytes,
-            "checksum": self._sum.of(self._nbytes),
+            "nbytes": self.nbytes,
+            "checksum": self._sum.of(self.nbytes),
             "memory": {"kind": "loan", "regions": self._regions},
         }
 
