@@ -59,7 +59,6 @@ def configure(
         The console, for ``Progress``.
     """
     from rich.console import Console
-    from rich.logging import RichHandler
 
     if level not in LEVELS:
         raise ConfigError(f"--log-level {level}: choose one of {', '.join(LEVELS)}")
@@ -69,15 +68,7 @@ def configure(
     for handler in [h for h in root.handlers if h.get_name() == _MARK]:
         root.removeHandler(handler)
         handler.close()
-    terminal: logging.Handler
-    if console.quiet:
-        terminal = logging.NullHandler()
-    elif console.is_terminal:
-        terminal = RichHandler(console=console, show_path=debugging(), log_time_format="[%X]", markup=False)
-        terminal.setFormatter(logging.Formatter("%(message)s"))
-    else:
-        terminal = logging.StreamHandler(console.file)
-        terminal.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    terminal = _terminal(console)
     terminal.setLevel(number)
     terminal.addFilter(lambda record: not getattr(record, "file_only", False))
     handlers: list[logging.Handler] = [terminal]
@@ -93,3 +84,19 @@ def configure(
     for name in ("miles_core", *loggers):
         logging.getLogger(name).setLevel(min(number, logging.INFO))
     return console
+
+
+def _terminal(console: Console) -> logging.Handler:
+    """What a person reads: marked up on a terminal, plain lines elsewhere, nothing on a quiet console."""
+    from rich.logging import RichHandler
+
+    if console.quiet:
+        return logging.NullHandler()
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=debugging(), log_time_format="[%X]", markup=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    return handler
