@@ -139,7 +139,7 @@ def assemble(
     context = choices.max_context or int(config["max_position_embeddings"])
     link: Link
     if choices.url:
-        link = ServerLink(choices.url, choices.startup_timeout)
+        link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
     else:
         model = _model(checkpoint, described, codec, directory)
         if codec.format is not None and codec.format.name not in IN_PLACE:

@@ -83,6 +83,15 @@ def test_options_are_checked_before_anything_is_started(plan):
         plan(sglang_attention_backend="tritn")
 
 
+def test_an_address_and_a_table_are_looked_at_in_the_plan(plan):
+    for url in ("localhost:30000", "http://host:port", "http://:3"):
+        with pytest.raises(PlanError, match="an address like http://host:30000"):
+            plan(engine="sglang", sglang_url=url)
+    with pytest.raises(PlanError, match=r"JSON in --sglang-json-model-override-args(.|\n)*in double quotes"):
+        plan(engine="sglang", sglang_url="http://host:30000", sglang_json_model_override_args="{bad")
+    plan(engine="sglang", sglang_url="http://host:30000", sglang_json_model_override_args='{"a": 1}')
+
+
 def test_a_plan_says_what_to_install():
     assert missing("0.5.17") == missing("0.5.17.post1") == ()
     assert "not installed" in missing(None)[0].because and "pip install" in missing(None)[0].because
