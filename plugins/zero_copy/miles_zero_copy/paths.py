@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from miles_core import SyncError
-from miles_core.backend import Broadcast, Bucket, DeviceMemory, difference
+from miles_core.backend import BLOCK, Broadcast, Bucket, DeviceMemory, difference
 from miles_zero_copy import segment
 from miles_zero_copy.segment import Segment
 
@@ -33,8 +33,8 @@ Receive = Callable[[Mapping[str, Any], bool], Awaitable[None]]
 class Slot(ABC):
     """Memory for one bucket."""
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.bucket = Bucket(buffer)
+    def __init__(self, buffer: Tensor, written: Callable[[int], None] | None = None) -> None:
+        self.bucket = Bucket(buffer, written)
 
     @abstractmethod
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
@@ -54,18 +54,37 @@ class Slot(ABC):
 
 
 class SegmentSlot(Slot):
-    """A bucket in shared memory, from its byte ``start`` on; one that ``stays`` is not filled again before a later version is in force."""
+    """A bucket in shared memory."""
 
-    def __init__(self, segment: Segment, start: int = 0, stays: bool = False) -> None:
-        super().__init__(segment.buffer[start:])
-        self.start, self._segment, self._stays = start, segment, stays
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(segment.buffer)
+        self._segment = segment
 
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
         path = str(self._segment.path)
-        return {"kind": "file", "key": path, "path": path, "start": self.start, "stays": self._stays}
+        return {"kind": "file", "key": path, "path": path}
 
     def close(self) -> None:
         self._segment.close()
+
+
+class StandingSlot(Slot):
+    """A bucket in shared memory, from its byte ``start`` on, that is not filled again before a later version is in force. The last block
+    of this memory says how much of all before it is there."""
+
+    def __init__(self, segment: Segment, start: int = 0) -> None:
+        count = segment.buffer[-BLOCK:].view(torch.int64).numpy()
+
+        def written(nbytes: int) -> None:
+            count[0] = start + nbytes
+
+        written(0)
+        super().__init__(segment.buffer[start:-BLOCK], written)
+        self.start, self._segment = start, segment
+
+    def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
+        path = str(self._segment.path)
+        return {"kind": "file", "key": path, "path": path, "start": self.start, "stays": True}
 
 
 class DeviceSlot(Slot):

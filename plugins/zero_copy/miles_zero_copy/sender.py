@@ -13,7 +13,7 @@ from torch import Tensor
 from miles_core import SyncError
 from miles_core.backend import BLOCK, Encoded, Loan, room_of, rounded
 from miles_core.format import Stored
-from miles_zero_copy.paths import Path, Receive, SegmentSlot, Slot
+from miles_zero_copy.paths import Path, Receive, Slot, StandingSlot
 from miles_zero_copy.versions import Versions
 
 log = logging.getLogger(__name__)
@@ -21,8 +21,9 @@ log = logging.getLogger(__name__)
 #: Bytes of a slot before it is known that they do not do.
 FIRST = 16 << 20
 
-#: In how many buckets a version is sent that stays, and the bytes of one at least: the engine checks one while the next is filled.
-PIECES, PIECE = 16, 16 << 20
+#: In how many buckets a version is sent that stays, and the bytes of one at least: the engine looks at what is in one while the next is
+#: filled.
+PIECES, PIECE = 4, 64 << 20
 
 #: How often the bucket is sent that measures a way.
 PROBES = 3
@@ -69,7 +70,7 @@ class Sender:
         self._slots: list[Slot] = []
         self._make_slots(min(self._wanted, FIRST))
         self._versions = Versions() if stay and path.stays else None
-        self._standing: SegmentSlot | None = None
+        self._standing: StandingSlot | None = None
         self._taken = self._piece = 0
         self._reading: list[asyncio.Task[float]] = []
         self._loan = Loan()
@@ -106,6 +107,8 @@ class Sender:
             self._standing = self._versions.begin(self._taken)
             self._piece = min(max(self._taken // PIECES, PIECE), self._given)
         try:
+            if self._standing:
+                await self._deliver(receive, version)  # nothing yet: engines check what is written while it is
             self._taken = 0
             for unit in units:
                 await self._add(unit, receive, version)
