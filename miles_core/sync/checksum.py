@@ -236,7 +236,7 @@ def summing(*pieces: Tensor, written: Callable[[int], None] | None = None) -> Su
     """The fastest way to add up these bytes, which are one piece on a CPU. There ``written`` is told how many of them are there."""
     if usable(pieces[0]) and _aligned(*pieces):
         return OnePass(*pieces)
-    return InCache(*pieces, written=written) if pieces[0].device.type == "cpu" else Sum(*pieces)
+    return InCache(pieces[0], written) if pieces[0].device.type == "cpu" else Sum(*pieces)
 
 
 def _alike(to: Tensor, source: Tensor) -> bool:

@@ -95,9 +95,12 @@ class Sender:
 
     async def speed(self, receive: Receive, version: int) -> float:
         """Bytes a second of this way, from buckets that hold no tensors: the best of a few."""
-        nbytes = min(self.path.probe, self._given)
-        if len(self._slot.bucket.buffer) < nbytes:
-            self._make_slots(nbytes)
+        have, nbytes = len(self._slot.bucket.buffer), min(self.path.probe, self._given)
+        if have < nbytes:
+            try:
+                self._make_slots(nbytes)
+            except SyncError:  # no memory for it: a smaller one shows it too
+                self._make_slots(nbytes := have)
         return max([nbytes / await self._send_noise(nbytes, receive, version) for _ in range(PROBES)])
 
     async def send(self, units: Iterator[Encoded], receive: Receive, version: int) -> Sent:
