@@ -17,7 +17,7 @@ from miles_core.errors import SyncError
 from miles_core.sync import delta
 from miles_core.sync.broadcast import Broadcast
 from miles_core.sync.bucket import unpacked
-from miles_core.sync.checksum import BLOCK, Sum
+from miles_core.sync.checksum import BLOCK
 from miles_core.sync.device_memory import attach, borrowed
 from miles_core.sync.follower import Follower
 
@@ -28,9 +28,9 @@ class Inbox:
     A message's ``memory`` is ``{"kind": ..., ...}`` and what its kind needs:
 
     - ``file``: memory of this host that has a name in the file system (``key``, ``path``), from its byte ``start`` on. With ``stays`` its
-      tensors are ``lasting``: the sender leaves them alone until a later version is in force. It writes the version from the first byte
-      to the last and keeps, in the last ``BLOCK`` of the file, the number of those that are there, so that they can be checked meanwhile
-      (``Follower``), from the first message on;
+      tensors are ``lasting``: the sender leaves them alone until a later version is in force. It writes a version from the first byte to
+      the last and keeps, in the last ``BLOCK`` of the file, the number of those that are there: after a message of this kind without
+      tensors, which begins a version, they are checked meanwhile (``Follower``);
     - ``device``: a GPU's (``DeviceMemory``);
     - ``loan``: the sender's own tensors, on a GPU (``Loan``);
     - ``broadcast``: comes through a process group (``Broadcast``), so the message has to be ``fetched`` first;
@@ -82,7 +82,10 @@ class Inbox:
             raise SyncError(f"weights came in memory of the kind {where['kind']!r}, which this engine does not read")
         flat = self._kinds[where["kind"]](where)
         stays = where.get("stays", False)
-        for unit in unpacked(message, flat, self._followed(where) if stays else None):
+        if stays and not message["units"]:
+            self._follow(where)
+        follower = self._followers.get(where["key"]) if stays else None
+        for unit in unpacked(message, flat, follower and follower.sum(where["start"])):
             yield replace(unit, lasting=stays and not unit.format)
         if "keep" in where:
             self._kept[where["keep"]] = [where["version"], message["checksum"]], flat
@@ -114,13 +117,10 @@ class Inbox:
         self._used.add(key)
         return self._memory[key]
 
-    def _followed(self, where: Mapping[str, Any]) -> Sum:
-        """The sum of a bucket in memory that stays."""
-        key = where["key"]
-        if key not in self._followers:
-            memory = self._attached(where, _file)
-            self._followers[key] = Follower(memory[:-BLOCK], memory[-BLOCK:][:8])
-        return self._followers[key].sum(where["start"])
+    def _follow(self, where: Mapping[str, Any]) -> None:
+        """Check what is written into memory that stays from now on."""
+        memory = self._attached(where, _file)
+        self._followers[where["key"]] = Follower(memory[:-BLOCK], memory[-BLOCK:][:8])
 
     def _follow_no_more(self) -> None:
         for follower in self._followers.values():

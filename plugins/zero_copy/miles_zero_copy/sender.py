@@ -110,8 +110,8 @@ class Sender:
             self._standing = self._versions.begin(self._taken)
             self._piece = min(max(self._taken // PIECES, PIECE), self._given)
         try:
-            if self._standing:
-                await self._deliver(receive, version)  # nothing yet: engines check what is written while it is
+            if self._standing and self._taken >= PIECE:  # engines check it while it is written; of less, a message takes longer
+                await self._deliver(receive, version)
             self._taken = 0
             for unit in units:
                 await self._add(unit, receive, version)
