@@ -79,6 +79,9 @@ class Loan:
 
     Only what lies in memory with handles can be lent, on one GPU, and whole blocks (``BLOCK``) of it; the rest has to be copied. Tensors
     stay as they are until the message was answered, and are kept alive for that.
+
+    Attributes:
+        nbytes: of the tensors that were added.
     """
 
     def __init__(self) -> None:
@@ -86,7 +89,7 @@ class Loan:
         self._regions: dict[str, dict[str, Any]] = {}
         self._sum: Sum | None = None
         self._device: torch.device | None = None
-        self._nbytes = 0
+        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._units)
@@ -109,12 +112,12 @@ class Loan:
         key, start = region["key"], tensor.data_ptr() - region["base"]
         self._regions.setdefault(key, region)
         self._units.append([name, key, dtype_name(tensor.dtype), list(tensor.shape), start])
-        self._nbytes += nbytes
+        self.nbytes += nbytes
         if self._sum is None:
             self._sum, self._device = summing(_bytes(tensor)), tensor.device
         else:
             self._sum.append(_bytes(tensor))
-        self._sum.up_to(self._nbytes)
+        self._sum.up_to(self.nbytes)
         return True
 
     def message(self) -> dict[str, Any]:
@@ -122,8 +125,8 @@ class Loan:
         assert self._sum is not None
         return {
             "units": self._units,
-            "nbytes": self._nbytes,
-            "checksum": self._sum.of(self._nbytes),
+            "nbytes": self.nbytes,
+            "checksum": self._sum.of(self.nbytes),
             "memory": {"kind": "loan", "regions": self._regions},
         }
 

@@ -85,7 +85,7 @@ class Inbox:
         if stays and not message["units"]:
             self._follow(where)
         follower = self._followers.get(where["key"]) if stays else None
-        for unit in unpacked(message, flat, follower and follower.sum(where["start"])):
+        for unit in unpacked(message, flat, follower.sum(where["start"]) if follower else None):
             yield replace(unit, lasting=stays and not unit.format)
         if "keep" in where:
             self._kept[where["keep"]] = [where["version"], message["checksum"]], flat

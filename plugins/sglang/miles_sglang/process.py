@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_sglang import frames
+from miles_sglang import compiling, frames
 from miles_sglang.answers import Answer
 from miles_sglang.link import Link, SglangError, SglangLost
 
@@ -93,6 +93,7 @@ class ProcessLink(Link):
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._written: list[bytes] = []
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[tuple[Any, bytes]]] = {}
@@ -117,6 +118,7 @@ class ProcessLink(Link):
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=frames.LIMIT)
         ready = self._pending[0] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.get_running_loop().create_task(self._read(reader))
+        self._watching = asyncio.get_running_loop().create_task(compiling.watch(self._process.pid))
         self._writer.write(frames.head(self.arguments | dict(changes)))
         started = time.monotonic()
         log.info("SGLang is starting (process %d); its output is in %s", self._process.pid, self.log_file)
@@ -162,6 +164,8 @@ class ProcessLink(Link):
         if process is None:
             return
         self._ended = self._ended or SglangError("SGLang is not running: the engine was stopped")
+        if self._watching is not None:
+            self._watching.cancel()
         if self._asking is not None:
             self._asking.close()
         if self._writer is not None:

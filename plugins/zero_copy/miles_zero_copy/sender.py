@@ -27,8 +27,9 @@ PIECES, PIECE = 4, 64 << 20
 
 #: How often the bucket is sent that measures a way.
 PROBES = 3
-#: Bytes from which on a tensor is rather read where it lies than packed.
-LENT = 1 << 20
+#: Bytes from which on a tensor is rather read where it lies than packed; how many are lent at a time, as engines copy some while the next
+#: ones are added up; and how many such messages may be on their way at once.
+LENT, LOAN, LOANS = 1 << 20, 4 << 30, 2
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Sender:
         self._standing: StandingSlot | None = None
         self._taken = self._piece = 0
         self._reading: list[asyncio.Task[float]] = []
-        self._loan = Loan()
+        self._loans = [Loan()]
         self.sent = Sent()
         self.full = False
 
@@ -110,21 +111,24 @@ class Sender:
             self._standing = self._versions.begin(self._taken)
             self._piece = min(max(self._taken // PIECES, PIECE), self._given)
         try:
-            if self._standing and self._taken >= PIECE:  # engines check it while it is written; of less, a message takes longer
+            if (
+                self._standing and self._taken >= PIECE
+            ):  # engines check it while it is written; of less, a message takes longer
                 await self._deliver(receive, version)
             self._taken = 0
             for unit in units:
                 await self._add(unit, receive, version)
-            if self._slot.bucket.units or not self._loan:
-                await self._deliver(receive, version, last=not self._loan)
-            if self._loan:
-                await self._post(self._slot, self._loan.message(), receive, last=True)
+            if self._slot.bucket.units or not self._loans[-1]:
+                await self._deliver(receive, version, last=not self._loans[-1])
+            if self._loans[-1]:
+                await self._lend(receive, last=True)
             await self._acknowledged()
         finally:
-            self._loan, self._standing = Loan(), None
+            self._standing = None
             if self._reading:  # after an error: nobody reads a slot that may be freed
                 await asyncio.wait(self._reading)
                 self._reading = []
+            self._loans = [Loan()]
         sent, self.sent = self.sent, Sent()
         if sent.encoded:  # engines hold these as numbers of their own
             self._taken = 0
@@ -148,6 +152,8 @@ class Sender:
         return await self._acknowledged()
 
     async def _add(self, unit: Encoded, receive: Receive, version: int) -> None:
+        if self._loans[-1].nbytes >= LOAN:
+            await self._lend(receive)
         if self._lent(unit):
             pass
         elif not self._slot.bucket.add(unit):
@@ -166,7 +172,12 @@ class Sender:
         """Whether the engine is to read a tensor where the trainer has it."""
         if not self.path.lends or not unit.lasting or unit.format or unit.nbytes < LENT:
             return False
-        return self._loan.add(unit.name, unit.parts[unit.name])
+        return self._loans[-1].add(unit.name, unit.parts[unit.name])
+
+    async def _lend(self, receive: Receive, last: bool = False) -> None:
+        """Tell the engine of what was lent so far."""
+        await self._post(self._slot, self._loans[-1].message(), receive, last, ahead=LOANS)
+        self._loans.append(Loan())
 
     async def _grow(self, unit: Encoded) -> None:
         """Room for a tensor, and for the next ones."""
@@ -206,14 +217,16 @@ class Sender:
         await self._slot.left()
         self._slot.bucket.clear()
 
-    async def _post(self, slot: Slot, message: Mapping[str, Any], receive: Receive, last: bool = False) -> None:
+    async def _post(
+        self, slot: Slot, message: Mapping[str, Any], receive: Receive, last: bool = False, ahead: int = 0
+    ) -> None:
         """Send a message once those before it were answered, or are few."""
         memory = message["memory"]
         if memory["kind"] == "delta":
             self.sent.saved += message["nbytes"] - len(memory["data"])
         numbered = {**message, "number": self.sent.buckets, "sender": list(self._sender)}
         self.sent.buckets += 1
-        await self._acknowledged(self.path.ahead)
+        await self._acknowledged(ahead or self.path.ahead)
         sending = asyncio.create_task(slot.deliver(receive, numbered, last))
         sending.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody's, after the first error
         self._reading.append(sending)
