@@ -50,6 +50,9 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
         chunk.load_state_dict(found[f"model{number}"], strict=False)
     trainer.optimizer.inner.load_state_dict(found["optimizer"])
     trainer.optimizer.separate_counts()
+    if (further := trainer.further) is not None and further.layer.here:
+        further.layer.load_state_dict(found["further"], strict=False)
+        further.optimizer.load_moments(found["further_moments"], trainer.optimizer.steps, _RESHARDABLE)
     noted = json.loads((directory / STEP).read_text())
     if dist.get_rank() < noted["ranks"]:
         get_rng(Store(directory / RANDOM, World(dist.get_rank(), noted["ranks"])))
@@ -64,16 +67,21 @@ def _sharded(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
         state[f"model{number}"] = model.sharded_state_dict()
     plain = state["model0"] if len(trainer.chunks) == 1 else dict(state.items())
     state["optimizer"] = trainer.optimizer.inner.sharded_state_dict(plain, is_loading=loading, metadata=_RESHARDABLE)
+    if (further := trainer.further) is not None and further.layer.here:
+        further.optimizer.allocate()
+        state["further"] = further.layer.sharded_state_dict()
+        state["further_moments"] = further.optimizer.sharded_moments(state["further"], loading, _RESHARDABLE)
     return state
 
 
 def export(trainer: MegatronTrainer, directory: Path, tokenizer: Any) -> None:
     """Write a Hugging Face checkpoint: files of at most ``SHARD`` bytes, and what the source has beside weights."""
-    writer = _Writer(directory) if dist.get_rank() == 0 else None
+    writer, copies = _Writer(directory) if dist.get_rank() == 0 else None, trainer.weights.copies()
     for unit in trainer.units(everywhere=trainer.s.pp > 1):
         for name, tensor in unit.tensors.items() if writer else ():
             assert writer is not None
-            writer.add(name, tensor)
+            for each in (name, *copies.get(name, ())):
+                writer.add(each, tensor)
     if writer is not None:
         for name, tensor in trainer.weights.untrained():
             writer.add(name, tensor)

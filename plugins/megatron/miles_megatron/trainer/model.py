@@ -201,6 +201,19 @@ def _latent(a: Architecture) -> dict[str, Any]:
     return found
 
 
+def block_spec(a: Architecture, config: TransformerConfig, stage: int | None) -> Any:
+    """Megatron-Core's specification of the layers of a chunk; ``stage`` is its virtual one."""
+    engine = has_transformer_engine()
+    spec = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=stage)
+    for attention in (layer.submodules.self_attention.submodules for layer in spec.layer_specs):
+        if not engine:
+            attention.core_attention = PackedAttention
+        if a.qk_norm == "whole":
+            attention.q_layernorm = partial(WholeNorm, a.heads)
+            attention.k_layernorm = partial(WholeNorm, a.kv_heads)
+    return spec
+
+
 def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: int) -> list[nn.Module]:
     """This rank's chunks of the model, empty of weights.
 
@@ -214,14 +227,7 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
     chunks = []
     for number in range(s.virtual):
         stage = number if s.virtual > 1 else None
-        engine = has_transformer_engine()
-        spec = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=stage)
-        for attention in (layer.submodules.self_attention.submodules for layer in spec.layer_specs):
-            if not engine:
-                attention.core_attention = PackedAttention
-            if a.qk_norm == "whole":
-                attention.q_layernorm = partial(WholeNorm, a.heads)
-                attention.k_layernorm = partial(WholeNorm, a.kv_heads)
+        spec = block_spec(a, config, stage)
         scaling = a.rotary.scaling
         chunk = GPTModel(
             config,
