@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -17,6 +18,8 @@ from miles_megatron.recipes import RECIPES, TILES, cuts
 from miles_megatron.sizes import Sizes, candidates, misfits, ranks_of, sizes_of
 from miles_megatron.trainable import lacks
 
+#: Whether a plugin has the checkpoint's MTP layer trained.
+FURTHER = "trainer.uses.further_layers"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 _SUGGESTED = 3
 
@@ -47,8 +50,8 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     if any(misfits(s, a)):
         return Review(note, problems)
     problems += tuple(_format(facts, a, s))
-    if a.mtp:
-        note += (f"{a.mtp} MTP layers are not trained; an export has them as the checkpoint has",)
+    if untrained := a.mtp - bool(facts.value(FURTHER)):
+        note += (f"{untrained} MTP layers are not trained; an export has them as the checkpoint has",)
     fits = _fits(facts, a, s)
     return Review((*note, *fits.notes), (*problems, *fits.problems))
 
@@ -122,6 +125,7 @@ def work_of(facts: Facts, s: Sizes) -> Work:
         recompute=recompute,
         recompute_layers=value("megatron.recompute_num_layers", 1),
         recompute_modules=tuple(str(value("megatron.recompute_modules", "core_attn")).split(",")),
+        further=bool(facts.value(FURTHER)),
     )  # fmt: skip
 
 
@@ -183,7 +187,10 @@ def _others(a: Architecture, s: Sizes, w: Work, gpu: float, engine: float) -> tu
 def _note(
     facts: Facts, a: Architecture, s: Sizes, w: Work, stages: list[Stage], engine: float, why: str, gpu: float
 ) -> str:
-    total, active = count.model(a).total, f"{s.ranks} ranks ({ranks_of(facts)[1]}): {s.dp} replicas"
+    total, active = (
+        count.model(replace(a, mtp=int(w.further)), mtp=True).total,
+        f"{s.ranks} ranks ({ranks_of(facts)[1]}): {s.dp} replicas",
+    )
     lines = [
         f"memory of a rank in GB: {a.family}, {total / 1e9:,.3g} billion parameters on {active}",
         f"  {'stage':>5}  {'layers':>6}  {'weights':>8}  {'gradients':>9}  {'optimiser':>9}  {'activations':>11}  "

@@ -120,9 +120,8 @@ class Further:
         _allreduce_non_tensor_model_parallel_grads([self.wrapped], self.config, group)
 
     def step(self, norm: float, rate: float) -> None:
-        """One of its optimiser, beside the policy's at learning rate ``rate``."""
-        if self.layer.here:
-            self.optimizer.step(norm, rate if self.wish.lr is None else self.wish.lr)
+        """One of its optimiser, beside the policy's at learning rate ``rate``. A collective of all ranks."""
+        self.optimizer.step(norm, rate if self.wish.lr is None else self.wish.lr)
 
     def loss(self, hidden: Tensor, micro_batch: Batch, packing: Packing, packed: Any) -> tuple[Tensor, Tensor]:
         """As ``Output.aux`` wants it, on every context-parallel rank.

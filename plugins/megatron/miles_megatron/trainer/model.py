@@ -69,6 +69,7 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         "use_cpu_initialization": not torch.cuda.is_available(),
         "transformer_impl": "transformer_engine" if engine else "local",
         "calculate_per_token_loss": True,
+        "moe_token_dispatcher_type": "alltoall",  # others want rows of one length, without experts too
         "variable_seq_lengths": s.pp > 1 and s.virtual == 1,
         # one batch of sends and receives would mix up activations and gradients where both neighbours are one rank
         "batch_p2p_comm": torch.cuda.is_available() and s.virtual == 1,
@@ -168,7 +169,6 @@ def _experts(a: Architecture, engine: bool) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": engine,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_router_bias_update_rate": 0.0,
     }
 

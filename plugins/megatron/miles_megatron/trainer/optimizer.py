@@ -107,8 +107,8 @@ class Optimizer:
         return int(groups[0].get("step") or 0)
 
     def sharded_moments(self, model: Any, loading: bool, how: Mapping[str, Any]) -> dict[str, Any]:
-        """Moments and masters alone, for a checkpoint of all ranks; what else Megatron-Core's optimiser would put there is written by the
-        first rank, which may have other parameters.
+        """Moments and masters by their parameters' names, for a checkpoint that other parallel sizes can read. What else Megatron-Core's
+        optimiser would put there the first rank would write, and for its own parts.
 
         Args:
             model: the sharded state of the chunks.
