@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from miles_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from miles_core.contracts.policy import Policy
+    from miles_core.contracts.run import Run
 
 
 @dataclass(frozen=True)
@@ -29,3 +36,19 @@ class FurtherLayer:
     factor: float
     lr: float | None = None
     clip_grad: float = 1.0
+
+
+def further_layer(run: Run, policy: Policy) -> FurtherLayer | None:
+    """What plugins want of the checkpoint's further layer, by the hook ``on_further_layers``; None where nobody does.
+
+    Raises:
+        ConfigError: several plugins want to train it.
+    """
+    wishes: list[FurtherLayer] = []
+    run.hooks.on("on_further_layers", run=run, policy=policy, wishes=wishes)
+    if len(wishes) > 1:
+        plugins = ", ".join(run.hooks.implemented["on_further_layers"])
+        raise ConfigError(
+            f"several plugins want to train the layer behind the decoder of {policy.name}: leave one of {plugins} out"
+        )
+    return wishes[0] if wishes else None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from miles_core import ConfigError, micro_batch_limits
-from miles_core.backend import FurtherLayer, OptimizerConfig, Policy, Run, make_codec
+from miles_core import micro_batch_limits
+from miles_core.backend import OptimizerConfig, Policy, Run, further_layer, make_codec
 from miles_megatron import families
 from miles_megatron.config import table
 from miles_megatron.recipes import RECIPES
@@ -54,29 +54,10 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
         def told(chunk: nn.Module) -> None:
             run.hooks.on("on_model", run=run, policy=policy, model=chunk, role="train")
 
-        wishes: list[FurtherLayer] = []
-        run.hooks.on("on_further_layers", run=run, policy=policy, wishes=wishes)
+        wish = further_layer(run, policy)
         return MegatronTrainer(
-            architecture,
-            sizes,
-            world,
-            directory,
-            settings(run.config),
-            directory,
-            told,
-            codec,
-            wished(wishes, directory),
+            architecture, sizes, world, directory, settings(run.config), directory, told, codec, wish
         )
-
-
-def wished(wishes: Sequence[FurtherLayer], directory: Path) -> FurtherLayer | None:
-    """The one wish for the checkpoint's first MTP layer; ConfigError where there are several."""
-    if len(wishes) > 1:
-        names = ", ".join(wish.loss for wish in wishes)
-        raise ConfigError(
-            f"several plugins want to train the MTP layer of {directory} ({names}): leave one of them out"
-        )
-    return wishes[0] if wishes else None
 
 
 def settings(config: Any) -> Settings:

@@ -69,7 +69,6 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         "use_cpu_initialization": not torch.cuda.is_available(),
         "transformer_impl": "transformer_engine" if engine else "local",
         "calculate_per_token_loss": True,
-        "moe_token_dispatcher_type": "alltoall",  # others want rows of one length, without experts too
         "variable_seq_lengths": s.pp > 1 and s.virtual == 1,
         # one batch of sends and receives would mix up activations and gradients where both neighbours are one rank
         "batch_p2p_comm": torch.cuda.is_available() and s.virtual == 1,
@@ -144,6 +143,7 @@ def _divided(s: Sizes) -> dict[str, Any]:
         "expert_model_parallel_size": s.ep,
         "expert_tensor_parallel_size": s.etp,
         "sequence_parallel": s.sequence,
+        "moe_token_dispatcher_type": "alltoall",  # others want rows of one length, of models without experts too
         "num_layers_in_first_pipeline_stage": s.first or None,
         "num_layers_in_last_pipeline_stage": s.last or None,
     }
