@@ -58,6 +58,7 @@ async def steps(
             if run.step == 0 and (found := await evaluation.due()):
                 log.record(0, found)
             run.clock.metrics(), log.workers()  # building the parts is no step's time
+            log.progress.begin()
             while run.step < run.config.rollout.num_rollout and not run.stop_requested:
                 try:
                     await step(run, log, parts, schedule, evaluation)

@@ -23,6 +23,9 @@ GAP_COLUMNS = ("", "tokens", "mean |Δ|", "max |Δ|", "KL k1", "KL k3", "median"
 PARITY_COLUMNS = ("side", "format", "tensors", "declared", "measured", "values that differ", "worst probe")
 WORST_COLUMNS = ("sample", "token", "text", "engine", "trainer", "Δ", "before", "after")
 
+#: Columns of a terminal on which any table has room: what a table would like to have is measured against it.
+_UNBOUNDED = 10_000
+
 #: Columns of words; the others are numbers.
 _WORDS = {"", "cause", "text", "before", "after", "side", "format", "tensors", "declared", "measured", "worst probe"}
 
@@ -105,7 +108,7 @@ def tables(found: Verification, console: Console) -> Iterator[RenderableType]:
             table.add_column(column, justify="left" if column in _WORDS else "right")
         for row in rows:
             table.add_row(*map(Text, row))  # decoded text is no markup
-        if console.measure(table).maximum <= console.width:
+        if console.measure(table, options=console.options.update_width(_UNBOUNDED)).maximum <= console.width:
             yield table
             continue
         items = [", ".join(f"{c} {v}".strip() for c, v in zip(columns, row, strict=True) if v) for row in rows]

@@ -51,14 +51,14 @@ def configure(
     Args:
         level: one of ``LEVELS``; ``MILES_DEBUG=1`` makes it ``debug``.
         run_dir: where ``run.log`` is appended to, with times and module names, at ``level`` but never above info.
-        console: where the terminal output goes; standard error by default, and shared with the live progress.
+        console: where the terminal output goes, nowhere where it is quiet; standard error by default, and shared with the live
+            progress.
         loggers: further top-level logger names (plugins' modules) that speak at ``level``.
 
     Returns:
         The console, for ``Progress``.
     """
     from rich.console import Console
-    from rich.logging import RichHandler
 
     if level not in LEVELS:
         raise ConfigError(f"--log-level {level}: choose one of {', '.join(LEVELS)}")
@@ -68,13 +68,7 @@ def configure(
     for handler in [h for h in root.handlers if h.get_name() == _MARK]:
         root.removeHandler(handler)
         handler.close()
-    terminal: logging.Handler
-    if console.is_terminal:
-        terminal = RichHandler(console=console, show_path=debugging(), log_time_format="[%X]", markup=False)
-        terminal.setFormatter(logging.Formatter("%(message)s"))
-    else:
-        terminal = logging.StreamHandler(console.file)
-        terminal.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    terminal = _terminal(console)
     terminal.setLevel(number)
     terminal.addFilter(lambda record: not getattr(record, "file_only", False))
     handlers: list[logging.Handler] = [terminal]
@@ -90,3 +84,19 @@ def configure(
     for name in ("miles_core", *loggers):
         logging.getLogger(name).setLevel(min(number, logging.INFO))
     return console
+
+
+def _terminal(console: Console) -> logging.Handler:
+    """What a person reads: marked up on a terminal, plain lines elsewhere, nothing on a quiet console."""
+    from rich.logging import RichHandler
+
+    if console.quiet:
+        return logging.NullHandler()
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=debugging(), log_time_format="[%X]", markup=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    return handler

@@ -22,6 +22,7 @@ from miles_core.plugin.panel import Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -32,6 +33,8 @@ FAINT = "#d9dee4"
 TITLE: dict[str, Any] = {"fontsize": 11.5, "color": INK, "fontweight": "bold"}
 #: From this many points on a line is drawn faintly with its moving average over it.
 SMOOTH_FROM = 60
+#: Values that are closer together than this part of them differ by rounding alone, and make a flat line.
+ROUNDING = 1e-6
 #: Namespaces of core's own metrics; every other prefix is a plugin's.
 CORE = ("reward", "eval", "rollout", "train", "mismatch", "sync", "time", "sft")
 PHASES = ("rollout", "prepare", "train", "sync", "evaluation", "save")
@@ -124,11 +127,14 @@ def draw(panel: Panel, records: Records) -> bytes:
     """The panel as a PNG image."""
     from matplotlib import rc_context
 
+    buffer = io.BytesIO()
     with rc_context({"text.parse_math": False}):  # a name with dollar signs is a name
-        return _drawn(panel, records)
+        drawn(panel, records).savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
 
 
-def _drawn(panel: Panel, records: Records) -> bytes:
+def drawn(panel: Panel, records: Records) -> Figure:
+    """The panel as a figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -141,9 +147,7 @@ def _drawn(panel: Panel, records: Records) -> bytes:
     else:
         _lines(axes, panel, records)
     _finish(axes, panel)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    return figure
 
 
 def _lines(axes: Axes, panel: Panel, records: Records) -> None:
@@ -226,6 +230,9 @@ def _finish(axes: Axes, panel: Panel) -> None:
     logarithmic = panel.log and drawn and min(drawn) > 0 and max(drawn) / min(drawn) > 20
     if logarithmic:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(
+            lambda value, _: f"{value:g}"
+        )  # matplotlib's own is mathematics, which is off here
     elif panel.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         axes.set_ylim(bottom=0, top=max(1.1 * max(drawn, default=0), 0.02))
@@ -236,6 +243,9 @@ def _finish(axes: Axes, panel: Panel) -> None:
     elif drawn and max(map(abs, drawn)) < 1e-3:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
         axes.yaxis.get_offset_text().set_fontsize(9)
+    elif drawn and max(drawn) - min(drawn) < ROUNDING * max(map(abs, drawn)):
+        middle = (max(drawn) + min(drawn)) / 2
+        axes.set_ylim(middle - abs(middle) / 20, middle + abs(middle) / 20)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     count = len(axes.get_legend_handles_labels()[1])
     if count > 1:

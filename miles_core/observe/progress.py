@@ -79,6 +79,10 @@ class Progress:
             self._bars.stop()
             self._bars = None
 
+    def begin(self) -> None:
+        """The first step begins: what came before is no part of its time."""
+        self._last_step = time.monotonic()
+
     def phase(self, name: str, total: int | None = None) -> None:
         """A phase of the step begins; ``total`` items (samples, batches) are expected in it, if that is known."""
         log.debug("step %d: %s%s", self.done + 1, name, f" ({total})" if total else "")

@@ -77,14 +77,15 @@ class DeviceMemory:
 class Loan:
     """Tensors of torch's allocator that another process reads where they lie: nothing is packed.
 
-    Only what lies in memory with handles can be lent, and whole blocks (``BLOCK``) of it; the rest has to be copied. Tensors stay as
-    they are until the message was answered, and are kept alive for that.
+    Only what lies in memory with handles can be lent, on one GPU, and whole blocks (``BLOCK``) of it; the rest has to be copied. Tensors
+    stay as they are until the message was answered, and are kept alive for that.
     """
 
     def __init__(self) -> None:
         self._units: list[list[Any]] = []
         self._regions: dict[str, dict[str, Any]] = {}
         self._sum: Sum | None = None
+        self._device: torch.device | None = None
         self._nbytes = 0
 
     def __len__(self) -> int:
@@ -99,6 +100,7 @@ class Loan:
             or not nbytes
             or nbytes % BLOCK
             or tensor.data_ptr() % ALIGNED
+            or self._device not in (None, tensor.device)
         ):
             return False
         region = _region(tensor)
@@ -109,7 +111,7 @@ class Loan:
         self._units.append([name, key, dtype_name(tensor.dtype), list(tensor.shape), start])
         self._nbytes += nbytes
         if self._sum is None:
-            self._sum = summing(_bytes(tensor))
+            self._sum, self._device = summing(_bytes(tensor)), tensor.device
         else:
             self._sum.append(_bytes(tensor))
         self._sum.up_to(self._nbytes)

@@ -39,11 +39,14 @@ def test_lines_come_at_intervals_and_at_evaluations(caplog, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     with caplog.at_level("INFO"), Progress(100, None, every=10) as progress:
+        now[0] += 60.0  # an engine that takes long to start
+        progress.begin()
         for step in range(1, 31):
             now[0] += 2.0
             progress.step(METRICS | ({"eval/accuracy": 0.75} if step == 7 else {}))
     steps = [int(r.getMessage().split()[1].split("/")[0]) for r in caplog.records]
     assert steps == [1, 2, 3, 7, 12, 17, 22, 27]
+    assert "  2.00 s (" in caplog.records[0].getMessage()
     assert "eval 75.0%" in caplog.records[3].getMessage()
     assert progress.remaining() == 140.0
 
@@ -67,6 +70,19 @@ def test_on_a_terminal_bars_show_step_reward_and_phase():
     assert "1/3" in text
     assert "reward 0.500" in text
     assert "eta" in text
+
+
+def test_a_quiet_console_is_told_nothing(capfd, tmp_path):
+    import logging
+
+    try:
+        logs.configure("info", tmp_path, Console(quiet=True))
+        logging.getLogger("miles_core.loop").info("told")
+        assert capfd.readouterr() == ("", "")
+        assert "told" in (tmp_path / "run.log").read_text()
+    finally:
+        for handler in [h for h in logging.getLogger().handlers if h.get_name() == "miles"]:
+            logging.getLogger().removeHandler(handler)
 
 
 def test_log_level_and_run_log(tmp_path, monkeypatch):

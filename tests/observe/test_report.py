@@ -8,7 +8,7 @@ import pytest
 from miles_core.cli.report import run as command
 from miles_core.errors import MilesError
 from miles_core.observe import environment
-from miles_core.observe.plots import PALETTE, draw, panels, smooth
+from miles_core.observe.plots import PALETTE, draw, drawn, panels, smooth
 from miles_core.observe.report import report
 from miles_core.plugin.panel import Panel
 
@@ -192,6 +192,13 @@ def test_images_are_png_and_first_colour_is_used():
     close = abs(image[..., :3] - blue).max(axis=-1) < 0.02
     assert close.sum() > 500
     assert (image[0, 0, :3] == 1).all()
+
+
+def test_axes_of_tiny_numbers_and_of_rounding():
+    records = [{"step": s, "mismatch/kl_k3": 10.0 ** -(8 + s), "some/ratio": 1 + 1e-9 * s} for s in range(8)]
+    mismatch, ratio = (drawn(panel, records).axes[0] for panel in panels(records))
+    assert "1e-10" in [label.get_text() for label in mismatch.get_yticklabels()]
+    assert ratio.get_ylim() == pytest.approx((0.95, 1.05))
 
 
 def test_the_mismatch_budget_of_a_verified_run(toy_run):

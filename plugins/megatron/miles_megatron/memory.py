@@ -9,7 +9,7 @@ arXiv 2104.04473, section 2.2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miles_megatron import count
 from miles_megatron.architecture import Architecture
@@ -32,6 +32,9 @@ class Work:
     Attributes:
         tokens: of a micro-batch.
         micro_batches: of an optimiser step on one replica.
+        step: tokens of an optimiser step on all replicas; 0 where both numbers above are given.
+        longest: tokens of the longest sample.
+        limit: tokens of a micro-batch on each rank; 0 where a micro-batch is so many samples.
         width: bytes of a parameter and of an activation.
         seen: bytes more of a parameter while passes see it through the codes of a number format.
         gradient: bytes of an element of the gradient buffer.
@@ -54,6 +57,14 @@ class Work:
     recompute_layers: int = 1
     recompute_modules: tuple[str, ...] = ("core_attn",)
     further: bool = False
+    step: int = 0
+    longest: int = 0
+    limit: int = 0
+
+    def divided(self, s: Sizes) -> Work:
+        """The same among other ranks: context parallelism makes micro-batches longer, fewer replicas have more of them each."""
+        tokens = max(self.limit * s.cp, self.longest) if self.limit else self.tokens
+        return replace(self, tokens=tokens, micro_batches=max(-(-self.step // (s.dp * tokens)), 1))
 
 
 @dataclass(frozen=True)

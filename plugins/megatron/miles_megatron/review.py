@@ -22,6 +22,8 @@ from miles_megatron.trainable import lacks
 FURTHER = "trainer.uses.further_layers"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 _SUGGESTED = 3
+#: How often the ranks are doubled in the search for as many as would do.
+_DOUBLED = 5
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
@@ -58,7 +60,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
 
 def _packages(facts: Facts) -> tuple[tuple[str, ...], tuple[Problem, ...]]:
     """What has to be installed: a note where the plan is for other machines (``--hardware``, ``--fact megatron.ranks=N``)."""
-    found = list(missing(gpu=bool(facts.value("gpu.count", 0))))
+    found = list(missing(gpu=bool(facts.value("gpu.count", 0) or facts.value("gpu.sm"))))
     if any(facts.lookup(name).chosen for name in ("gpu", "gpu.sm", "gpu.memory_gb", "megatron.ranks")):
         lines = ["to be installed where it runs", *(needs for needs, _ in found)]
         return (("\n  ".join(lines),) if found else ()), ()
@@ -105,18 +107,18 @@ def work_of(facts: Facts, s: Sizes) -> Work:
 
     full = _width(facts) == 4
     longest = context(facts)[0]
-    if value("train.micro_batch_size", 0) and not value("train.use_dynamic_batch_size", False):
-        tokens = value("train.micro_batch_size", 0) * longest
-    else:
-        tokens = max(value("train.max_tokens_per_gpu", MICRO_BATCH_TOKENS["cuda"]) * s.cp, longest)
+    counted = value("train.micro_batch_size", 0) and not value("train.use_dynamic_batch_size", False)
     rollout = value("rollout.batch_size", 1) * value("rollout.n_samples_per_prompt", 1)
     samples = value("train.global_batch_size", rollout // (value("train.num_steps_per_rollout", 1)))
     recompute = value(
         "megatron.recompute_granularity", "full" if value("train.activation_checkpointing", False) else ""
     )
     return Work(
-        tokens=tokens,
-        micro_batches=max(-(-samples * longest // (s.dp * tokens)), 1),
+        tokens=value("train.micro_batch_size", 0) * longest,
+        micro_batches=1,
+        step=samples * longest,
+        longest=longest,
+        limit=0 if counted else value("train.max_tokens_per_gpu", MICRO_BATCH_TOKENS["cuda"]),
         width=4 if full else 2,
         seen=(4 if full else 2) * (value("train.precision", "bf16") not in ("bf16", *RECIPES)),
         gradient=4 if full or value("megatron.grad_reduce_in_fp32", True) else 2,
@@ -126,7 +128,7 @@ def work_of(facts: Facts, s: Sizes) -> Work:
         recompute_layers=value("megatron.recompute_num_layers", 1),
         recompute_modules=tuple(str(value("megatron.recompute_modules", "core_attn")).split(",")),
         further=bool(facts.value(FURTHER)),
-    )  # fmt: skip
+    ).divided(s)  # fmt: skip
 
 
 def _width(facts: Facts) -> int:
@@ -155,7 +157,7 @@ def _fits(facts: Facts, a: Architecture, s: Sizes) -> Review:
         return Review((note,))
     found = _others(a, s, w, gpu, engine)
     because = f"{USABLE:.0%} of a GPU can be used; "
-    because += f"these sizes fit: {'; '.join(found)}" if found else f"no sizes fit on {s.ranks} ranks"
+    because += f"these sizes fit: {'; '.join(found)}" if found else _on_more(a, s, w, gpu)
     x = max(stages, key=lambda stage: stage.total)
     parts = {"weights": x.weights, "gradients": x.gradients, "optimiser": x.optimiser, "activations": x.activations}
     held = " + ".join(
@@ -179,20 +181,26 @@ def _others(a: Architecture, s: Sizes, w: Work, gpu: float, engine: float) -> tu
         (c.flags() if c != s else "the same sizes") + how
         for v, how in ways
         for c in ([s] if how else []) + list(candidates(s, a))
-        if max(stage.total for stage in memory(a, c, v)) + engine <= USABLE * gpu
+        if max(stage.total for stage in memory(a, c, v.divided(c))) + engine <= USABLE * gpu
     )
     return tuple(islice(fitting, _SUGGESTED))
+
+
+def _on_more(a: Architecture, s: Sizes, w: Work, gpu: float) -> str:
+    """What to do where no sizes fit."""
+    for ranks in (s.ranks << n for n in range(1, _DOUBLED)):
+        if found := _others(a, replace(s, ranks=ranks), w, gpu, 0.0):
+            return f"no sizes fit on {s.ranks} ranks; {ranks} do, with {found[0]}"
+    return f"no sizes fit on {s.ranks} ranks, nor on {s.ranks << _DOUBLED - 1}: a smaller model, or --optimizer-cpu-offload"
 
 
 def _note(
     facts: Facts, a: Architecture, s: Sizes, w: Work, stages: list[Stage], engine: float, why: str, gpu: float
 ) -> str:
-    total, active = (
-        count.model(replace(a, mtp=int(w.further)), mtp=True).total,
-        f"{s.ranks} ranks ({ranks_of(facts)[1]}): {s.dp} replicas",
-    )
+    total, ranks = count.model(a, int(w.further)).total, f"{s.ranks} rank{'s' * (s.ranks > 1)}"
+    size = f"{total / 1e9:,.3g} billion" if total > 1e7 else f"{total:,}"
     lines = [
-        f"memory of a rank in GB: {a.family}, {total / 1e9:,.3g} billion parameters on {active}",
+        f"memory of a rank in GB: {a.family}, {size} parameters on {ranks} ({ranks_of(facts)[1]}); replicas: {s.dp}",
         f"  {'stage':>5}  {'layers':>6}  {'weights':>8}  {'gradients':>9}  {'optimiser':>9}  {'activations':>11}  "
         f"{'other':>6}  {'engine':>7}  {'in all':>7}",
     ]

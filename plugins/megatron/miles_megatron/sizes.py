@@ -10,6 +10,9 @@ from typing import Any
 from miles_core import Facts
 from miles_megatron.architecture import Architecture
 
+#: Ranks of tensor parallelism that are suggested at most: the GPUs of one machine, because they exchange something in every layer.
+_TENSOR = 8
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -190,7 +193,7 @@ def divisors(number: int) -> list[int]:
 def candidates(s: Sizes, a: Architecture) -> Iterator[Sizes]:
     """Other sizes for as many ranks that divide, the nearest first: fewer cuts come before more."""
     found = []
-    for tp in (n for n in divisors(s.ranks) if n <= 16):
+    for tp in (n for n in divisors(s.ranks) if n <= _TENSOR):
         for pp in divisors(s.ranks // tp):
             for cp in {1, s.cp}:
                 for ep in divisors(s.ranks) if a.experts else [1]:

@@ -82,26 +82,34 @@ def test_the_plan_refuses_sizes_and_says_which_fit(checkpoint):
     assert "tensor_model_parallel_size may be 1, 2, 4, 8" in text
 
 
-def test_the_plan_refuses_what_cannot_fit_with_sizes_that_do(checkpoint):
-    text = refused(checkpoint, PUBLISHED["DEEPSEEK_V3"], "megatron.ranks=1024")
+def typed(flags):
+    """Flags of a suggestion, as options."""
+    words = flags.split()
+    named = {n[2:].replace("-", "_"): v for n, v in itertools.pairwise([*words, "--"]) if n[:2] == "--"}
+    return {n: True if v.startswith("--") else v for n, v in named.items()}
+
+
+@pytest.mark.parametrize(("model", "ranks", "options"), [
+    ("DEEPSEEK_V3", 1024, {}), ("QWEN3_235B", 64, {"rollout_batch_size": 128, "use_dynamic_batch_size": True}),
+])  # fmt: skip
+def test_the_plan_refuses_what_cannot_fit_with_sizes_that_do(checkpoint, model, ranks, options):
+    text = refused(checkpoint, PUBLISHED[model], f"megatron.ranks={ranks}", **options)
     assert re.search(r"megatron needs \d+ GB on each GPU", text) and "gpu.memory_gb = 141" in text
-    flags = re.search(r"these sizes fit: (.*?);", text)[1].split()
-    named = {n[2:].replace("-", "_"): v for n, v in itertools.pairwise(flags) if n[:2] == "--"}
-    options = {n: True if v.startswith("--") else v for n, v in named.items()}
-    if flags[-1] == "--sequence-parallel":
-        options["sequence_parallel"] = True
-    accepted = plan(
-        trainer="megatron",
-        hf_checkpoint=checkpoint(PUBLISHED["DEEPSEEK_V3"]),
-        facts=["gpu=H200", "megatron.ranks=1024"],
-        micro_batch_size=1,
-        **options,
-    )
-    assert "deepseek_v3, 671 billion parameters on 1024 ranks" in "\n".join(accepted.reviews)
+    for flags in re.search(r"these sizes fit: (.*)", text)[1].split("; "):
+        accepted = plan(
+            trainer="megatron",
+            hf_checkpoint=checkpoint(PUBLISHED[model]),
+            facts=["gpu=H200", f"megatron.ranks={ranks}"],
+            micro_batch_size=1,
+            **options,
+            **typed(flags),
+        )
+        assert f"billion parameters on {ranks} ranks" in "\n".join(accepted.reviews)
 
 
 def test_too_few_gpus_for_any_sizes(checkpoint):
-    assert "no sizes fit on 8 ranks" in refused(checkpoint, PUBLISHED["DEEPSEEK_V3"], "megatron.ranks=8")
+    text = refused(checkpoint, PUBLISHED["DEEPSEEK_V3"], "megatron.ranks=8")
+    assert "no sizes fit on 8 ranks; 128 do, with --tensor-model-parallel-size" in text
 
 
 def test_a_family_that_cannot_be_built_is_refused(checkpoint):

@@ -135,4 +135,5 @@ plugin = Plugin(
             because="weights arrive for the model itself, and an adapter on top of it would not be what is trained",
         ),
     ),
+    review="miles_sglang.review:review",
 )

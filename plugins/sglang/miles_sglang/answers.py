@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 #: What else of a response's ``meta_info`` is used.
 _META = (
     "finish_reason",
-    "prompt_tokens",
     "completion_tokens",
     "cached_tokens",
     "weight_version",
-    "num_retractions",
     "spec_verify_ct",
     "spec_num_correct_drafts",
     "spec_num_proposed_drafts",

@@ -13,7 +13,7 @@ from miles_core import CheckpointError, ConfigError
 from miles_core.backend import Codec, Layout, Restarts, config_facts, layout, make_codec, model_facts, moe_layers
 from miles_sglang import HEADS, inside, loader, plugin
 from miles_sglang.config import given_arguments
-from miles_sglang.engine import SglangEngine
+from miles_sglang.engine import IN_PLACE, SglangEngine
 from miles_sglang.link import Link
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
@@ -32,6 +32,9 @@ _ON_CPU: dict[str, Any] = {
 }
 #: The trainer of this run lives on the same GPU, so SGLang may not take its usual nine tenths.
 _BESIDE_A_TRAINER: dict[str, Any] = {"mem_fraction_static": 0.4}
+#: SGLang ends a scheduler whose forward takes longer than 300 s. It compiles the kernels of formats that it packs in the first one, which
+#: takes longer than that.
+_COMPILES: dict[str, Any] = {"watchdog_timeout": 3600.0}
 #: SGLang ends a sequence this much before its ``context_length``.
 _CONTEXT_SLACK = 8
 
@@ -136,9 +139,11 @@ def assemble(
     context = choices.max_context or int(config["max_position_embeddings"])
     link: Link
     if choices.url:
-        link = ServerLink(choices.url, choices.startup_timeout)
+        link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
     else:
         model = _model(checkpoint, described, codec, directory)
+        if codec.format is not None and codec.format.name not in IN_PLACE:
+            model = _COMPILES | model
         arguments = _arguments(choices, model, context)
         environment = _environment(choices.device, _experts(config, choices))
         link = ProcessLink(arguments, directory / "sglang.log", choices.startup_timeout, environment)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_sglang import frames
+from miles_sglang import compiling, frames
 from miles_sglang.answers import Answer
 from miles_sglang.link import Link, SglangError, SglangLost
 
@@ -34,9 +34,14 @@ _PROGRESS = (
     (re.compile(r"Capture cuda graph begin"), "capturing CUDA graphs"),
     (re.compile(r"JIT|DeepGEMM.*(warm|compil)", re.IGNORECASE), "compiling kernels"),
 )
-#: A line of the log that names the cause, beside the last ones; what processes say because another one ended is none.
+#: A line of the log that names the cause, beside the last ones; what processes say because another one ended is none, nor is a model that
+#: SGLang leaves out because this machine cannot import it.
 _CAUSE = re.compile(r"\w*(Error|Exception|out of memory)\b.*", re.IGNORECASE)
-_NO_CAUSE = re.compile(r"Initialization failed|scheduler is dead|EOFError|BrokenPipe|SIGQUIT|Killing")
+_NO_CAUSE = re.compile(
+    r"Initialization failed|scheduler is dead|EOFError|BrokenPipe|SIGQUIT|Killing|Ignore import error"
+)
+#: What SGLang says of a scheduler that was ended from outside, without a word of its own.
+_ENDED = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed with exit code -?\d+")
 #: Seconds it may take to end when it is asked to.
 _END_S = 20.0
 #: What the log says -> what helps.
@@ -93,11 +98,13 @@ class ProcessLink(Link):
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._written: list[bytes] = []
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[tuple[Any, bytes]]] = {}
         self._asking: socket.socket | None = None
         self._up = False
+        self._since = 0  # bytes of the log that say nothing about what is going on now
         self._ended: SglangError | None = SglangError("SGLang is not running: the engine was not started")
 
     async def start(self) -> Mapping[str, Any]:
@@ -108,7 +115,7 @@ class ProcessLink(Link):
         self._ended, self._written = None, []
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with theirs, asked, self.log_file.open("ab") as output:
-            position = output.tell()
+            self._since = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", self.worker, str(theirs.fileno()), str(asked.fileno()),
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
@@ -117,24 +124,27 @@ class ProcessLink(Link):
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=frames.LIMIT)
         ready = self._pending[0] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.get_running_loop().create_task(self._read(reader))
+        self._watching = asyncio.get_running_loop().create_task(compiling.watch(self._process.pid))
         self._writer.write(frames.head(self.arguments | dict(changes)))
         started = time.monotonic()
         log.info("SGLang is starting (process %d); its output is in %s", self._process.pid, self.log_file)
         try:
-            info: Mapping[str, Any] = await self._come_up(ready, position, started)
+            info: Mapping[str, Any] = await self._come_up(ready, started)
         except BaseException:
             await self.stop()
             raise
-        self._up = True
+        self._up, self._since = True, self.log_file.stat().st_size
         log.info("SGLang %s is up after %.0f s", info.get("version", ""), time.monotonic() - started)
         return info
 
-    async def _come_up(self, ready: asyncio.Future[Any], position: int, started: float) -> Any:
+    async def _come_up(self, ready: asyncio.Future[Any], started: float) -> Any:
         """Wait for the worker's first frame, telling what its log says about where it is."""
-        said = ""
+        said, position = "", self._since
         while not ready.done():
             await asyncio.wait([ready], timeout=1.0)
-            text, position = self._new_output(position)
+            new = self._output(position)
+            position += len(new)
+            text = new.decode(errors="replace")
             for pattern, meaning in _PROGRESS:
                 if meaning != said and pattern.search(text):
                     said = meaning
@@ -151,17 +161,19 @@ class ProcessLink(Link):
         except SglangError as error:
             raise SglangError(f"{error}{_hint([str(error)])}") from error
 
-    def _new_output(self, position: int) -> tuple[str, int]:
+    def _output(self, position: int) -> bytes:
+        """What SGLang has printed from a byte of the log on."""
         with self.log_file.open("rb") as file:
             file.seek(position)
-            new = file.read()
-        return new.decode(errors="replace"), position + len(new)
+            return file.read()
 
     async def stop(self) -> None:
         process, self._process = self._process, None
         if process is None:
             return
         self._ended = self._ended or SglangError("SGLang is not running: the engine was stopped")
+        if self._watching is not None:
+            self._watching.cancel()
         if self._asking is not None:
             self._asking.close()
         if self._writer is not None:
@@ -257,9 +269,9 @@ class ProcessLink(Link):
                 future.exception()  # a call that nobody awaits any more is no second error
 
     def _last_lines(self, count: int = 12) -> tuple[str, ...]:
-        """What the log says at its end."""
+        """The end of what SGLang has printed while it came up, or since."""
         try:
-            lines = self.log_file.read_text(errors="replace").splitlines()
+            lines = self._output(self._since).decode(errors="replace").splitlines()
         except OSError:
             return ()
         return tuple(line.rstrip() for line in lines if line.strip())[-count:]
@@ -267,8 +279,9 @@ class ProcessLink(Link):
     def _log_says(self) -> str:
         """Which log it is, the cause that is found there, and what helps against it."""
         lines = self._last_lines(200)
-        causes = (found for line in reversed(lines) if not _NO_CAUSE.search(line) and (found := _CAUSE.search(line)))
-        cause = next((found.group(0) for found in causes), "")
+        said = [line for line in reversed(lines) if not _NO_CAUSE.search(line)]
+        causes = (found.group(0) for pattern in (_CAUSE, _ENDED) for line in said if (found := pattern.search(line)))
+        cause = next(causes, "")
         return f"its log {self.log_file} ends{f' ({cause[:200]})' if cause else ''}{_hint(lines)}"
 
 

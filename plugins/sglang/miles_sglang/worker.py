@@ -45,17 +45,13 @@ class Worker:
             "flush_cache": self.flush,
             "release_memory_occupation": self.release,
             "resume_memory_occupation": self.regain,
-            "weights_checker": self.checksum,
         }
 
     def info(self) -> dict[str, Any]:
         """What the run wants to know once SGLang is up; the names are those of the endpoint ``server_info``."""
         import sglang
 
-        arguments = self.engine.server_args
-        names = ("tp_size", "context_length", "enable_memory_saver", "speculative_algorithm")
-        names += ("enable_deterministic_inference", "enable_return_routed_experts", "attention_backend")
-        return {"version": sglang.__version__, **{name: getattr(arguments, name, None) for name in names}}
+        return {"version": sglang.__version__, "tp_size": self.engine.server_args.tp_size}
 
     async def answer(self, message: dict[str, Any], payload: bytes) -> None:
         """Run one call and send its result, or its error."""
@@ -137,12 +133,6 @@ class Worker:
 
         await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(**body), None)
 
-    async def checksum(self, body: dict[str, Any], _: bytes) -> dict[str, Any]:
-        from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
-        success, message, _ranks, whole = await self.manager.check_weights(CheckWeightsReqInput(**body), None)
-        return {"success": success, "message": message, "checksum": whole}
-
 
 async def serve(engine: Any, connection: socket.socket, kind: type[Worker] = Worker) -> None:
     """Answer until the run closes its end; calls run side by side."""
@@ -165,7 +155,7 @@ def answer_probes(connection: socket.socket) -> None:
     while (frame := frames.receive(connection)) is not None:
         try:
             found, message = _quantized(frame[0]["shape"], frame[1]), {}
-        except Exception as error:
+        except Exception as error:  # every error belongs to the caller, on the other side
             found, message = b"", {"error": f"{type(error).__name__}: {error}"}
         connection.sendall(frames.head(message, len(found)) + found)
 

@@ -335,6 +335,7 @@ def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> 
     engine.link.restart = restart  # type: ignore[method-assign]
     units = [Unit({e.name: e.parts[e.name]}) for e in stored_units(checkpoint)]
     assert engine.hot_update("int4") == "restart" and engine.hot_update("") == "in_place"
+    assert engine.link.arguments["watchdog_timeout"] > 1000  # type: ignore[attr-defined]
     asyncio.run(engine.update_weights(codec.encode(units), 4))
     assert found["weight_version"] == "4" and found["load_format"] == "auto" and engine.version == 4
     assert found["config"]["quant_method"] == "compressed-tensors" and "tokenizer.json" in found["files"]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -33,6 +33,7 @@ __version__ = "0.5.17"
 class Engine:
     def __init__(self, model_path, **arguments):
         print("Load weight begin", file=sys.stderr, flush=True)
+        print("Ignore import error when loading a model", file=sys.stderr, flush=True)
         if model_path == "unknown":
             raise ValueError("Model architectures ['Nobody'] are not supported")
         if model_path == "large":
@@ -60,6 +61,9 @@ class Engine:
     def abort_request(self, rid):
         if rid == "die":
             print("Scheduler hit an exception: the last words", file=sys.stderr, flush=True)
+            os._exit(3)
+        if rid == "lose":
+            print("Subprocess scheduler_0 (pid=7) crashed with exit code -9.", file=sys.stderr, flush=True)
             os._exit(3)
         raise ValueError("no such request")
 """
@@ -93,7 +97,7 @@ def test_a_process_comes_up_answers_and_ends(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
-    async def killed() -> tuple[str, float]:
+    async def killed() -> tuple[str, float, str]:
         one = link(tmp_path, "good")
         await one.start()
         started = time.monotonic()
@@ -102,11 +106,15 @@ def test_a_process_that_dies_is_named_with_its_last_words(tmp_path: Path) -> Non
         took = time.monotonic() - started
         with pytest.raises(SglangError, match="exit status 3"):
             await one.call("flush_cache", {})
+        await one.restart({})
+        with pytest.raises(SglangError) as again:
+            await one.call("abort_request", {"rid": "lose"})
         await one.stop()
-        return str(under_way.value), took
+        return str(under_way.value), took, str(again.value)
 
-    said, seconds = asyncio.run(killed())
+    said, seconds, again = asyncio.run(killed())
     assert "exit status 3" in said and "the last words" in said and "sglang.log" in said and seconds < 5
+    assert "ends (Subprocess scheduler_0 (pid=7) crashed with exit code -9)" in again and "the last words" not in again
 
 
 @pytest.mark.parametrize(
@@ -127,10 +135,11 @@ def test_a_start_that_fails_says_why(tmp_path: Path, model: str, said: str) -> N
 
 
 class _Handler(BaseHTTPRequestHandler):
-    draft: str | None = None
+    info: ClassVar[dict[str, Any]] = {"tp_size": 1, "model_path": "policy", "speculative_draft_model_path": None}
 
     def do_GET(self) -> None:
-        self.answer({"tp_size": 1, "model_path": "policy", "speculative_draft_model_path": self.draft})
+        known = self.path == "/server_info"
+        self.answer(self.info) if known else self.answer({}, 404, b"not\nhere")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -141,8 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nCache flushed.")
 
-    def answer(self, content: dict[str, Any], status: int = 200) -> None:
-        text = json.dumps(content).encode()
+    def answer(self, content: dict[str, Any], status: int = 200, text: bytes = b"") -> None:
+        text = text or json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
@@ -155,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
 
@@ -175,13 +184,20 @@ def test_a_running_server_is_asked_over_http(url: str) -> None:
     asyncio.run(used())
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
-    with pytest.raises(SglangError, match=r"--sglang-url http://127.0.0.1:9: no SGLang server answers"):
-        asyncio.run(ServerLink("http://127.0.0.1:9", startup_timeout=0.1).start())
+def test_a_server_that_is_not_there_or_another_one_is_named(url: str, monkeypatch: Any) -> None:
+    def refused(said: str, url: str, **arguments: Any) -> None:
+        with pytest.raises(SglangError, match=said):
+            asyncio.run(ServerLink(url, 0.1, arguments).start())
+
+    refused(r"--sglang-url http://127.0.0.1:9: no SGLang server answers there \(\[Errno 111\]", "http://127.0.0.1:9")
+    refused("server_info answered 404: not here; .*correct the address", url + "/elsewhere")
+    refused(r"the server runs with tp_size = 1, and --sglang-tp-size of this run is 2", url, tp_size=2)
+    monkeypatch.setattr(_Handler, "info", {"models": []})
+    refused("what answers there is no SGLang server", url)
 
 
 def test_a_server_with_a_draft_of_its_own_is_refused(url: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_Handler, "draft", "small")
+    monkeypatch.setattr(_Handler, "info", {**_Handler.info, "speculative_draft_model_path": "small"})
     engine = SglangEngine(ServerLink(url), Settings(Translator(str, 8, 8), Codec(), WeightNames(), Path()))
     with pytest.raises(SglangError, match="drafts with small, and would load every update"):
         asyncio.run(engine.start())

@@ -13,7 +13,7 @@ from torch import Tensor
 from miles_core import SyncError
 from miles_core.backend import BLOCK, Encoded, Loan, room_of, rounded
 from miles_core.format import Stored
-from miles_zero_copy.paths import Path, Receive, SegmentSlot, Slot
+from miles_zero_copy.paths import Path, Receive, Slot, StandingSlot
 from miles_zero_copy.versions import Versions
 
 log = logging.getLogger(__name__)
@@ -21,8 +21,9 @@ log = logging.getLogger(__name__)
 #: Bytes of a slot before it is known that they do not do.
 FIRST = 16 << 20
 
-#: In how many buckets a version is sent that stays, and the bytes of one at least: the engine checks one while the next is filled.
-PIECES, PIECE = 16, 16 << 20
+#: In how many buckets a version is sent that stays, and the bytes of one at least: the engine looks at what is in one while the next is
+#: filled.
+PIECES, PIECE = 4, 64 << 20
 
 #: How often the bucket is sent that measures a way.
 PROBES = 3
@@ -69,7 +70,7 @@ class Sender:
         self._slots: list[Slot] = []
         self._make_slots(min(self._wanted, FIRST))
         self._versions = Versions() if stay and path.stays else None
-        self._standing: SegmentSlot | None = None
+        self._standing: StandingSlot | None = None
         self._taken = self._piece = 0
         self._reading: list[asyncio.Task[float]] = []
         self._loan = Loan()
@@ -94,9 +95,12 @@ class Sender:
 
     async def speed(self, receive: Receive, version: int) -> float:
         """Bytes a second of this way, from buckets that hold no tensors: the best of a few."""
-        nbytes = min(self.path.probe, self._given)
-        if len(self._slot.bucket.buffer) < nbytes:
-            self._make_slots(nbytes)
+        have, nbytes = len(self._slot.bucket.buffer), min(self.path.probe, self._given)
+        if have < nbytes:
+            try:
+                self._make_slots(nbytes)
+            except SyncError:  # no memory for it: a smaller one shows it too
+                self._make_slots(nbytes := have)
         return max([nbytes / await self._send_noise(nbytes, receive, version) for _ in range(PROBES)])
 
     async def send(self, units: Iterator[Encoded], receive: Receive, version: int) -> Sent:
@@ -106,6 +110,10 @@ class Sender:
             self._standing = self._versions.begin(self._taken)
             self._piece = min(max(self._taken // PIECES, PIECE), self._given)
         try:
+            if (
+                self._standing and self._taken >= PIECE
+            ):  # engines check it while it is written; of less, a message takes longer
+                await self._deliver(receive, version)
             self._taken = 0
             for unit in units:
                 await self._add(unit, receive, version)
@@ -115,10 +123,11 @@ class Sender:
                 await self._post(self._slot, self._loan.message(), receive, last=True)
             await self._acknowledged()
         finally:
-            self._loan, self._standing = Loan(), None
-            if self._reading:  # after an error: nobody reads a slot that may be freed
+            self._standing = None
+            if self._reading:  # after an error: nobody reads a slot, or what was lent, that may be freed
                 await asyncio.wait(self._reading)
                 self._reading = []
+            self._loan = Loan()
         sent, self.sent = self.sent, Sent()
         if sent.encoded:  # engines hold these as numbers of their own
             self._taken = 0
