@@ -82,7 +82,11 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
     }
     if "attention_backend" in options:
         fields["attention_backend"] = AttnBackend[options["attention_backend"]]
-    made = (MLATransformerConfig if a.latent else TransformerConfig)(**fields)
+    try:
+        made = (MLATransformerConfig if a.latent else TransformerConfig)(**fields)
+    except (AssertionError, ValueError) as error:
+        chosen = ", ".join(f"{name} = {value}" for name, value in options.items())
+        raise ConfigError(f"Megatron-Core refuses these options ({chosen}): {error}; choose others") from error
     for name, value in _yarn(a).items():
         setattr(made, name, value)  # fields that Megatron-Core reads and does not declare
     return made
