@@ -109,6 +109,9 @@ def make(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     head, before, now = attach(model, made), Language(given.vocab, seed=1), Language(given.vocab, seed=2)
     found = {"pretrain": pretrained(model, head, before, given)}
     train(model, head, now, given.move, given, policy=True, draft=False)
+    if given.sides == "asleep":  # a draft model of its own has no MTP layer
+        learned, model = model.state_dict(), load_model(scratch / "plain", given.dtype, given.device)
+        model.load_state_dict({name: learned[name] for name in model.state_dict()})
     export_checkpoint(model, word_tokenizer(given.vocab), scratch / "model")
     rows = [
         {"prompt": " ".join(f"w{t}" for t in row), "label": ""} for row in now.batch(given.prompts * 16, 16).tolist()

@@ -250,7 +250,11 @@ async def sync(engine: Any, checkpoint: Path, given: argparse.Namespace, results
     numbers: dict[str, Any] = {"bytes": nbytes, "seconds": round(seconds, 4), "first_seconds": round(first, 4)}
     numbers["gb_per_second"] = round(nbytes / seconds / 1e9, 2)
     numbers["weights_changed"] = other.log_probs != before.log_probs
-    numbers["restored_gap"] = max(abs(a - b) for a, b in zip(again.log_probs, before.log_probs, strict=True))
+    same = next((i for i, pair in enumerate(zip(again.tokens, before.tokens, strict=True)) if pair[0] != pair[1]), 8)
+    numbers["restored_tokens"] = same  # of 8; after another choice the rest is another text
+    numbers["restored_gap"] = max(
+        [abs(a - b) for a, b in zip(again.log_probs[:same], before.log_probs, strict=False)], default=0.0
+    )
     if cuda:
         big = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         copies = []

@@ -9,6 +9,7 @@ from miles_core.checkpoint.rng import get_rng, put_rng
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response, Sampling
+from miles_core.contracts.further_layer import FurtherLayer, further_layer
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime, TrainedTokens
@@ -105,6 +106,7 @@ __all__ = [
     "EngineWorker",
     "FormatItself",
     "Forward",
+    "FurtherLayer",
     "Inbox",
     "InlineLearner",
     "InlineRuntime",
@@ -169,6 +171,7 @@ __all__ = [
     "config_facts",
     "difference",
     "divided",
+    "further_layer",
     "get_rng",
     "in_order",
     "last_lines",

@@ -205,7 +205,7 @@ plugin = Plugin(
             "sleep",
             "transport:buckets",
         ),
-        "trainer": ("entropy", "sampling_support", "routing_replay", "rebuild", "sleep"),
+        "trainer": ("entropy", "sampling_support", "routing_replay", "further_layers", "rebuild", "sleep"),
     },
     defaults={"engine": "embedded", "trainer": "embedded"},
     review="miles_embedded.manifest:review",

@@ -3,7 +3,7 @@
 One run, in order; every name below is a hook, indented under the moment it belongs to::
 
     start            on_start                                   every process
-      build          make_runtime make_model on_model make_trainer make_engine make_decoder make_transport
+      build          make_runtime make_model on_model on_further_layers make_trainer make_engine make_decoder make_transport
                      wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (asked once, then plain functions)
                      make_schedule wrap_rollout wrap_generate
       first sync     wrap_weights -> encode -> transport -> on_weights_synced
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from miles_core.checkpoint.store import Store
     from miles_core.config.config import Config
     from miles_core.contracts.engine import Request
+    from miles_core.contracts.further_layer import FurtherLayer
     from miles_core.contracts.policy import Policy
     from miles_core.contracts.run import Run
     from miles_core.contracts.trainer import Forward, LossFunction, OptimizerStep
@@ -89,6 +90,12 @@ class HookSpecs:
         wrappers; with tensor, expert or pipeline parallelism it is this rank's part, once a chunk. ``role`` is ``train``,
         ``rollout``, ``ref``, ``critic``, ``draft`` or ``shared`` (engine and trainer hold one module). Swap or hook modules
         here; no per-call state may live on a module. Runs in: the owning process, once an instance."""
+
+    @hookspec
+    def on_further_layers(self, run: Run, policy: Policy, wishes: list[FurtherLayer]) -> None:
+        """A trainer that has the capability ``further_layers`` and a model of its own, which plugins cannot put layers into, asks which
+        layers of the checkpoint behind the decoder it shall hold and train; without a wish it builds none. Append to ``wishes``. Runs in:
+        every trainer rank, before its model is built."""
 
     @hookspec
     def wrap_rollout(self, run: Run) -> Wrap[Rollout] | None:

@@ -14,8 +14,8 @@ TOGETHER = 16
 class Finite:
     """Refuses what is not finite.
 
-    A look waits for the GPU that holds a weight, which has nothing to do meanwhile: so those that stay where they are are looked at
-    together. Who is done calls ``look``.
+    A look waits for the GPU that holds a weight, which has nothing to do meanwhile: so those of one GPU that stay where they are are
+    looked at together. Who is done calls ``look``.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,8 @@ class Finite:
         """
         if not weight.numel():
             return
+        if self._waiting and self._waiting[0][1].device != weight.device:
+            self.look()
         self._waiting.append((name, weight))
         self._ends += torch.aminmax(weight)  # one pass without a mask in memory; NaN comes through
         if not stays or not weight.is_cuda or len(self._waiting) == TOGETHER:

@@ -91,10 +91,16 @@ class Broadcast:
             return self._all(flat, times)
 
     def receive(self, nbytes: int, turn: int, times: int = 1) -> Tensor:
-        """What is sent in this turn: [nbytes] uint8, valid until the turn after the next. SyncError when it does not come."""
+        """What is sent in this turn: [nbytes] uint8, valid until the turn after the next. SyncError when it does not come, or there is
+        no memory for it."""
         with self._in(turn), self._beside(self._device):
             if len(self._buffers[0]) < nbytes:
-                self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                try:
+                    self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                except torch.OutOfMemoryError as error:
+                    raise SyncError(
+                        f"{nbytes:,} bytes of the engine's GPU memory for a broadcast are not to be had"
+                    ) from error
             flat = self._buffers[0][:nbytes]
             self._buffers.reverse()
             self._all(flat, times)

@@ -7,7 +7,7 @@ and ``memory``, how the receiver gets at them (``sync.inbox``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.precision.format import Stored
-from miles_core.sync.checksum import BLOCK, summing
+from miles_core.sync.checksum import BLOCK, Sum, summing
 
 #: A lasting tensor of host memory starts as many bytes behind one as it does behind a multiple of this, a line of the cache: matrix
 #: products round by where their operands begin, and who computes with a tensor in a bucket gets the sender's results.
@@ -39,17 +39,18 @@ class Bucket:
 
     Args:
         buffer: [nbytes] uint8, nbytes a multiple of ``BLOCK``; everything that was not written must be the same at every sync.
+        written: in host memory told, while it is filled, how many of its bytes are there for good.
     """
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: Tensor, written: Callable[[int], None] | None = None) -> None:
+        self.buffer, self._written = buffer, written
         self.clear()
 
     def clear(self) -> None:
         """Start anew; the bytes stay until they are written over."""
         self.units: list[list[Any]] = []
         self.end = 0
-        self._sum = summing(self.buffer)
+        self._sum = summing(self.buffer, written=self._written)
         self._rooms: dict[str, dict[str, tuple[Tensor, int]]] = {}
 
     @property
@@ -108,9 +109,9 @@ class Bucket:
         return found
 
 
-def unpacked(message: Mapping[str, Any], flat: Tensor) -> Iterator[Encoded]:
+def unpacked(message: Mapping[str, Any], flat: Tensor, found: Sum | None = None) -> Iterator[Encoded]:
     """The tensors of a message, as views of the bucket's bytes. They are checked while they are read: what comes before the end may
-    be wrong.
+    be wrong. Their sum is made, unless it is ``found`` already.
 
     Raises:
         SyncError: the bytes are not those that were sent; known at the end.
@@ -118,7 +119,7 @@ def unpacked(message: Mapping[str, Any], flat: Tensor) -> Iterator[Encoded]:
     nbytes = message["nbytes"]
     if len(flat) < nbytes:
         raise SyncError(f"a bucket of {nbytes} bytes of weights arrived as {len(flat)} bytes")
-    found, start = summing(flat[:nbytes]), flat.data_ptr()
+    found, start = found or summing(flat[:nbytes]), flat.data_ptr()
 
     def copy(to: Tensor, source: Tensor) -> None:
         at = source.data_ptr() - start

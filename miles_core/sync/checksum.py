@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -21,9 +22,8 @@ from miles_core.precision.gpu_kernel import usable
 BLOCK = 1024
 #: Bytes that a CPU copies before it adds them up: they are in its cache still.
 PIECE = 2 << 20
-#: Bytes that a GPU is given to copy or add up at a time: it is busy while the next ones are found. It starts with few, so that it is busy
-#: soon, and is given twice as many each time up to the most.
-FIRST_LAUNCH, LAUNCH = 128 << 20, 1 << 30
+#: Bytes that a GPU is given to copy or add up at a time: it is busy while the next ones are found.
+LAUNCH = 1 << 30
 #: Blocks whose numbers are made together.
 _ROUND = 1 << 15
 #: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
@@ -45,13 +45,30 @@ def checksum(*pieces: Tensor) -> int:
     sums = torch.empty(nbytes // BLOCK, dtype=torch.int64, device=pieces[0].device)
     at = 0
     for piece in pieces:
-        words = _blocks(piece)
+        words = _words(piece)
         torch.sum(words, 1, out=sums[at : at + len(words)])
         at += len(words)
     return _weighed(sums)
 
 
-def _blocks(flat: Tensor) -> Tensor:
+class BlockSums:
+    """The sums of the blocks of ``flat`` [n] uint8, made in any order; what is behind the last whole block does not count."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._words = _words(flat[: len(flat) // BLOCK * BLOCK])
+        self._sums = torch.empty(len(self._words), dtype=torch.int64, device=flat.device)
+
+    def add(self, start: int, end: int) -> None:
+        """Make those of the bytes from ``start`` to ``end``, multiples of ``BLOCK``."""
+        first, last = start // BLOCK, end // BLOCK
+        torch.sum(self._words[first:last], 1, out=self._sums[first:last])
+
+    def checksum(self, start: int, end: int) -> int:
+        """That of the bytes from ``start`` to ``end``, whose blocks have their sums."""
+        return _weighed(self._sums[start // BLOCK : end // BLOCK])
+
+
+def _words(flat: Tensor) -> Tensor:
     """Bytes as 64-bit words, a block a row."""
     return flat.view(torch.int64).view(-1, BLOCK // 8)
 
@@ -94,22 +111,27 @@ class Sum:
 
 class InCache(Sum):
     """Of a CPU's memory, one piece: a large tensor is copied bit by bit, and what was is added up while the CPU's cache has it, by
-    another thread where there are cores for it."""
+    another thread where there are cores for it.
 
-    def __init__(self, flat: Tensor) -> None:
+    ``written`` is told how many of the bytes are there for good, about every ``PIECE``.
+    """
+
+    def __init__(self, flat: Tensor, written: Callable[[int], None] | None = None) -> None:
         super().__init__(flat)
-        self._words, self._begun = _blocks(flat[: len(flat) // BLOCK * BLOCK]), 0
-        self._sums: list[Tensor | Future[Tensor]] = []
+        self._blocks, self._written = BlockSums(flat), written
+        self._adding: list[Future[None]] = []
         self._helper = _helper() if len(flat) > PIECE and len(_cores()) >= 3 * torch.get_num_threads() else None
+        self._begun = 0
 
     def copy(self, to: Tensor, source: Tensor, at: int, stays: bool = False) -> None:
         if to.nbytes < PIECE or not _alike(to, source):
             to.copy_(source)
             return
-        place, piece, step = to.view(-1), source.view(-1), PIECE // to.itemsize
-        for start in range(0, len(place), step):
-            place[start : start + step].copy_(piece[start : start + step])
-            self.up_to((at + min(start + step, len(place)) * to.itemsize) // BLOCK * BLOCK)
+        step = PIECE // to.itemsize
+        for place, piece in zip(to.view(-1).split(step), source.view(-1).split(step), strict=True):
+            place.copy_(piece)
+            at += place.nbytes
+            self.up_to(at // BLOCK * BLOCK)
 
     def up_to(self, end: int) -> None:
         if end - self._begun >= PIECE:
@@ -117,12 +139,17 @@ class InCache(Sum):
 
     def of(self, end: int) -> int:
         self._add(end)
-        sums = [each if isinstance(each, Tensor) else each.result() for each in self._sums]
-        return _weighed(torch.cat(sums))
+        for each in self._adding:
+            each.result()
+        return self._blocks.checksum(0, end)
 
     def _add(self, end: int) -> None:
-        new = self._words[self._begun // BLOCK : end // BLOCK]
-        self._sums.append(torch.sum(new, 1) if self._helper is None else self._helper.submit(torch.sum, new, 1))
+        if end > self._begun and self._written is not None:
+            self._written(end)
+        if self._helper is None:
+            self._blocks.add(self._begun, end)
+        else:
+            self._adding.append(self._helper.submit(self._blocks.add, self._begun, end))
         self._begun = max(end, self._begun)
 
 
@@ -146,7 +173,6 @@ class OnePass(Sum):
         self._jobs: list[tuple[int, int, int, int]] = []
         self._copied: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
-        self._enough = FIRST_LAUNCH
         self._begun = self._piece = self._start = 0  # in blocks; the piece that this one is in, and where it starts
 
     def copy(self, to: Tensor, source: Tensor, at: int, stays: bool = False) -> None:
@@ -170,8 +196,7 @@ class OnePass(Sum):
             self._run()
 
     def up_to(self, end: int) -> None:
-        if end - self._begun * BLOCK >= self._enough:
-            self._enough = min(2 * self._enough, LAUNCH)
+        if end - self._begun * BLOCK >= LAUNCH:
             self._add(end // BLOCK)
             self._run()
 
@@ -207,11 +232,11 @@ class OnePass(Sum):
                 checksum_kernel.run(jobs, self._total, BLOCK, _SPREAD)
 
 
-def summing(*pieces: Tensor) -> Sum:
-    """The fastest way to add up these bytes, which are one piece on a CPU."""
+def summing(*pieces: Tensor, written: Callable[[int], None] | None = None) -> Sum:
+    """The fastest way to add up these bytes, which are one piece on a CPU. There ``written`` is told how many of them are there."""
     if usable(pieces[0]) and _aligned(*pieces):
         return OnePass(*pieces)
-    return InCache(*pieces) if pieces[0].device.type == "cpu" else Sum(*pieces)
+    return InCache(pieces[0], written) if pieces[0].device.type == "cpu" else Sum(*pieces)
 
 
 def _alike(to: Tensor, source: Tensor) -> bool:

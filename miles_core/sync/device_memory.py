@@ -77,18 +77,16 @@ class DeviceMemory:
 class Loan:
     """Tensors of torch's allocator that another process reads where they lie: nothing is packed.
 
-    Only what lies in memory with handles can be lent, and whole blocks (``BLOCK``) of it; the rest has to be copied. Tensors stay as
-    they are until the message was answered, and are kept alive for that.
-
-    Attributes:
-        nbytes: of the tensors that were added.
+    Only what lies in memory with handles can be lent, on one GPU, and whole blocks (``BLOCK``) of it; the rest has to be copied. Tensors
+    stay as they are until the message was answered, and are kept alive for that.
     """
 
     def __init__(self) -> None:
         self._units: list[list[Any]] = []
         self._regions: dict[str, dict[str, Any]] = {}
         self._sum: Sum | None = None
-        self.nbytes = 0
+        self._device: torch.device | None = None
+        self._nbytes = 0
 
     def __len__(self) -> int:
         return len(self._units)
@@ -102,6 +100,7 @@ class Loan:
             or not nbytes
             or nbytes % BLOCK
             or tensor.data_ptr() % ALIGNED
+            or self._device not in (None, tensor.device)
         ):
             return False
         region = _region(tensor)
@@ -110,12 +109,12 @@ class Loan:
         key, start = region["key"], tensor.data_ptr() - region["base"]
         self._regions.setdefault(key, region)
         self._units.append([name, key, dtype_name(tensor.dtype), list(tensor.shape), start])
-        self.nbytes += nbytes
+        self._nbytes += nbytes
         if self._sum is None:
-            self._sum = summing(_bytes(tensor))
+            self._sum, self._device = summing(_bytes(tensor)), tensor.device
         else:
             self._sum.append(_bytes(tensor))
-        self._sum.up_to(self.nbytes)
+        self._sum.up_to(self._nbytes)
         return True
 
     def message(self) -> dict[str, Any]:
@@ -123,8 +122,8 @@ class Loan:
         assert self._sum is not None
         return {
             "units": self._units,
-            "nbytes": self.nbytes,
-            "checksum": self._sum.of(self.nbytes),
+            "nbytes": self._nbytes,
+            "checksum": self._sum.of(self._nbytes),
             "memory": {"kind": "loan", "regions": self._regions},
         }
 

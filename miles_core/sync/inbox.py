@@ -17,7 +17,9 @@ from miles_core.errors import SyncError
 from miles_core.sync import delta
 from miles_core.sync.broadcast import Broadcast
 from miles_core.sync.bucket import unpacked
+from miles_core.sync.checksum import BLOCK
 from miles_core.sync.device_memory import attach, borrowed
+from miles_core.sync.follower import Follower
 
 
 class Inbox:
@@ -26,7 +28,9 @@ class Inbox:
     A message's ``memory`` is ``{"kind": ..., ...}`` and what its kind needs:
 
     - ``file``: memory of this host that has a name in the file system (``key``, ``path``), from its byte ``start`` on. With ``stays`` its
-      tensors are ``lasting``: the sender leaves them alone until a later version is in force;
+      tensors are ``lasting``: the sender leaves them alone until a later version is in force. It writes a version from the first byte to
+      the last and keeps, in the last ``BLOCK`` of the file, the number of those that are there: after a message of this kind without
+      tensors, which begins a version, they are checked meanwhile (``Follower``);
     - ``device``: a GPU's (``DeviceMemory``);
     - ``loan``: the sender's own tensors, on a GPU (``Loan``);
     - ``broadcast``: comes through a process group (``Broadcast``), so the message has to be ``fetched`` first;
@@ -45,6 +49,7 @@ class Inbox:
         self._memory: dict[str, Tensor] = {}
         self._used: set[str] = set()
         self._used_before: set[str] = set()
+        self._followers: dict[str, Follower] = {}
         self._kept: dict[str, tuple[list[int], Tensor]] = {}
         self._groups: dict[str, Broadcast] = {}
 
@@ -76,19 +81,25 @@ class Inbox:
         if where["kind"] not in self._kinds:
             raise SyncError(f"weights came in memory of the kind {where['kind']!r}, which this engine does not read")
         flat = self._kinds[where["kind"]](where)
-        for unit in unpacked(message, flat):
-            yield replace(unit, lasting=where.get("stays", False) and not unit.format)
+        stays = where.get("stays", False)
+        if stays and not message["units"]:
+            self._follow(where)
+        follower = self._followers.get(where["key"]) if stays else None
+        for unit in unpacked(message, flat, follower.sum(where["start"]) if follower else None):
+            yield replace(unit, lasting=stays and not unit.format)
         if "keep" in where:
             self._kept[where["keep"]] = [where["version"], message["checksum"]], flat
 
     def finish(self) -> None:
         """An update is complete: let memory go that neither it nor the one before used, as two versions may take turns."""
+        self._follow_no_more()
         used = self._used | self._used_before
         self._memory = {key: memory for key, memory in self._memory.items() if key in used}
         self._used, self._used_before = set(), self._used
 
     def detach(self) -> None:
         """Let all memory of the sender go."""
+        self._follow_no_more()
         self._memory, self._used = {}, set()
 
     def forget(self) -> None:
@@ -105,6 +116,16 @@ class Inbox:
             self._memory[key] = attach(where)
         self._used.add(key)
         return self._memory[key]
+
+    def _follow(self, where: Mapping[str, Any]) -> None:
+        """Check what is written into memory that stays from now on."""
+        memory = self._attached(where, _file)
+        self._followers[where["key"]] = Follower(memory[:-BLOCK], memory[-BLOCK:][:8])
+
+    def _follow_no_more(self) -> None:
+        for follower in self._followers.values():
+            follower.stop()
+        self._followers = {}
 
     def _changed(self, where: Mapping[str, Any]) -> Tensor:
         name, flat = self._kept.pop(where["keep"], (None, torch.empty(0, dtype=torch.uint8)))

@@ -11,6 +11,11 @@ class OnAGpu(torch.Tensor):
     """Says that it lies there."""
 
     is_cuda = True
+    device = torch.device("cuda", 0)
+
+
+class OnAnother(OnAGpu):
+    device = torch.device("cuda", 1)
 
 
 def weights(count, bad=None, value=float("inf")):
@@ -38,6 +43,14 @@ def test_many_do_not_wait_for_the_end():
         for i, weight in enumerate(weights(TOGETHER, 0)):
             finite.add(f"w{i}", weight, stays=True)
     assert i == TOGETHER - 1
+
+
+def test_those_of_another_gpu_are_looked_at_apart():
+    finite = Finite()
+    first, second = weights(2, 0)
+    finite.add("w0", first, stays=True)
+    with pytest.raises(MilesError, match="w0 holds"):
+        finite.add("w1", second.as_subclass(OnAnother), stays=True)
 
 
 def test_what_changes_and_what_a_cpu_holds_is_looked_at_at_once():

@@ -97,16 +97,14 @@ def test_pieces_count_as_one_and_each_may_be_copied(jobs):
 
 def test_what_is_there_is_added_up_while_more_is_found(jobs, monkeypatch):
     source, to, kernel = jobs
-    monkeypatch.setattr(module, "FIRST_LAUNCH", 8 * BLOCK)
     monkeypatch.setattr(module, "LAUNCH", 10 * BLOCK)
     found = summing(source[: 8 * BLOCK])
-    found.up_to(8 * BLOCK)
     for piece in range(1, 5):
         found.append(source[piece * 8 * BLOCK : (piece + 1) * 8 * BLOCK])
         if piece == 2:
             found.copy(to[: 8 * BLOCK], source[16 * BLOCK : 24 * BLOCK], 16 * BLOCK, stays=True)
         found.up_to((piece + 1) * 8 * BLOCK)
-    assert [sum(blocks for *_, blocks in launch) for launch in kernel.launches] == [8, 16, 16]
+    assert [sum(blocks for *_, blocks in launch) for launch in kernel.launches] == [16, 16]
     assert torch.equal(to[: 8 * BLOCK], source[16 * BLOCK : 24 * BLOCK])
     assert found.of(40 * BLOCK) == reference(source) and len(kernel.launches) == 3
 
@@ -151,12 +149,13 @@ def test_a_cpu_adds_up_what_it_has_just_copied(monkeypatch, cores):
     monkeypatch.setattr(module, "PIECE", 4 * BLOCK)
     monkeypatch.setattr(module, "_cores", lambda: set(range(cores * torch.get_num_threads())))
     source, to = noise(40), torch.zeros(40 * BLOCK, dtype=torch.uint8)
-    found = summing(to)
+    told = []
+    found = summing(to, written=told.append)
     assert isinstance(found, InCache)
     found.copy(to[: 30 * BLOCK].view(torch.int16), source[: 30 * BLOCK].view(torch.int16), 0)
-    assert found._begun == 28 * BLOCK and {isinstance(each, torch.Tensor) for each in found._sums} == {cores == 1}
+    assert told == [n * BLOCK for n in range(4, 29, 4)] and len(found._adding) == (0 if cores == 1 else 7)
     found.copy(to[30 * BLOCK :], source[30 * BLOCK :], 30 * BLOCK)
-    assert found.of(40 * BLOCK) == reference(source) and torch.equal(to, source)
+    assert found.of(40 * BLOCK) == reference(source) and torch.equal(to, source) and told[-1] == 40 * BLOCK
 
 
 KERNEL = """

@@ -12,7 +12,7 @@ plugin = Plugin(
     core="~=0.1",
     config=MegatronConfig,
     provides={"trainer": {"megatron": "miles_megatron.trainer.build:make_trainer"}},
-    capabilities={"trainer": ("entropy", "sampling_support", "routing_replay")},
+    capabilities={"trainer": ("entropy", "sampling_support", "routing_replay", "further_layers")},
     sets={
         "env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": Set(
             "1",

@@ -138,6 +138,7 @@ def common(config: Mapping[str, Any]) -> dict[str, Any]:
         "ffn": config.get("intermediate_size") or 0,
         "tied": bool(config.get("tie_word_embeddings", False)),
         "sparse": (False,) * layers,
+        "mtp": int(config.get("num_nextn_predict_layers") or 0),
         "epsilon": config.get("rms_norm_eps", 1e-6),
         "rotary": rotary(config),
     }

@@ -69,13 +69,13 @@ def mtp_layer(a: Architecture) -> Count:
     return layer(a, bool(a.sparse) and a.sparse[-1]) + Count(2 * a.hidden * a.hidden, 3 * a.hidden)
 
 
-def model(a: Architecture, mtp: bool = False) -> Count:
-    """The whole model, with its MTP layers or without."""
+def model(a: Architecture, mtp: int = 0) -> Count:
+    """The whole model, with so many MTP layers."""
     total = embedding(a) + Count(whole=a.hidden)
     if not a.tied:
         total += embedding(a)
     for sparse in a.sparse:
         total += layer(a, sparse)
-    for _ in range(a.mtp if mtp else 0):
+    for _ in range(mtp):
         total += mtp_layer(a)
     return total

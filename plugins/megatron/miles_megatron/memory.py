@@ -43,6 +43,7 @@ class Work:
         recompute: what is computed again in the backward pass: "full", "selective" or "".
         recompute_layers: layers recomputed together with "full".
         recompute_modules: what "selective" recomputes.
+        further: the checkpoint's MTP layer is trained.
     """
 
     tokens: int
@@ -55,6 +56,7 @@ class Work:
     recompute: str = ""
     recompute_layers: int = 1
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    further: bool = False
     step: int = 0
     longest: int = 0
     limit: int = 0
@@ -95,6 +97,9 @@ def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
     found, at = [], 0
     for number, layers in enumerate(s.stages(a.layers)):
         held = _parameters(a, s, number, range(at, at + layers))
+        further = w.further and number == s.pp - 1
+        if further:
+            held += count.mtp_layer(a)
         mine = held.split / s.tp + held.whole
         experts = held.experts / (s.ep * s.etp)
         state = w.state * (1 - w.offloaded) * (mine / (s.dp * s.cp) + experts / s.expert_dp)
@@ -102,7 +107,7 @@ def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
             Stage(
                 number,
                 layers,
-                weights=(w.width + w.seen) * (mine + experts),
+                weights=(w.width + w.seen) * (mine + experts) + w.width * (_table(a, s) if further else 0),
                 gradients=w.gradient * (mine + experts),
                 optimiser=state,
                 activations=_activations(a, s, w, number, range(at, at + layers)),
@@ -111,6 +116,11 @@ def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
         )
         at += layers
     return found
+
+
+def _table(a: Architecture, s: Sizes) -> float:
+    """Elements of the copy of the embedding that an MTP layer reads where no stage has both; it is not trained."""
+    return 0.0 if s.pp == 1 or a.tied else count.embedding(a).split / s.tp
 
 
 def _parameters(a: Architecture, s: Sizes, number: int, layers: range) -> Count:
@@ -175,6 +185,9 @@ def _activations(a: Architecture, s: Sizes, w: Work, number: int, layers: range)
     if number == s.pp - 1:
         bytes_of += w.width * 3 * a.hidden * tokens
         bytes_of += LOGIT_BYTES * min(LOGITS, tokens * a.vocab / s.tp)
+        if w.further:  # one layer more, never recomputed as a whole; states, embedding and what the projection makes of both; its logits
+            bytes_of += w.width * (layer_elements(a, s, bool(a.sparse) and a.sparse[-1]) + 6 * a.hidden) * tokens
+            bytes_of += LOGIT_BYTES * min(LOGITS, tokens * a.vocab / s.tp)
     return bytes_of
 
 

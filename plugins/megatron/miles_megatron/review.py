@@ -18,6 +18,8 @@ from miles_megatron.recipes import RECIPES, TILES, cuts
 from miles_megatron.sizes import Sizes, candidates, misfits, ranks_of, sizes_of
 from miles_megatron.trainable import lacks
 
+#: Whether a plugin has the checkpoint's MTP layer trained.
+FURTHER = "trainer.uses.further_layers"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 _SUGGESTED = 3
 #: How often the ranks are doubled in the search for as many as would do.
@@ -50,8 +52,8 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     if any(misfits(s, a)):
         return Review(note, problems)
     problems += tuple(_format(facts, a, s))
-    if a.mtp:
-        note += (f"{a.mtp} MTP layers are not trained; an export has them as the checkpoint has",)
+    if untrained := a.mtp - bool(facts.value(FURTHER)):
+        note += (f"{untrained} MTP layers are not trained; an export has them as the checkpoint has",)
     fits = _fits(facts, a, s)
     return Review((*note, *fits.notes), (*problems, *fits.problems))
 
@@ -125,6 +127,7 @@ def work_of(facts: Facts, s: Sizes) -> Work:
         recompute=recompute,
         recompute_layers=value("megatron.recompute_num_layers", 1),
         recompute_modules=tuple(str(value("megatron.recompute_modules", "core_attn")).split(",")),
+        further=bool(facts.value(FURTHER)),
     ).divided(s)  # fmt: skip
 
 
@@ -194,7 +197,7 @@ def _on_more(a: Architecture, s: Sizes, w: Work, gpu: float) -> str:
 def _note(
     facts: Facts, a: Architecture, s: Sizes, w: Work, stages: list[Stage], engine: float, why: str, gpu: float
 ) -> str:
-    total, ranks = count.model(a).total, f"{s.ranks} rank{'s' * (s.ranks > 1)}"
+    total, ranks = count.model(a, int(w.further)).total, f"{s.ranks} rank{'s' * (s.ranks > 1)}"
     size = f"{total / 1e9:,.3g} billion" if total > 1e7 else f"{total:,}"
     lines = [
         f"memory of a rank in GB: {a.family}, {size} parameters on {ranks} ({ranks_of(facts)[1]}); replicas: {s.dp}",

@@ -1,10 +1,12 @@
 """Tiny checkpoints of every family with a table of weights."""
 
 import json
+import shutil
 from functools import cache
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from miles_core.testing import tiny_checkpoint
 from miles_megatron.families import FAMILIES
@@ -49,6 +51,35 @@ def checkpoints(tmp_path_factory):
         return make_checkpoint(family, tmp_path_factory.mktemp(family))
 
     return made
+
+
+@pytest.fixture(scope="session")
+def with_mtp(tmp_path_factory):
+    """(family, model, copies) -> a directory: the model, a tiny one by default, with an MTP layer behind its last layer."""
+
+    def make(family, model=None, copies=False):
+        directory = tmp_path_factory.mktemp(family)
+        shutil.copytree(model or make_checkpoint(family, directory / "plain"), directory / "model")
+        directory = directory / "model"
+        config = json.loads((directory / "config.json").read_text())
+        stored, last = load_file(directory / "model.safetensors"), config["num_hidden_layers"] - 1
+        added, noise = {}, torch.Generator().manual_seed(0)
+        for name, tensor in stored.items():
+            if name.startswith(f"model.layers.{last}."):
+                moved = tensor + 0.01 * torch.randn(tensor.shape, generator=noise)
+                added[name.replace(f".{last}.", f".{last + 1}.", 1)] = moved
+        size, prefix = config["hidden_size"], f"model.layers.{last + 1}."
+        for part in ("enorm", "hnorm", "shared_head.norm"):
+            added[f"{prefix}{part}.weight"] = 1 + 0.1 * torch.randn(size, generator=noise)
+        added[f"{prefix}eh_proj.weight"] = 0.1 * torch.randn(size, 2 * size, generator=noise)
+        if copies:
+            added[f"{prefix}embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+            added[f"{prefix}shared_head.head.weight"] = stored["lm_head.weight"].clone()
+        save_file(stored | added, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+        return directory
+
+    return make
 
 
 @pytest.fixture

@@ -4,10 +4,8 @@ Needs megatron-core; runs on a CPU with its local modules, and gloo.
 """
 
 import json
-import multiprocessing
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,43 +16,10 @@ from miles_core.format import Codec, Format, Stored, store
 from miles_core.testing import RankedTrainerContract, Setup, TrainerContract
 from miles_core.testing.yardstick import make_batch, weighted
 from miles_megatron.sizes import Sizes
+from miles_megatron.testing import make, may_have_children
 
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), pytest.mark.slow]
-
-
-def make(checkpoint, setup, balance=0.0, codec=None, **sizes):
-    """A float32 trainer with the contract's settings."""
-    from miles_megatron import families
-    from miles_megatron.trainer.build import FULL_RECOMPUTATION
-    from miles_megatron.trainer.groups import start_groups
-    from miles_megatron.trainer.without_cuda import adapt_modules, without_cuda
-
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    s = Sizes(**{"ranks": ranks, "etp": sizes.get("tp", 1), **sizes})
-    with without_cuda():
-        world = start_groups(s, 0)
-        adapt_modules()
-        from miles_megatron.trainer.trainer import MegatronTrainer, Settings
-
-        settings = Settings(
-            adamw=OptimizerConfig(
-                setup.lr,
-                weight_decay=setup.weight_decay,
-                betas=setup.betas,
-                eps=setup.eps,
-                clip_grad=setup.clip_grad,
-            ),
-            temperature=setup.temperature,
-            micro_batch_size=setup.micro_batch_size,
-            max_tokens=setup.max_tokens,
-            entropy=setup.entropy,
-            balance=balance,
-            longest=128,
-            model=FULL_RECOMPUTATION if setup.recompute else {},
-        )
-        a = families.read(json.loads((Path(checkpoint) / "config.json").read_text()))
-        return MegatronTrainer(a, s, world, Path(checkpoint), settings, Path(checkpoint), codec=codec)
 
 
 class TestMegatron(TrainerContract):
@@ -91,11 +56,6 @@ class TestReplicas(RankedTrainerContract):
     def make(self, checkpoint, setup):
         may_have_children()
         return make(checkpoint, setup)
-
-
-def may_have_children():
-    """Megatron-Core writes checkpoints with a process beside, which the processes of ``ranks`` may not start otherwise."""
-    multiprocessing.process.current_process()._config["daemon"] = False
 
 
 #: Of the load-balancing loss: large enough to be seen in every comparison.

@@ -1,9 +1,10 @@
-"""What the plan says of values that no rule can look into: an address, and options that SGLang reads as JSON."""
+"""What the plan says of values that no rule can look into: an address, a draft model, and options that SGLang reads as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ _NAMES = tuple(str(field["name"]) for field in server_fields())
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     """See ``miles_core.Plugin.review``."""
-    return Review(problems=(*_address(facts), *_tables(facts)))
+    return Review(problems=(*_address(facts), *_draft(facts), *_tables(facts)))
 
 
 def _address(facts: Facts) -> Iterator[Problem]:
@@ -31,6 +32,25 @@ def _is_address(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # of the port
         return False
+
+
+def _draft(facts: Facts) -> Iterator[Problem]:
+    """SGLang 0.5.17 takes a draft model with an MTP layer for that layer alone, and ends with an assertion about pipelines."""
+    path = facts.value("sglang.speculative_draft_model_path")
+    if not path or facts.value("sglang.speculative_algorithm") != "STANDALONE":
+        return
+    try:
+        config = json.loads((Path(str(path)) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a name on a hub, or what SGLang itself will say
+        return
+    if config.get("num_nextn_predict_layers"):
+        why = f"SGLang takes {path}, which has one, for that layer alone; draft with a checkpoint that has none"
+        yield Problem(
+            "sglang",
+            "a draft model without an MTP layer",
+            why,
+            (described(facts.lookup("sglang.speculative_draft_model_path")),),
+        )
 
 
 def _tables(facts: Facts) -> Iterator[Problem]:

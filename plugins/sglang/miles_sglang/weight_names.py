@@ -14,6 +14,8 @@ from miles_core.backend import Encoded
 
 #: A head tied to the embedding is in some checkpoints and not in others.
 _TIED = "lm_head.weight"
+#: Copies of the embedding and of the head in some checkpoints' MTP layer, for which SGLang takes the policy's own.
+_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 
 
 class WeightNames:
@@ -30,6 +32,7 @@ class WeightNames:
     def __init__(self, names: Collection[str] = (), tied: bool = False, layers: int | None = None) -> None:
         self.names, self._optional = set(names), {_TIED} if tied else set()
         self._draft = {name for name in names if _of_mtp(name, layers)}
+        self._optional |= {name for name in self._draft if name.endswith(_COPIES)}
         self._settled = bool(names)
 
     def complete(self, units: Iterable[Encoded]) -> Iterator[Encoded]:

@@ -209,12 +209,13 @@ def test_a_server_with_a_draft_of_its_own_is_refused(url: str, monkeypatch: Any)
 
 def test_an_mtp_layer_comes_whole_or_not_at_all() -> None:
     policy, draft = ["model.layers.0.w", "model.layers.1.w"], ["model.layers.2.eh_proj.weight", "model.layers.2.w"]
-    names = WeightNames([*policy, *draft], layers=2)
+    copies = ["model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"]
+    names = WeightNames([*policy, *draft, *copies], layers=2)
 
     def sent(*which: str) -> int:
         return len(list(names.complete(Encoded(name, {}) for name in which)))
 
-    assert (sent(*policy), sent(*policy, *draft)) == (2, 4)
+    assert (sent(*policy), sent(*policy, *draft), sent(*policy, *draft, *copies)) == (2, 4, 6)
     with pytest.raises(MilesError, match=r"model.layers.2.w did not come"):
         sent(*policy, draft[0])
 

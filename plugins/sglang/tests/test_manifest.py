@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -90,6 +91,14 @@ def test_an_address_and_a_table_are_looked_at_in_the_plan(plan):
     with pytest.raises(PlanError, match=r"JSON in --sglang-json-model-override-args(.|\n)*in double quotes"):
         plan(engine="sglang", sglang_url="http://host:30000", sglang_json_model_override_args="{bad")
     plan(engine="sglang", sglang_url="http://host:30000", sglang_json_model_override_args='{"a": 1}')
+
+
+def test_a_separate_draft_has_no_mtp_layer(plan, tmp_path):
+    given = {"sglang_speculative_algorithm": "STANDALONE", "sglang_speculative_draft_model_path": str(tmp_path)}
+    for layers in (0, 1):
+        (tmp_path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": layers}))
+        with nullcontext() if not layers else pytest.raises(PlanError, match="a draft model without an MTP layer"):
+            plan(engine="sglang", sglang_url="http://host:30000", **given)
 
 
 def test_a_plan_says_what_to_install():

@@ -14,7 +14,10 @@ plugin = Plugin(
     hooks={"": ("miles_speculative.hooks:Speculative", "miles_speculative.embedded:EmbeddedSpeculative")},
     provides={"decoder": {"speculative": "miles_speculative.build:make_decoder"}},
     review="miles_speculative.review:review",
-    uses={"engine.draft": "the engine verifies the drafted tokens"},
+    uses={
+        "engine.draft": "the engine verifies the drafted tokens",
+        "trainer.further_layers": "the trainer holds the draft, trains it and sends it to the engine with the policy",
+    },
     converts={
         "--mtp-num-layers": "miles_speculative.checkpoint:convert",
         "--eagle-num-layers": "miles_speculative.checkpoint:convert",
@@ -94,9 +97,26 @@ plugin = Plugin(
             because="--mtp-loss-scaling-factor is of the loss that --enable-mtp-training adds",
         ),
         Rule(
-            needs="trainer == embedded",
-            because="only the embedded trainer holds drafts, trains them and sends them to the engine; elsewhere an MTP layer stays as the "
-            "checkpoint has it, and an engine that drafts with it needs no plugin",
+            needs="speculative.mtp_training",
+            when="trainer != embedded",
+            because="another trainer than the embedded one builds the checkpoint's MTP layer to train it, and has no other draft to send: add "
+            "--enable-mtp-training; SGLang drafts with the layer as the checkpoint has it without this plugin",
+        ),
+        Rule(
+            needs="not speculative.sft_interval",
+            when="trainer != embedded",
+            because="--online-sft-interval compares the draft with the policy's whole distribution, which only the embedded trainer computes; "
+            "--enable-mtp-training learns from the tokens",
+        ),
+        Rule(
+            needs="speculative.ema_decay == 0",
+            when="trainer != embedded",
+            because="--draft-ema-decay keeps a running mean beside the weights, which another trainer divides among its ranks in its own way",
+        ),
+        Rule(
+            needs="not speculative.reinit_interval",
+            when="trainer != embedded",
+            because="--reinit-draft-interval copies the policy's last layer, which another trainer keeps in a form of its own",
         ),
         Rule(
             needs="speculative.lookahead == auto and speculative.topk == 1",

@@ -10,6 +10,8 @@ from miles_core import option
 MOST = 16
 #: Factor of the MTP loss.
 FACTOR = 0.2
+#: Names of the MTP loss and of the draft's parameters in metrics: train/mtp, train/grad_norm/draft.
+MTP, GROUP = "mtp", "draft"
 
 
 def _of_sglang(name: str) -> str:

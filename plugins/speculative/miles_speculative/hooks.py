@@ -1,4 +1,5 @@
-"""Where speculative plugs in, whatever the backends: what the engine reports becomes metrics, and a table at the end."""
+"""Where speculative plugs in, whatever the backends: what the engine reports becomes metrics, and a table at the end; a trainer with a
+model of its own is asked to train the MTP layer."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import logging
 from typing import Any
 
 from miles_core import CheckpointError, hookimpl
-from miles_speculative.config import SpeculativeConfig
+from miles_core.backend import FurtherLayer
+from miles_speculative.config import GROUP, MTP, SpeculativeConfig
 from miles_speculative.draft_files import misfits
 from miles_speculative.report import Profile, summarise
 
@@ -28,6 +30,11 @@ class Speculative:
             # of the run's own checkpoint the plan has said it
             for why in misfits(path, policy.hf_checkpoint, trust) if policy.hf_checkpoint else ():
                 raise CheckpointError(why)
+
+    @hookimpl
+    def on_further_layers(self, wishes: list[FurtherLayer]) -> None:
+        if self.options.mtp_training:
+            wishes.append(FurtherLayer(MTP, GROUP, self.options.mtp_loss_scaling_factor, self.options.draft_lr))
 
     @hookimpl
     def on_step(self, metrics: dict[str, float]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from miles_core import Batch, Context, Unit
 from miles_embedded import OptimizerGroup, backbone, optimizer_group, views, whole
-from miles_speculative.config import SpeculativeConfig
+from miles_speculative.config import GROUP, MTP, SpeculativeConfig
 from miles_speculative.draft import Draft
 from miles_speculative.eagle import Eagle
 from miles_speculative.head import Head, initialise
@@ -32,7 +32,7 @@ class DraftTraining:
 
     def __init__(self, draft: Draft, options: SpeculativeConfig, temperature: float) -> None:
         self.draft, self.options, self.temperature = draft, options, temperature or 1.0
-        self.group = OptimizerGroup("draft", options.draft_lr)
+        self.group = OptimizerGroup(GROUP, options.draft_lr)
         optimizer_group(draft.parameters.values(), self.group)
         for parameter in draft.parameters.values():
             parameter.requires_grad_(options.trained)
@@ -57,7 +57,7 @@ class DraftTraining:
         found = {}
         if self.options.mtp_training:
             total = cross_entropy(self.draft, out, micro_batch.tokens[packing.targets])
-            found["mtp"] = (self.options.mtp_loss_scaling_factor * total, count)
+            found[MTP] = (self.options.mtp_loss_scaling_factor * total, count)
         if soft:
             policy = hidden.index_select(0, packing.sources)
             found["draft_kl"] = (divergence(self.draft, out, policy, self.temperature), count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from miles_core import SyncError
-from miles_core.backend import Broadcast, Bucket, DeviceMemory, difference
+from miles_core.backend import BLOCK, Broadcast, Bucket, DeviceMemory, difference
 from miles_zero_copy import segment
 from miles_zero_copy.segment import Segment
 
-#: Bytes that a probe copies, and how often.
-PROBE_BYTES, PROBES = 64 << 20, 3
+log = logging.getLogger(__name__)
+
+#: Bytes that a probe copies, how few it makes do with where there is no memory for more, and how often.
+PROBE_BYTES, LEAST_PROBE, PROBES = 64 << 20, 1 << 20, 3
 #: Those on a GPU, where less is over before it is measured.
 GPU_PROBE_BYTES = 256 << 20
 #: Bytes of a bucket in host memory: large enough that a message costs little, small enough that the first one is soon there.
@@ -33,8 +36,8 @@ Receive = Callable[[Mapping[str, Any], bool], Awaitable[None]]
 class Slot(ABC):
     """Memory for one bucket."""
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.bucket = Bucket(buffer)
+    def __init__(self, buffer: Tensor, written: Callable[[int], None] | None = None) -> None:
+        self.bucket = Bucket(buffer, written)
 
     @abstractmethod
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
@@ -54,18 +57,37 @@ class Slot(ABC):
 
 
 class SegmentSlot(Slot):
-    """A bucket in shared memory, from its byte ``start`` on; one that ``stays`` is not filled again before a later version is in force."""
+    """A bucket in shared memory."""
 
-    def __init__(self, segment: Segment, start: int = 0, stays: bool = False) -> None:
-        super().__init__(segment.buffer[start:])
-        self.start, self._segment, self._stays = start, segment, stays
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(segment.buffer)
+        self._segment = segment
 
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
         path = str(self._segment.path)
-        return {"kind": "file", "key": path, "path": path, "start": self.start, "stays": self._stays}
+        return {"kind": "file", "key": path, "path": path}
 
     def close(self) -> None:
         self._segment.close()
+
+
+class StandingSlot(Slot):
+    """A bucket in shared memory, from its byte ``start`` on, that is not filled again before a later version is in force. The last block
+    of this memory says how much of all before it is there."""
+
+    def __init__(self, segment: Segment, start: int = 0) -> None:
+        count = segment.buffer[-BLOCK:].view(torch.int64).numpy()
+
+        def written(nbytes: int) -> None:
+            count[0] = start + nbytes
+
+        written(0)
+        super().__init__(segment.buffer[start:-BLOCK], written)
+        self.start, self._segment = start, segment
+
+    def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
+        path = str(self._segment.path)
+        return {"kind": "file", "key": path, "path": path, "start": self.start, "stays": True}
 
 
 class DeviceSlot(Slot):
@@ -151,7 +173,7 @@ class Path:
 
     Attributes:
         make: makes a slot of so many bytes; SyncError where it cannot.
-        limit: measures the bytes a second of one copy in its memory; None where that of the way itself is to be measured.
+        limit: measures the bytes a second of one copy in its memory, 0 where it cannot; None where that of the way itself is to be measured.
         enough: bytes of a bucket above which larger ones are not faster.
         probe: bytes of a bucket that shows how fast the way is.
         lends: engines read the trainer's own tensors where these have handles.
@@ -204,8 +226,15 @@ def broadcast(device: torch.device, engines: int) -> Path:
 
 
 def copy_speed(nbytes: int = PROBE_BYTES, device: str = "cpu") -> float:
-    """Bytes a second of a copy within one memory: the best of a few."""
-    source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    """Bytes a second of a copy within one memory: the best of a few, of fewer bytes where there is no memory for so many, and 0 where
+    there is none for ``LEAST_PROBE`` either, which is said."""
+    try:
+        source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    except torch.OutOfMemoryError:
+        if nbytes > LEAST_PROBE:
+            return copy_speed(nbytes // 2, device)
+        log.warning("a copy of memory cannot be measured: %s has not %d bytes free for it", device, 2 * nbytes)
+        return 0.0
     best = float("inf")
     for _ in range(PROBES):
         start = time.perf_counter()
@@ -220,7 +249,8 @@ def limits() -> dict[str, str]:
     """What a weight sync is compared with on this host, for ``miles doctor --measure``."""
     found = {"one copy of memory": f"{copy_speed() / 1e9:.1f} GB/s"}
     if torch.cuda.is_available():
-        found["one copy of GPU memory"] = f"{copy_speed(1 << 30, 'cuda') / 1e9:.0f} GB/s"
+        speed = copy_speed(1 << 30, "cuda")
+        found["one copy of GPU memory"] = f"{speed / 1e9:.0f} GB/s" if speed else "not measured: no memory is free"
     if segment.DIRECTORY.is_dir():
         free = shutil.disk_usage(segment.DIRECTORY).free
         found["shared memory"] = (

@@ -13,7 +13,7 @@ from torch import Tensor
 from miles_core import SyncError
 from miles_core.backend import BLOCK, Encoded, Loan, room_of, rounded
 from miles_core.format import Stored
-from miles_zero_copy.paths import Path, Receive, SegmentSlot, Slot
+from miles_zero_copy.paths import Path, Receive, Slot, StandingSlot
 from miles_zero_copy.versions import Versions
 
 log = logging.getLogger(__name__)
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 #: Bytes of a slot before it is known that they do not do.
 FIRST = 16 << 20
 
-#: In how many buckets a version is sent that stays, and the bytes of one at least: the engine checks one while the next is filled.
-PIECES, PIECE = 16, 16 << 20
+#: In how many buckets a version is sent that stays, and the bytes of one at least: the engine looks at what is in one while the next is
+#: filled.
+PIECES, PIECE = 4, 64 << 20
 
 #: How often the bucket is sent that measures a way.
 PROBES = 3
-#: Bytes from which on a tensor is rather read where it lies than packed; how many are lent at a time, as engines copy some while the next
-#: ones are added up; and how many such messages may be on their way at once.
-LENT, LOAN, LOANS = 1 << 20, 4 << 30, 2
+#: Bytes from which on a tensor is rather read where it lies than packed.
+LENT = 1 << 20
 
 
 @dataclass
@@ -70,10 +70,10 @@ class Sender:
         self._slots: list[Slot] = []
         self._make_slots(min(self._wanted, FIRST))
         self._versions = Versions() if stay and path.stays else None
-        self._standing: SegmentSlot | None = None
+        self._standing: StandingSlot | None = None
         self._taken = self._piece = 0
         self._reading: list[asyncio.Task[float]] = []
-        self._loans = [Loan()]
+        self._loan = Loan()
         self.sent = Sent()
         self.full = False
 
@@ -95,9 +95,12 @@ class Sender:
 
     async def speed(self, receive: Receive, version: int) -> float:
         """Bytes a second of this way, from buckets that hold no tensors: the best of a few."""
-        nbytes = min(self.path.probe, self._given)
-        if len(self._slot.bucket.buffer) < nbytes:
-            self._make_slots(nbytes)
+        have, nbytes = len(self._slot.bucket.buffer), min(self.path.probe, self._given)
+        if have < nbytes:
+            try:
+                self._make_slots(nbytes)
+            except SyncError:  # no memory for it: a smaller one shows it too
+                self._make_slots(nbytes := have)
         return max([nbytes / await self._send_noise(nbytes, receive, version) for _ in range(PROBES)])
 
     async def send(self, units: Iterator[Encoded], receive: Receive, version: int) -> Sent:
@@ -107,20 +110,24 @@ class Sender:
             self._standing = self._versions.begin(self._taken)
             self._piece = min(max(self._taken // PIECES, PIECE), self._given)
         try:
+            if (
+                self._standing and self._taken >= PIECE
+            ):  # engines check it while it is written; of less, a message takes longer
+                await self._deliver(receive, version)
             self._taken = 0
             for unit in units:
                 await self._add(unit, receive, version)
-            if self._slot.bucket.units or not self._loans[-1]:
-                await self._deliver(receive, version, last=not self._loans[-1])
-            if self._loans[-1]:
-                await self._lend(receive, last=True)
+            if self._slot.bucket.units or not self._loan:
+                await self._deliver(receive, version, last=not self._loan)
+            if self._loan:
+                await self._post(self._slot, self._loan.message(), receive, last=True)
             await self._acknowledged()
         finally:
             self._standing = None
-            if self._reading:  # after an error: nobody reads a slot that may be freed
+            if self._reading:  # after an error: nobody reads a slot, or what was lent, that may be freed
                 await asyncio.wait(self._reading)
                 self._reading = []
-            self._loans = [Loan()]
+            self._loan = Loan()
         sent, self.sent = self.sent, Sent()
         if sent.encoded:  # engines hold these as numbers of their own
             self._taken = 0
@@ -144,8 +151,6 @@ class Sender:
         return await self._acknowledged()
 
     async def _add(self, unit: Encoded, receive: Receive, version: int) -> None:
-        if self._loans[-1].nbytes >= LOAN:
-            await self._lend(receive)
         if self._lent(unit):
             pass
         elif not self._slot.bucket.add(unit):
@@ -164,12 +169,7 @@ class Sender:
         """Whether the engine is to read a tensor where the trainer has it."""
         if not self.path.lends or not unit.lasting or unit.format or unit.nbytes < LENT:
             return False
-        return self._loans[-1].add(unit.name, unit.parts[unit.name])
-
-    async def _lend(self, receive: Receive, last: bool = False) -> None:
-        """Tell the engine of what was lent so far."""
-        await self._post(self._slot, self._loans[-1].message(), receive, last, ahead=LOANS)
-        self._loans.append(Loan())
+        return self._loan.add(unit.name, unit.parts[unit.name])
 
     async def _grow(self, unit: Encoded) -> None:
         """Room for a tensor, and for the next ones."""
@@ -209,16 +209,14 @@ class Sender:
         await self._slot.left()
         self._slot.bucket.clear()
 
-    async def _post(
-        self, slot: Slot, message: Mapping[str, Any], receive: Receive, last: bool = False, ahead: int = 0
-    ) -> None:
+    async def _post(self, slot: Slot, message: Mapping[str, Any], receive: Receive, last: bool = False) -> None:
         """Send a message once those before it were answered, or are few."""
         memory = message["memory"]
         if memory["kind"] == "delta":
             self.sent.saved += message["nbytes"] - len(memory["data"])
         numbered = {**message, "number": self.sent.buckets, "sender": list(self._sender)}
         self.sent.buckets += 1
-        await self._acknowledged(ahead or self.path.ahead)
+        await self._acknowledged(self.path.ahead)
         sending = asyncio.create_task(slot.deliver(receive, numbered, last))
         sending.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody's, after the first error
         self._reading.append(sending)

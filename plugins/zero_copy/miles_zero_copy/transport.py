@@ -143,10 +143,9 @@ class BucketTransport(Transport):
         seconds = time.perf_counter() - started
         if self.colocated and self._sender.path.lends:
             self.close()
-        metrics = {
-            "of_limit": sent.travelled / seconds / self._limit,
-            "travelled": sent.travelled / max(sent.nbytes, 1),
-        }
+        metrics = {"travelled": sent.travelled / max(sent.nbytes, 1)}
+        if self._limit:
+            metrics["of_limit"] = sent.travelled / seconds / self._limit
         return SyncReport(version, sent.travelled, sent.tensors, seconds, metrics)
 
     def close(self) -> None:

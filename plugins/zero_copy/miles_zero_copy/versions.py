@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from miles_core.backend import rounded
+from miles_core.backend import BLOCK, rounded
 from miles_zero_copy import segment
-from miles_zero_copy.paths import SegmentSlot
+from miles_zero_copy.paths import StandingSlot
 from miles_zero_copy.segment import NoSegmentError, Segment
 
 log = logging.getLogger(__name__)
@@ -25,16 +25,16 @@ class Versions:
         self._nbytes = 0
         self._halves: list[Segment] = []
 
-    def begin(self, nbytes: int) -> SegmentSlot | None:
+    def begin(self, nbytes: int) -> StandingSlot | None:
         """Where a version of so many bytes begins, in the piece that is not in force; None where there is no memory for it."""
         if nbytes != self._nbytes:
             self.close()
             self._nbytes, self._halves = nbytes, _pair(nbytes)
-        return SegmentSlot(self._halves[0], stays=True) if self._halves else None
+        return StandingSlot(self._halves[0]) if self._halves else None
 
-    def after(self, slot: SegmentSlot) -> SegmentSlot:
+    def after(self, slot: StandingSlot) -> StandingSlot:
         """What is behind a slot that was filled."""
-        return SegmentSlot(self._halves[0], slot.start + rounded(slot.bucket.end), stays=True)
+        return StandingSlot(self._halves[0], slot.start + rounded(slot.bucket.end))
 
     def in_force(self) -> None:
         """The version that was written is the one that is read now."""
@@ -63,7 +63,7 @@ def _pair(nbytes: int) -> list[Segment]:
     made: list[Segment] = []
     try:
         for _ in range(2):
-            made.append(Segment(nbytes))
+            made.append(Segment(nbytes + BLOCK))
     except NoSegmentError as error:
         for half in made:
             half.close()

@@ -1,9 +1,13 @@
 """The families of models that Megatron-Core can train here, one file each.
 
 A family's file has two functions: ``read(config) -> Architecture`` from a parsed ``config.json`` (importing no torch), and
-``weights(architecture)``, which yields an ``Entry`` for every tensor of Megatron-Core's model. A new family is such a file and a
-line in ``FAMILIES``; the parts that families share are in ``parts``. ``tests/test_families.py`` then compares names, counts and
-bytes with the model of Transformers.
+``layer(architecture, m, h, sparse)``, which yields an ``Entry`` for every tensor of a layer, with experts or without, whose names begin
+with ``m`` in Megatron-Core's model and with ``h`` in the checkpoint. A new family is such a file and a line in ``FAMILIES``; the parts that
+families share are in ``parts``. ``tests/test_families.py`` then compares names, counts and bytes with the model of Transformers.
+
+A checkpoint keeps an MTP layer (DeepSeek-V3, arXiv 2412.19437, section 2.2) as decoder layer number ``num_hidden_layers``: a layer like
+the last, with a projection and three norms; some have copies of the embedding and the output layer in it, which are shared with
+the model's own.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Any
 
 from miles_core import CheckpointError
 from miles_megatron.architecture import Architecture
-from miles_megatron.families.parts import Entry
+from miles_megatron.families.parts import Entry, ends
 
 #: ``model_type`` of a checkpoint -> module of this package.
 FAMILIES = {
@@ -64,7 +68,18 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 def weights(architecture: Architecture) -> Iterator[Entry]:
     """Every tensor of the model in the order of export: embedding, layers, final norm, output layer, MTP layers."""
-    yield from _module(architecture.family).weights(architecture)
+    a, layer = architecture, _module(architecture.family).layer
+    first, last = ends(a)
+    yield first
+    for i in range(a.layers):
+        yield from layer(a, f"decoder.layers.{i}", f"model.layers.{i}", a.sparse[i])
+    yield from last
+    for i in range(a.mtp):
+        m, h = f"mtp.layers.{i}", f"model.layers.{a.layers + i}"
+        for inner, outer in (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm")):
+            yield Entry(f"{m}.{inner}.weight", (f"{h}.{outer}.weight",))
+        yield Entry(f"{m}.eh_proj.weight", (f"{h}.eh_proj.weight",), "plain", 0)
+        yield from layer(a, f"{m}.mtp_model_layer", h, a.sparse[-1])
 
 
 def _module(family: str) -> Any:

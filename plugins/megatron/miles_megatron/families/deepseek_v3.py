@@ -1,8 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, grouped sigmoid routing with a correction bias, an MTP layer (arXiv 2412.19437).
-
-The checkpoint keeps an MTP layer as decoder layer number ``num_hidden_layers``, with copies of the embedding and the output
-layer that are shared with the model's own.
-"""
+"""DeepSeek-V3 and R1: latent attention, grouped sigmoid routing with a correction bias, an MTP layer (arXiv 2412.19437)."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles_megatron.architecture import Architecture, Experts, Latent, common, dense_first, experts_of
-from miles_megatron.families.parts import PROJECTIONS, Entry, attention, ends, experts, mlp, norms, shared
+from miles_megatron.families.parts import PROJECTIONS, Entry, attention, experts, mlp, norms, shared
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
@@ -23,9 +19,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
         config["v_head_dim"],
     )
     given = common(config) | {"sparse": dense_first(config), "head_dim": latent.nope + latent.rope}
-    return Architecture(
-        **given, latent=latent, experts=grouped(config), mtp=int(config.get("num_nextn_predict_layers") or 0)
-    )
+    return Architecture(**given, latent=latent, experts=grouped(config))
 
 
 def grouped(config: Mapping[str, Any]) -> Experts:
@@ -61,7 +55,7 @@ def latent_attention(a: Architecture, m: str, h: str) -> Iterator[Entry]:
 
 
 def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
-    """One decoder layer."""
+    """See ``miles_megatron.families``."""
     yield from norms(m, h)
     yield from attention(a, m, h) if a.latent is None else latent_attention(a, m, h)
     if sparse:
@@ -69,18 +63,3 @@ def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
         yield from shared(a, m, f"{h}.mlp.shared_experts")
     else:
         yield from mlp(m, h)
-
-
-def weights(a: Architecture) -> Iterator[Entry]:
-    """See ``miles_megatron.families``."""
-    first, last = ends(a)
-    yield first
-    for i in range(a.layers):
-        yield from layer(a, f"decoder.layers.{i}", f"model.layers.{i}", a.sparse[i])
-    yield from last
-    for i in range(a.mtp):
-        m, h = f"mtp.layers.{i}", f"model.layers.{a.layers + i}"
-        for inner, outer in (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm")):
-            yield Entry(f"{m}.{inner}.weight", (f"{h}.{outer}.weight",))
-        yield Entry(f"{m}.eh_proj.weight", (f"{h}.eh_proj.weight",), "plain", 0)
-        yield from layer(a, f"{m}.mtp_model_layer", h, a.sparse[-1])

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_megatron.architecture import Architecture, common, dense_first
-from miles_megatron.families.deepseek_v3 import grouped, weights
+from miles_megatron.families.deepseek_v3 import grouped, layer
 
-__all__ = ["read", "weights"]
+__all__ = ["layer", "read"]
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
@@ -18,5 +18,4 @@ def read(config: Mapping[str, Any]) -> Architecture:
         qkv_bias=bool(config.get("attention_bias")),
         qk_norm="head" if config.get("use_qk_norm") else "",
         experts=grouped(config),
-        mtp=int(config.get("num_nextn_predict_layers") or 0),
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles_megatron.architecture import Architecture, Experts, common, experts_of
-from miles_megatron.families.parts import Entry, attention, ends, norms
+from miles_megatron.families.parts import Entry, attention, norms
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
@@ -26,23 +26,18 @@ def read(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-def weights(a: Architecture) -> Iterator[Entry]:
+def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
     """See ``miles_megatron.families``."""
     assert a.experts is not None
-    first, last = ends(a)
-    yield first
-    for i in range(a.layers):
-        m, h = f"decoder.layers.{i}", f"model.layers.{i}"
-        yield from (*norms(m, h), *attention(a, m, h))
-        for kind in ("weight", "bias"):
-            yield Entry(f"{m}.mlp.router.{kind}", (f"{h}.mlp.router.{kind}",))
-        for inner, layout, axis in (("linear_fc1", "stacked_gate_up", 0), ("linear_fc2", "stacked", 1)):
-            outer = f"{h}.mlp.experts.{'gate_up_proj' if inner == 'linear_fc1' else 'down_proj'}"
-            for e in range(a.experts.count):
-                name = f"{m}.mlp.experts.local_experts.{e}.{inner}"
-                yield Entry(f"{name}.weight", (outer,), layout, axis, e)
-            for e in range(a.experts.count):
-                name = f"{m}.mlp.experts.local_experts.{e}.{inner}"
-                split = 0 if inner == "linear_fc1" else None
-                yield Entry(f"{name}.bias", (f"{outer}_bias",), layout, split, e)
-    yield from last
+    yield from (*norms(m, h), *attention(a, m, h))
+    for kind in ("weight", "bias"):
+        yield Entry(f"{m}.mlp.router.{kind}", (f"{h}.mlp.router.{kind}",))
+    for inner, layout, axis in (("linear_fc1", "stacked_gate_up", 0), ("linear_fc2", "stacked", 1)):
+        outer = f"{h}.mlp.experts.{'gate_up_proj' if inner == 'linear_fc1' else 'down_proj'}"
+        for e in range(a.experts.count):
+            name = f"{m}.mlp.experts.local_experts.{e}.{inner}"
+            yield Entry(f"{name}.weight", (outer,), layout, axis, e)
+        for e in range(a.experts.count):
+            name = f"{m}.mlp.experts.local_experts.{e}.{inner}"
+            split = 0 if inner == "linear_fc1" else None
+            yield Entry(f"{name}.bias", (f"{outer}_bias",), layout, split, e)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles_megatron.architecture import Architecture, common
-from miles_megatron.families.parts import Entry, attention, ends, mlp, norms
+from miles_megatron.families.parts import Entry, attention, mlp, norms
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
@@ -15,11 +15,6 @@ def read(config: Mapping[str, Any]) -> Architecture:
     return Architecture(**common(config), qkv_bias=bool(config.get("attention_bias")), windows=windows)
 
 
-def weights(a: Architecture) -> Iterator[Entry]:
+def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
     """See ``miles_megatron.families``."""
-    first, last = ends(a)
-    yield first
-    for i in range(a.layers):
-        m, h = f"decoder.layers.{i}", f"model.layers.{i}"
-        yield from (*norms(m, h), *attention(a, m, h), *mlp(m, h))
-    yield from last
+    yield from (*norms(m, h), *attention(a, m, h), *mlp(m, h))

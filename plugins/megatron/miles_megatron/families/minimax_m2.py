@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from miles_megatron.architecture import Architecture, Experts, common, experts_of
-from miles_megatron.families.mixtral import weights
+from miles_megatron.families.mixtral import layer
 
-__all__ = ["read", "weights"]
+__all__ = ["layer", "read"]
 
 
 def read(config: Mapping[str, Any]) -> Architecture:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles_megatron.architecture import Architecture, Experts, common, experts_of
-from miles_megatron.families.parts import Entry, attention, ends, experts, norms
+from miles_megatron.families.parts import Entry, attention, experts, norms
 
 PARTS = ("w1", "w3", "w2")
 
@@ -19,12 +19,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
     return replace(a, sparse=(True,) * a.layers, experts=chosen)
 
 
-def weights(a: Architecture) -> Iterator[Entry]:
+def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
     """See ``miles_megatron.families``."""
-    first, last = ends(a)
-    yield first
-    for i in range(a.layers):
-        m, h = f"decoder.layers.{i}", f"model.layers.{i}"
-        moe = f"{h}.block_sparse_moe"
-        yield from (*norms(m, h), *attention(a, m, h), *experts(a, m, moe, PARTS, f"{moe}.e_score_correction_bias"))
-    yield from last
+    moe = f"{h}.block_sparse_moe"
+    yield from (*norms(m, h), *attention(a, m, h), *experts(a, m, moe, PARTS, f"{moe}.e_score_correction_bias"))

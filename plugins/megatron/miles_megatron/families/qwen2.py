@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_megatron.architecture import Architecture, common
-from miles_megatron.families.llama import weights
+from miles_megatron.families.llama import layer
 
-__all__ = ["read", "weights"]
+__all__ = ["layer", "read"]
 
 
 def read(config: Mapping[str, Any]) -> Architecture:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles_megatron.architecture import Architecture, Experts, common, experts_of
-from miles_megatron.families.parts import PROJECTIONS, Entry, attention, ends, experts, mlp, norms, shared
+from miles_megatron.families.parts import PROJECTIONS, Entry, attention, experts, mlp, norms, shared
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
@@ -32,18 +32,13 @@ def with_experts(a: Architecture, config: Mapping[str, Any], **more: Any) -> Arc
     )
 
 
-def weights(a: Architecture) -> Iterator[Entry]:
+def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
     """See ``miles_megatron.families``."""
-    first, last = ends(a)
-    yield first
-    for i in range(a.layers):
-        m, h = f"decoder.layers.{i}", f"model.layers.{i}"
-        yield from (*norms(m, h), *attention(a, m, h))
-        if not a.sparse[i]:
-            yield from mlp(m, h)
-            continue
-        yield from experts(a, m, f"{h}.mlp", PROJECTIONS)
-        yield from shared(a, m, f"{h}.mlp.shared_expert")
-        if a.experts is not None and a.experts.shared_gate:
-            yield Entry(f"{m}.mlp.shared_experts.gate_weight", (f"{h}.mlp.shared_expert_gate.weight",))
-    yield from last
+    yield from (*norms(m, h), *attention(a, m, h))
+    if not sparse:
+        yield from mlp(m, h)
+        return
+    yield from experts(a, m, f"{h}.mlp", PROJECTIONS)
+    yield from shared(a, m, f"{h}.mlp.shared_expert")
+    if a.experts is not None and a.experts.shared_gate:
+        yield Entry(f"{m}.mlp.shared_experts.gate_weight", (f"{h}.mlp.shared_expert_gate.weight",))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from miles_core import micro_batch_limits
-from miles_core.backend import OptimizerConfig, Policy, Run, make_codec
+from miles_core.backend import OptimizerConfig, Policy, Run, further_layer, make_codec
 from miles_megatron import families
 from miles_megatron.config import table
 from miles_megatron.recipes import RECIPES
@@ -54,7 +54,10 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
         def told(chunk: nn.Module) -> None:
             run.hooks.on("on_model", run=run, policy=policy, model=chunk, role="train")
 
-        return MegatronTrainer(architecture, sizes, world, directory, settings(run.config), directory, told, codec)
+        wish = further_layer(run, policy)
+        return MegatronTrainer(
+            architecture, sizes, world, directory, settings(run.config), directory, told, codec, wish
+        )
 
 
 def settings(config: Any) -> Settings:

@@ -27,15 +27,15 @@ SHARD = 4 << 30
 
 def save(trainer: MegatronTrainer, directory: Path) -> None:
     """Weights, optimiser, random-number states and the schedule's position; atomicity is the caller's (a fresh directory)."""
-    target = directory / STATE
+    target, state, moments = directory / STATE, _sharded(trainer, loading=False), trainer.optimizer.steps
     if dist.get_rank() == 0:
         target.mkdir(parents=True, exist_ok=True)
         (directory / STEP).write_text(
-            json.dumps({"step": trainer.optimizer.step_number, "ranks": dist.get_world_size()})
+            json.dumps({"step": trainer.optimizer.step_number, "moments": moments, "ranks": dist.get_world_size()})
         )
     dist.barrier()
     put_rng(Store(directory / RANDOM, trainer.world), sharded=True)
-    dist_checkpointing.save(_sharded(trainer, loading=False), str(target))
+    dist_checkpointing.save(state, str(target))
 
 
 def load(trainer: MegatronTrainer, directory: Path) -> None:
@@ -48,9 +48,11 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
         raise CheckpointError(f"{directory}: {STATE} does not belong to this model ({error})") from error
     for number, chunk in enumerate(trainer.chunks):
         chunk.load_state_dict(found[f"model{number}"], strict=False)
-    trainer.optimizer.inner.load_state_dict(found["optimizer"])
-    trainer.optimizer.separate_counts()
     noted = json.loads((directory / STEP).read_text())
+    trainer.optimizer.load_moments(found["moments"], noted["moments"], _RESHARDABLE)
+    if (further := trainer.further) is not None and further.layer.here:
+        further.layer.load_state_dict(found["further"], strict=False)
+        further.optimizer.load_moments(found["further_moments"], noted["moments"], _RESHARDABLE)
     if dist.get_rank() < noted["ranks"]:
         get_rng(Store(directory / RANDOM, World(dist.get_rank(), noted["ranks"])))
     trainer.optimizer.step_number = int(noted["step"])
@@ -63,17 +65,22 @@ def _sharded(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
         model: Any = chunk
         state[f"model{number}"] = model.sharded_state_dict()
     plain = state["model0"] if len(trainer.chunks) == 1 else dict(state.items())
-    state["optimizer"] = trainer.optimizer.inner.sharded_state_dict(plain, is_loading=loading, metadata=_RESHARDABLE)
+    state["moments"] = trainer.optimizer.sharded_moments(plain, loading, _RESHARDABLE)
+    if (further := trainer.further) is not None and further.layer.here:
+        further.optimizer.allocate()
+        state["further"] = further.layer.sharded_state_dict()
+        state["further_moments"] = further.optimizer.sharded_moments(state["further"], loading, _RESHARDABLE)
     return state
 
 
 def export(trainer: MegatronTrainer, directory: Path, tokenizer: Any) -> None:
     """Write a Hugging Face checkpoint: files of at most ``SHARD`` bytes, and what the source has beside weights."""
-    writer = _Writer(directory) if dist.get_rank() == 0 else None
+    writer, copies = _Writer(directory) if dist.get_rank() == 0 else None, trainer.weights.copies()
     for unit in trainer.units(everywhere=trainer.s.pp > 1):
         for name, tensor in unit.tensors.items() if writer else ():
             assert writer is not None
-            writer.add(name, tensor)
+            for each in (name, *copies.get(name, ())):
+                writer.add(each, tensor)
     if writer is not None:
         for name, tensor in trainer.weights.untrained():
             writer.add(name, tensor)

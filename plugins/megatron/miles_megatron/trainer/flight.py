@@ -124,6 +124,17 @@ def _numbers(pairs: Sequence[Mapping[str, tuple[Any, Any]]]) -> list[dict[str, t
     return [{name: (next(values), next(values)) for name in p} for p in pairs]
 
 
+def merge(one: Pairs, other: Mapping[str, tuple[Tensor, Tensor]]) -> Pairs:
+    """The sums of (sum, weight) pairs, without their graph, in FP64."""
+    result: Any = dict(one)
+    for name, pair in other.items():
+        total, weight = (torch.as_tensor(x, dtype=torch.float64).detach() for x in pair)
+        before = result.get(name, (0.0, 0.0))
+        result[name] = (total + before[0], weight + before[1])
+    found: Pairs = result
+    return found
+
+
 def flatten(batch: Batch, flights: Sequence[Flight], names: tuple[str, ...]) -> dict[str, Tensor]:
     """The last stage's outputs in the batch's own order, on every pipeline stage."""
     home = batch.tokens.device

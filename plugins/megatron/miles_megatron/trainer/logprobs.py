@@ -11,6 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region as total
 from torch import Tensor
 from torch.nn.functional import linear
@@ -37,6 +42,28 @@ class Head:
     vocabulary: int
     group: Any
     temperature: float
+
+
+def head_on(weight: Tensor, vocabulary: int, temperature: float) -> Head:
+    """The part of an output layer that this rank has; see ``Head``."""
+    first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
+    return Head(weight, first, vocabulary, parallel_state.get_tensor_model_parallel_group(), temperature)
+
+
+def whole_rows(hidden: Tensor, sequence: bool) -> Tensor:
+    """[tokens here, 1, hidden] -> [tokens, hidden] on every tensor-parallel rank; in backward their gradients are summed.
+
+    Args:
+        hidden: behind the last norm.
+        sequence: sequence parallelism divides the tokens.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    rows = hidden.squeeze(1)
+    if sequence:
+        found: Tensor = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True, group=group)
+    else:
+        found = copy_to_tensor_model_parallel_region(rows, group=group)
+    return found
 
 
 def token_log_probs(

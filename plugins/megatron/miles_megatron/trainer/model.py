@@ -147,6 +147,7 @@ def _divided(s: Sizes) -> dict[str, Any]:
         "expert_model_parallel_size": s.ep,
         "expert_tensor_parallel_size": s.etp,
         "sequence_parallel": s.sequence,
+        "moe_token_dispatcher_type": "alltoall",  # others want rows of one length, of models without experts too
         "num_layers_in_first_pipeline_stage": s.first or None,
         "num_layers_in_last_pipeline_stage": s.last or None,
     }
@@ -172,7 +173,6 @@ def _experts(a: Architecture, engine: bool) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": engine,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_router_bias_update_rate": 0.0,
     }
 
@@ -205,6 +205,19 @@ def _latent(a: Architecture) -> dict[str, Any]:
     return found
 
 
+def block_spec(a: Architecture, config: TransformerConfig, stage: int | None) -> Any:
+    """Megatron-Core's specification of the layers of a chunk; ``stage`` is its virtual one."""
+    engine = has_transformer_engine()
+    spec = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=stage)
+    for attention in (layer.submodules.self_attention.submodules for layer in spec.layer_specs):
+        if not engine:
+            attention.core_attention = PackedAttention
+        if a.qk_norm == "whole":
+            attention.q_layernorm = partial(WholeNorm, a.heads)
+            attention.k_layernorm = partial(WholeNorm, a.kv_heads)
+    return spec
+
+
 def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: int) -> list[nn.Module]:
     """This rank's chunks of the model, empty of weights.
 
@@ -218,14 +231,7 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
     chunks = []
     for number in range(s.virtual):
         stage = number if s.virtual > 1 else None
-        engine = has_transformer_engine()
-        spec = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=stage)
-        for attention in (layer.submodules.self_attention.submodules for layer in spec.layer_specs):
-            if not engine:
-                attention.core_attention = PackedAttention
-            if a.qk_norm == "whole":
-                attention.q_layernorm = partial(WholeNorm, a.heads)
-                attention.k_layernorm = partial(WholeNorm, a.kv_heads)
+        spec = block_spec(a, config, stage)
         scaling = a.rotary.scaling
         chunk = GPTModel(
             config,

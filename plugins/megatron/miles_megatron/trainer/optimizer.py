@@ -64,9 +64,13 @@ class Optimizer:
         gloo = not torch.cuda.is_available()
         self.inner: ChainedOptimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=gloo)
 
-    def step(self) -> dict[str, float]:
-        """Clip, step, refresh the model copy. Returns ``grad_norm`` (before clipping) and ``lr``; raises NonFiniteError when the
-        norm is not finite, and then nothing has changed."""
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return self.settings.rate(self.step_number) if self.fixed_lr is None else self.fixed_lr
+
+    def norm(self) -> float:
+        """Of the gradients of all ranks; NonFiniteError when it is not finite. A collective."""
         self.inner.prepare_grads()
         norm = float(self.inner.get_grad_norm())
         if not math.isfinite(norm):
@@ -74,14 +78,16 @@ class Optimizer:
                 f"the gradient norm of optimiser step {self.step_number + 1} is {norm}; nothing was changed by this step: "
                 "try a lower --lr, or look at this step's rewards and log-probs"
             )
-        rate = self.settings.rate(self.step_number) if self.fixed_lr is None else self.fixed_lr
+        return norm
+
+    def step(self, norm: float, rate: float) -> None:
+        """Clip gradients of this ``norm``, step at learning rate ``rate``, refresh the model copy."""
         for group in self.inner.param_groups:
             group["lr"] = rate
             group["weight_decay"] = self.settings.weight_decay * group.get("wd_mult", 1.0)
         with _looked_at(self.inner, norm):
             self.inner.step()
         self.step_number += self.fixed_lr is None
-        return {"grad_norm": norm, "lr": rate}
 
     def allocate(self) -> None:
         """Make the moments that the first step would make, so that they can be saved or loaded."""
@@ -93,6 +99,35 @@ class Optimizer:
             for parameter in (p for group in adam.param_groups for p in group["params"] if not adam.state[p]):
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 adam.state[parameter] = {"step": torch.zeros(()), **moments}
+
+    @property
+    def steps(self) -> int:
+        """Steps that its moments have seen; they must be allocated."""
+        groups = self.inner.chained_optimizers[0].state_dict()["optimizer"]["param_groups"]
+        return int(groups[0].get("step") or 0)
+
+    def sharded_moments(self, model: Any, loading: bool, how: Mapping[str, Any]) -> dict[str, Any]:
+        """Moments and masters by their parameters' names, for a checkpoint that other parallel sizes can read. What else Megatron-Core's
+        optimiser would put there the first rank would write, and for its own parts.
+
+        Args:
+            model: the sharded state of the chunks.
+            loading: it is to be read.
+            how: Megatron-Core's metadata.
+        """
+        parts = self.inner.chained_optimizers
+        found = [part.sharded_state_dict(model, is_loading=loading, metadata=how) for part in parts]
+        return {str(i): each["param_state"] for i, each in enumerate(found)}
+
+    def load_moments(self, found: Mapping[str, Any], steps: int, how: Mapping[str, Any]) -> None:
+        """Inverse of ``sharded_moments``, after so many steps."""
+        for i, part in enumerate(self.inner.chained_optimizers):
+            state = part.state_dict()
+            for group in state["optimizer"]["param_groups"]:
+                group["step"] = steps
+            kind = how["distrib_optim_sharding_type"]
+            part.load_state_dict(state | {"param_state": found[str(i)], "param_state_sharding_type": kind})
+        self.separate_counts()
 
     def separate_counts(self) -> None:
         """Give each parameter of torch's AdamW a step count of its own; Megatron-Core loads one for all, which every one of them

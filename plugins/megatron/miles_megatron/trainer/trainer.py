@@ -18,10 +18,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -32,6 +28,7 @@ from miles_core.backend import (
     Callbacks,
     Codec,
     Context,
+    FurtherLayer,
     LossFunction,
     OptimizerConfig,
     Output,
@@ -49,8 +46,10 @@ from miles_megatron.architecture import Architecture
 from miles_megatron.recipes import ROWS
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer import checkpoint
-from miles_megatron.trainer.flight import Flight, flatten, merged, passes
-from miles_megatron.trainer.logprobs import Head, token_log_probs
+from miles_megatron.trainer.context import everywhere
+from miles_megatron.trainer.flight import Flight, flatten, merge, merged, passes
+from miles_megatron.trainer.further import Further
+from miles_megatron.trainer.logprobs import head_on, token_log_probs, whole_rows
 from miles_megatron.trainer.model import (
     ADD_IN_PLACE,
     build_chunks,
@@ -66,6 +65,9 @@ from miles_megatron.trainer.products import add_gradients_in_place, multiply_exp
 from miles_megatron.trainer.routers import Routers
 from miles_megatron.trainer.weights import Weights
 from miles_megatron.trainer.without_cuda import without_cuda
+
+#: In ``Context.attached``: the last hidden states of a pass.
+_LAST = "megatron.last"
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,10 @@ class MegatronTrainer(Trainer):
         reference: the reference model's checkpoint.
         on_chunk: told of each chunk before it is wrapped.
         codec: of the number format to train in; none by default.
+        further: how to train the checkpoint's layer that predicts a further token; without it there is none.
     """
 
-    capabilities = frozenset({"entropy", "sampling_support", "routing_replay"})
+    capabilities = frozenset({"entropy", "sampling_support", "routing_replay", "further_layers"})
 
     @_on_cpu_too
     def __init__(
@@ -133,26 +136,32 @@ class MegatronTrainer(Trainer):
         reference: Path | None = None,
         on_chunk: Callable[[nn.Module], object] = lambda chunk: None,
         codec: Codec | None = None,
+        further: FurtherLayer | None = None,
     ) -> None:
         self.a, self.s, self.world, self.settings = a, s, world, settings
         self.source, self._reference = directory, reference
         self.config = transformer_config(a, s, settings.dtype, settings.model)
         plain = build_chunks(a, s, self.config, settings.longest)
-        sort_once(plain, s)
+        self.further = None if further is None else Further(further, a, s, self.config, plain)
+        modules = plain if self.further is None else [*plain, self.further.layer]
+        sort_once(modules, s)
         if has_transformer_engine():
             if settings.model.get(ADD_IN_PLACE, True):
-                add_gradients_in_place(plain)
+                add_gradients_in_place(modules)
             if not self.config.fp8:
-                multiply_experts_together(plain, told=bool(settings.reduction.get("overlap_grad_reduce")))
-        self.weights = Weights(plain, a, s)
+                multiply_experts_together(modules, told=bool(settings.reduction.get("overlap_grad_reduce")))
+        self.weights = Weights(plain, a, s, None if self.further is None else self.further.layer)
         self.weights.load(directory)
-        self.format = TrainedFormat(self.weights, plain, codec or Codec())
+        self.format = TrainedFormat(self.weights, modules, codec or Codec())
         for chunk in plain:
             on_chunk(chunk)
         self.wrapped = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(plain)]
         self._chunks = plain
         self.routers = Routers(plain, a, settings.balance)
         self.optimizer = Optimizer(self.wrapped, settings.adamw, settings.dtype, settings.optimizer)
+        if self.further is not None:
+            wrapped = self._reduced(self.further.layer, overlap_grad_reduce=False)
+            self.further.wrap(wrapped, settings.adamw, settings.dtype, settings.optimizer)
         self.config.finalize_model_grads_func = _finalize
         self.config.no_sync_func = [c.no_sync for c in self.wrapped] if s.virtual > 1 else self.wrapped[0].no_sync
         self.config.grad_scale_func = self.optimizer.inner.scale_loss
@@ -160,9 +169,13 @@ class MegatronTrainer(Trainer):
 
     def _wrap(self, chunk: nn.Module, first: bool) -> Any:
         inner: Any = Float16Module(self.config, chunk) if self.settings.dtype == torch.bfloat16 else chunk
-        reduction = {"grad_reduce_in_fp32": True, **self.settings.reduction}
+        return self._reduced(inner, one_bucket=not first)
+
+    def _reduced(self, module: nn.Module, one_bucket: bool = True, **fixed: Any) -> Any:
+        """A module whose gradients are summed over replicas."""
+        reduction = {"grad_reduce_in_fp32": True, **self.settings.reduction, **fixed}
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, **reduction)
-        return DistributedDataParallel(self.config, config, inner, disable_bucketing=not first)
+        return DistributedDataParallel(self.config, config, module, disable_bucketing=one_bucket)
 
     @property
     def chunks(self) -> list[nn.Module]:
@@ -196,8 +209,11 @@ class MegatronTrainer(Trainer):
         if found.dim() == 3:
             return Output(hidden=found)
         length, entropy = len(micro_batch.tokens), bool(ctx.attached["entropy"])
-        whole = _everywhere(found.new_zeros(length, 2).index_copy(0, packing.targets, found))
-        return Output(log_probs=whole[:, 0], entropy=whole[:, 1] if entropy else None)
+        whole = everywhere(found.new_zeros(length, 2).index_copy(0, packing.targets, found))
+        output = Output(log_probs=whole[:, 0], entropy=whole[:, 1] if entropy else None)
+        if self.further is not None and ctx.kind == "train":
+            output.aux[self.further.wish.loss] = self.further.loss(ctx.attached[_LAST], micro_batch, packing, packed)
+        return output
 
     def _predict(
         self, hidden_states: Tensor, output_layer: Any, output_weight: Any, context: Any, **rest: Any
@@ -205,23 +221,13 @@ class MegatronTrainer(Trainer):
         """[M, 2] log-probs and entropies at this rank's predicting rows; called by the last chunk."""
         micro_batch, ctx = context
         packing: Packing = ctx.attached["packing"]
-        hidden = hidden_states.squeeze(1)
-        group = parallel_state.get_tensor_model_parallel_group()
-        if self.s.sequence:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        hidden = whole_rows(hidden_states, self.s.sequence)
+        if self.further is not None and ctx.kind == "train":
+            ctx.attached[_LAST] = hidden.detach()
         support = micro_batch.columns.get(SAMPLING_SUPPORT.name)
         weight = output_layer.weight if output_weight is None else output_weight
-        head = Head(
-            weight,
-            parallel_state.get_tensor_model_parallel_rank() * len(weight),
-            self.a.vocab,
-            group,
-            self.settings.temperature,
-        )
         return token_log_probs(
-            head,
+            head_on(weight, self.a.vocab, self.settings.temperature),
             hidden.index_select(0, packing.sources),
             micro_batch.tokens[packing.targets],
             support.select(packing.targets) if isinstance(support, Ragged) else None,
@@ -230,7 +236,13 @@ class MegatronTrainer(Trainer):
 
     def optimizer_step(self) -> dict[str, float]:
         """See ``Trainer.optimizer_step``."""
-        return self.optimizer.step()
+        further, rate = self.further, self.optimizer.rate
+        found = {"grad_norm": self.optimizer.norm(), "lr": rate}
+        if further is not None:
+            norm = found[f"grad_norm/{further.wish.group}"] = further.optimizer.norm()
+            further.step(norm, rate)
+        self.optimizer.step(found["grad_norm"], rate)
+        return found
 
     @_on_cpu_too
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
@@ -250,10 +262,14 @@ class MegatronTrainer(Trainer):
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
+        if self.further is not None:
+            self.further.begin()
         loss, tokens = loss or self.callbacks.loss, trained_tokens(batch, self.sum).to(self.device)
         self.routers.begin(tokens)
         with self.format.seen():
             self._run(flights, lambda output, micro, ctx: with_auxiliary(loss(output, micro, ctx), output, tokens))
+        if self.further is not None:
+            self.further.finish()
         spread = self.routers.end()
         stepped = self.callbacks.optimizer_step()
         metrics = {name: (float(total), float(weight)) for name, (total, weight) in merged(flights).items()}
@@ -315,6 +331,8 @@ class MegatronTrainer(Trainer):
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""
         self.optimizer.reset()
+        if self.further is not None:
+            self.further.optimizer.reset()
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """See ``Trainer.units``."""
@@ -359,37 +377,6 @@ def _finalize(chunks: list[Any], num_tokens: Any = None, **groups: Any) -> None:
     """Sum gradients over replicas, pipeline stages that share the embedding and ranks that share norms; nothing is divided, because
     losses arrive normalised over the whole step."""
     finalize_model_grads(chunks, None, **groups)
-
-
-def merge(one: dict[str, tuple[Tensor, Tensor]], other: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
-    """The sums of (sum, weight) pairs, without their graph, in FP64."""
-    result = dict(one)
-    for name, pair in other.items():
-        total, weight = (torch.as_tensor(x, dtype=torch.float64).detach() for x in pair)
-        before = result.get(name, (0.0, 0.0))
-        result[name] = (total + before[0], weight + before[1])
-    return result
-
-
-class _SumEverywhere(torch.autograd.Function):
-    """Sum over context-parallel ranks; each rank's gradient is that of its own part."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        total = value.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-def _everywhere(part: Tensor) -> Tensor:
-    group = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
-        return part
-    return _SumEverywhere.apply(part, group)
 
 
 def _no_loss(*_: Any) -> Any:

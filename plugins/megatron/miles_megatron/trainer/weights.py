@@ -21,6 +21,9 @@ from miles_megatron.layout import join, shard
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.model import has_transformer_engine, layer_numbers
 
+#: The beginning of the first MTP layer's names in Megatron-Core's model.
+FIRST_MTP = "mtp.layers.0."
+
 
 class Weights:
     """The tensors of this rank's chunks under their names in the whole model.
@@ -29,17 +32,23 @@ class Weights:
         chunks: not wrapped.
         a: the model.
         s: parallel sizes.
+        further: holds the first MTP layer, on the stage that has it; without it MTP layers stay as the checkpoint has them.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], a: Architecture, s: Sizes) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], a: Architecture, s: Sizes, further: nn.Module | None = None
+    ) -> None:
         self.a, self.s = a, s
         self.source: Path | None = None
         whole = list(families.weights(a))
-        self.entries = [entry for entry in whole if not entry.name.startswith("mtp.")]
-        self._others = [name for entry in whole if entry.name.startswith("mtp.") for name in entry.checkpoint]
+        trained = ("decoder.", "embedding.", "output_layer.", *(() if further is None else (FIRST_MTP,)))
+        self.entries = [entry for entry in whole if entry.name.startswith(trained)]
+        self._others = [name for entry in whole if not entry.name.startswith(trained) for name in entry.checkpoint]
         named: dict[str, Tensor] = {}
         for chunk in chunks:
-            named |= dict(_tensors(chunk, a, s))
+            named |= dict(_tensors(chunk, a, s, layer_numbers(chunk)))
+        if further is not None:
+            named |= {name.replace("layer.", FIRST_MTP, 1): t for name, t in _tensors(further, a, s)}
         self.held: dict[str, Tensor] = {}
         for entry in self.entries:
             name = transformer_engine_name(entry, a) if has_transformer_engine() else entry.name
@@ -71,10 +80,21 @@ class Weights:
         return {n: found[n].shape for e in self.entries if e.name in self.held for n in e.checkpoint}
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """What the checkpoint has of MTP layers, as it is there: they are not trained."""
+        """What the checkpoint has of MTP layers that are not trained, as it is there."""
         assert self.source is not None
         files = CheckpointFiles(self.source)
         yield from ((name, files.read(name)) for name in self._others if name in files.entries)
+
+    def copies(self) -> dict[str, list[str]]:
+        """The checkpoint's name of the embedding and of the output layer -> under which names it has copies of them in MTP layers."""
+        assert self.source is not None
+        entries = CheckpointFiles(self.source).entries
+        layers = [f"model.layers.{self.a.layers + i}." for i in range(self.a.mtp)]
+        head = "model.embed_tokens.weight" if self.a.tied else "lm_head.weight"
+        found: dict[str, list[str]] = {}
+        for original, copy in (("model.embed_tokens.weight", "embed_tokens.weight"), (head, "shared_head.head.weight")):
+            found.setdefault(original, []).extend(layer + copy for layer in layers if layer + copy in entries)
+        return found
 
     def restore(self, kept: Mapping[str, Tensor]) -> None:
         """Put tensors of ``held`` back, name -> tensor."""
@@ -196,9 +216,8 @@ class Weights:
         return result
 
 
-def _tensors(chunk: nn.Module, a: Architecture, s: Sizes) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a chunk, and routers' correction biases, under the names of the whole model."""
-    numbers = layer_numbers(chunk)
+def _tensors(chunk: nn.Module, a: Architecture, s: Sizes, numbers: Sequence[int] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a chunk with the decoder layers ``numbers``, and routers' correction biases, under the names of the whole model."""
     per = (a.experts.count // s.ep) if a.experts else 0
     first = parallel_state.get_expert_model_parallel_rank() * per
     biases = ((n, b) for n, b in chunk.named_buffers() if n.endswith("router.expert_bias"))

@@ -1,0 +1,176 @@
+"""The checkpoint's layer that predicts a further token, trained beside the policy; see ``FurtherLayer``.
+
+Megatron-Core keeps such a layer inside of the policy's model. Here it is beside it, on the last pipeline stage, with gradient buffers and
+an optimiser of its own: what they reduce, and in what order, does not change with the layer, so the policy's numbers are the same
+to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer, get_mtp_layer_spec
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from miles_core.backend import Batch, FurtherLayer, OptimizerConfig
+from miles_megatron.architecture import Architecture
+from miles_megatron.sizes import Sizes
+from miles_megatron.trainer.context import everywhere, gathered
+from miles_megatron.trainer.logprobs import head_on, token_log_probs, whole_rows
+from miles_megatron.trainer.model import block_spec, has_transformer_engine
+from miles_megatron.trainer.optimizer import Optimizer
+from miles_megatron.trainer.packing import Packing
+from miles_megatron.trainer.weights import FIRST_MTP
+
+
+class Layer(MegatronModule):
+    """The layer on ranks of the last pipeline stage; on others there is nothing in it.
+
+    Args:
+        a: the model.
+        s: parallel sizes.
+        config: of the policy's model.
+    """
+
+    def __init__(self, a: Architecture, s: Sizes, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.here = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        if not self.here:
+            return
+        own = copy.copy(config)
+        own.mtp_num_layers = 1
+        block = block_spec(a, config, s.virtual - 1 if s.virtual > 1 else None).layer_specs[-1]
+        self.layer = MultiTokenPredictionLayer(
+            own,
+            get_mtp_layer_spec(block, has_transformer_engine()).submodules,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+        if torch.cuda.is_available():
+            self.cuda()
+        if config.bf16:
+            self.bfloat16()
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """For Megatron-Core's checkpoints."""
+        state = self.layer.sharded_state_dict("layer.") if self.here else {}
+        replace_prefix_for_sharding(state, "layer.", FIRST_MTP)
+        return state
+
+
+class Further:
+    """The layer in training.
+
+    Args:
+        wish: how it is trained.
+        a: the model.
+        s: parallel sizes.
+        config: of the policy's model.
+        chunks: the policy's on this rank, not wrapped.
+
+    Attributes:
+        layer: has no weights yet.
+        optimizer: see ``wrap``.
+    """
+
+    def __init__(
+        self, wish: FurtherLayer, a: Architecture, s: Sizes, config: TransformerConfig, chunks: Sequence[nn.Module]
+    ) -> None:
+        self.wish, self.a, self.s, self.config, self.chunks = wish, a, s, config, chunks
+        self.layer = Layer(a, s, config)
+        self._embedding: Tensor | None = None
+
+    def wrap(self, wrapped: Any, settings: OptimizerConfig, dtype: torch.dtype, options: Mapping[str, Any]) -> None:
+        """Take ``layer`` in Megatron-Core's ``DistributedDataParallel``, and make its optimiser. A collective of all ranks."""
+        self.wrapped = wrapped
+        self.optimizer = Optimizer([wrapped], replace(settings, clip_grad=self.wish.clip_grad), dtype, options)
+
+    def begin(self) -> None:
+        """A step begins: no gradients, and the embedding as the first stage has it."""
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.inner.zero_grad()
+        if self.s.pp == 1 or self.a.tied or not parallel_state.is_rank_in_embedding_group():
+            return
+        if not self.layer.here:
+            first: Any = self.chunks[0]
+            table = first.embedding.word_embeddings.weight.detach()
+        else:
+            last: Any = self.chunks[-1]
+            table = self._embedding = torch.empty_like(last.output_layer.weight.detach())
+        group = parallel_state.get_embedding_group()
+        dist.broadcast(table, dist.get_global_rank(group, 0), group=group)
+
+    def finish(self) -> None:
+        """All micro-batches were backward: sum gradients over replicas, and over tensor-parallel ranks where these share parameters."""
+        self.wrapped.finish_grad_sync()
+        group = parallel_state.get_tensor_model_parallel_group()
+        _allreduce_non_tensor_model_parallel_grads([self.wrapped], self.config, group)
+
+    def step(self, norm: float, rate: float) -> None:
+        """One of its optimiser, beside the policy's at learning rate ``rate``. A collective of all ranks."""
+        self.optimizer.step(norm, rate if self.wish.lr is None else self.wish.lr)
+
+    def loss(self, hidden: Tensor, micro_batch: Batch, packing: Packing, packed: Any) -> tuple[Tensor, Tensor]:
+        """As ``Output.aux`` wants it, on every context-parallel rank.
+
+        Args:
+            hidden: [rows of this context-parallel rank, hidden] the policy's last hidden states.
+            micro_batch, packing: what runs, and where its tokens are.
+            packed: the same for attention.
+        """
+        layer: Any = self.layer.layer
+        states = self._mine(self._before(hidden.detach(), packing, len(micro_batch.tokens)))
+        embedded = self._mine(self._embedded(pad(micro_batch.tokens, (0, 1))[packing.rows]))
+        joined = layer._concat_embeddings(states.unsqueeze(1), embedded.unsqueeze(1))
+        last: Any = self.chunks[-1]
+        rotary = last._preprocess(None, None, decoder_input=joined, packed_seq_params=packed)[1]
+        with get_fp8_context(self.config) if self.config.fp8 else nullcontext():  # the projection stays in BF16
+            out, _ = layer.mtp_model_layer(
+                hidden_states=joined, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed
+            )
+        rows = whole_rows(layer.final_layernorm(out), self.s.sequence).index_select(0, packing.sources)
+        weight = last.shared_embedding_or_output_weight() if self.a.tied else last.output_layer.weight
+        head = head_on(weight.detach(), self.a.vocab, 1.0)
+        found = token_log_probs(head, rows, micro_batch.tokens[packing.targets], None, False)
+        return self.wish.factor * everywhere(-found[:, 0].sum()), (micro_batch.mask != 0).sum()
+
+    def _before(self, hidden: Tensor, packing: Packing, tokens: int) -> Tensor:
+        """[rows, hidden] for each row the state of the token before it; zeros for a first token and for padding."""
+        rows = gathered(packing.rows)
+        none, padding = tokens, tokens + 1
+        flat = hidden.new_zeros(tokens + 2, hidden.shape[1])
+        flat.index_copy_(0, torch.where(rows < 0, padding, rows), gathered(hidden))
+        return flat[torch.where((packing.positions > 0) & (packing.rows > 0), packing.rows - 1, none)]
+
+    @torch.no_grad()
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """[n] tokens -> [n, hidden], from a table whose rows tensor-parallel ranks divide."""
+        one: Any = self.chunks[-1]
+        table = self._embedding
+        if table is None:
+            table = one.shared_embedding_or_output_weight() if self.a.tied else one.embedding.word_embeddings.weight
+        at = tokens - parallel_state.get_tensor_model_parallel_rank() * len(table)
+        here = (at >= 0) & (at < len(table))
+        found = table[torch.where(here, at, 0)] * here.unsqueeze(1)
+        if self.s.tp > 1:
+            dist.all_reduce(found, group=parallel_state.get_tensor_model_parallel_group())
+        return found
+
+    def _mine(self, rows: Tensor) -> Tensor:
+        """This rank's rows where sequence parallelism divides them."""
+        if not self.s.sequence:
+            return rows
+        return rows.chunk(self.s.tp)[parallel_state.get_tensor_model_parallel_rank()]

@@ -1,0 +1,68 @@
+"""How fast a path can be, where there is hardly memory to find out."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from miles_core import SyncError
+from miles_core.backend import World
+from miles_core.testing.stored import stored_units
+from miles_zero_copy import paths
+from miles_zero_copy.paths import Path
+from miles_zero_copy.sender import Sender
+from miles_zero_copy.transport import BucketTransport
+
+
+@pytest.fixture
+def scarce(monkeypatch):
+    """A function that leaves so many bytes of memory for a tensor, and what was asked for after it."""
+    asked, ones = [], torch.ones
+
+    def leave(nbytes):
+        def made(count, **options):
+            asked.append(count)
+            if count > nbytes:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return ones(count, **options)
+
+        monkeypatch.setattr(torch, "ones", made)
+        return asked
+
+    return leave
+
+
+def test_a_copy_that_there_is_no_memory_for_is_measured_with_less(scarce):
+    asked = scarce(9 << 20)
+    assert paths.copy_speed() > 0
+    assert asked == [64 << 20, 32 << 20, 16 << 20, 8 << 20, 8 << 20]
+
+
+def test_where_nothing_can_be_measured_weights_arrive_without_a_limit(scarce, engine, checkpoints, caplog):
+    scarce(0)
+    transport = BucketTransport(engine, World(), 1 << 20)
+    report = asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
+    transport.close()
+    assert engine.version == 1 and set(report.metrics) == {"travelled"}
+    assert "a copy of memory cannot be measured: cpu has not 2097152 bytes free for it" in caplog.text
+
+
+def test_a_way_whose_own_speed_needs_a_bucket_too_large_is_measured_with_the_one_there_is():
+    def make(nbytes):
+        if nbytes > 4 << 20:
+            raise SyncError("no memory")
+        return paths.MessageSlot(nbytes, {})
+
+    got = []
+
+    async def receive(message, last):
+        got.append(message["nbytes"])
+
+    async def speed():
+        sender = Sender(Path(make, probe=16 << 20, enough=2 << 20), 64 << 20, (0, 1))
+        await sender.greet(receive, 0)
+        return await sender.speed(receive, 0)
+
+    assert asyncio.run(speed()) > 0 and set(got[1:]) == {5 << 19}

@@ -1,0 +1,43 @@
+"""What a trainer is told of the layer behind the decoder."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from miles_core import ConfigError, Plugin, hookimpl
+from miles_core.backend import FurtherLayer, further_layer
+from miles_core.contracts.hooks import load_hooks
+from miles_core.plugin.facts import Facts
+from miles_core.plugin.resolve import resolve
+
+WISH = FurtherLayer("mtp", "draft", 0.3, lr=1e-4)
+
+
+class Drafting:
+    @hookimpl
+    def on_further_layers(self, wishes):
+        wishes.append(WISH)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What a trainer is told in a run with these plugins, each of which wants the layer trained."""
+    monkeypatch.setitem(sys.modules, "miles_further", SimpleNamespace(Drafting=Drafting))
+
+    def ask(*names):
+        catalogue = {n: Plugin(n, "test", "1.0", "~=0.1", hooks={"": "miles_further:Drafting"}) for n in names}
+        hooks = load_hooks(resolve(list(names), catalogue, Facts()), catalogue)
+        return further_layer(SimpleNamespace(hooks=hooks), SimpleNamespace(name="actor"))
+
+    return ask
+
+
+def test_a_plugin_says_how_the_layer_is_trained(asked):
+    assert asked() is None
+    assert asked("one") == WISH
+
+
+def test_two_plugins_cannot_train_one_layer(asked):
+    with pytest.raises(ConfigError, match="behind the decoder of actor: leave one of one, two out"):
+        asked("one", "two")
