@@ -31,6 +31,7 @@ VARIANTS = {
     "ray_sync": f"{_RAY} --plugins tis",
     "ray_async": f"{_RAY} --plugins tis --schedule async",
     "ray_megatron": f"{_SGLANG} --sglang-disable-cuda-graph {_RAY} --trainer megatron --plugins tis",
+    "ray_megatron_moe_fp8": f"{_SGLANG} --sglang-disable-cuda-graph {_RAY} --trainer megatron --plugins r3,tis,fp8 --fp8-recipe blockwise",
     "ray_buckets": f"{_SGLANG} --sglang-disable-cuda-graph {_RAY} --plugins tis --use-zero-copy-sync",
 }
 REWARD = '''import re

@@ -360,7 +360,8 @@ def main() -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         found = {"rows": rows} | ({"parity": parity()} if given.parity else {})
         found["gpus"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-        label = "-".join([*(f for f in given.formats if f != "bf16"), *(["r3"] if given.replay else [])])
+        models = [] if set(given.models) == set(MODELS) else given.models
+        label = "-".join([*models, *(f for f in given.formats if f != "bf16"), *(["r3"] if given.replay else [])])
         finish("megatron_step", found, given.save, versions, label)
 
 
