@@ -144,6 +144,10 @@ class MegatronTrainer(Trainer):
         plain = build_chunks(a, s, self.config, settings.longest)
         self.further = None if further is None else Further(further, a, s, self.config, plain)
         modules = plain if self.further is None else [*plain, self.further.layer]
+        if (
+            a.qk_norm == "whole"
+        ):  # ranks have weights of different heads, and Megatron-Core would sum the gradients of all that is named so
+            self.config.qk_layernorm = False
         sort_once(modules, s)
         if has_transformer_engine():
             if settings.model.get(ADD_IN_PLACE, True):
