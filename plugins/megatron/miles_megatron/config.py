@@ -20,6 +20,11 @@ _OWNERS = {
     "DistributedDataParallelConfig": "the reduction of gradients",
 }
 _TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "words": tuple[str, ...]}
+#: What Megatron-Core 0.19 takes in the lists whose type does not say it.
+_WORDS = {
+    "recompute_modules": ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"),
+    "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
+}
 #: Values that differ from Megatron-Core's, and why.
 DEFAULTS: dict[str, tuple[Any, str]] = {
     "tensor_model_parallel_size": (1, "1"),
@@ -55,7 +60,7 @@ def _entry(row: dict[str, Any]) -> tuple[str, Any, Any]:
             help=f"{_OWNERS[row['owner']]}: {row['owner']}.{row['name']} of Megatron-Core (default there: {shown})"
             if row["name"] not in DEFAULTS
             else f"{_OWNERS[row['owner']]}: {row['owner']}.{row['name']} of Megatron-Core (default: {shown})",
-            choices=tuple(row["choices"]),
+            choices=_WORDS.get(row["name"], tuple(row["choices"])),
             metavar="NAME,..." if words else "",
             ge=1 if row["name"].endswith("_size") and row["type"] == "int" else None,
         ),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miles_core import Facts
+from miles_core import ConfigError, Facts
 from miles_megatron.architecture import Architecture
 
 #: Ranks of tensor parallelism that are suggested at most: the GPUs of one machine, because they exchange something in every layer.
@@ -84,14 +85,21 @@ class Misfit:
 def ranks_of(facts: Facts) -> tuple[int, str]:
     """How many ranks train, and where that is known from."""
     given = facts.lookup("megatron.ranks")
-    if facts.value("megatron.ranks"):
-        return int(given.value), given.origin
+    if facts.value("megatron.ranks") is not None:
+        return _number(given.value, given.origin), given.origin
     nodes, each = facts.value("ray.actor_num_nodes"), facts.value("ray.actor_num_gpus_per_node")
     if facts.value("plugin.ray") and nodes and each:
         return int(nodes) * int(each), "--actor-num-nodes x --actor-num-gpus-per-node"
     if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"]), "environment variable WORLD_SIZE"
+        origin = "environment variable WORLD_SIZE"
+        return _number(os.environ["WORLD_SIZE"], origin), origin
     return 1, "--runtime inline is one process; plan for more with --fact megatron.ranks=N"
+
+
+def _number(given: object, origin: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d*", str(given)):
+        raise ConfigError(f"{origin}: the ranks that train are {given}, which is no whole number from 1 on")
+    return int(str(given))
 
 
 def sizes_of(facts: Facts) -> Sizes:
@@ -151,6 +159,9 @@ def _stages(s: Sizes, a: Architecture) -> Iterator[Misfit]:
     if s.virtual > 1 and s.pp == 1:
         yield Misfit("--pipeline-model-parallel-size above 1", "virtual stages divide those of a pipeline",
                      "virtual_pipeline_model_parallel_size")  # fmt: skip
+    elif s.pp == 1 and (s.first or s.last):
+        yield Misfit("--pipeline-model-parallel-size above 1", "a pipeline has a first and a last stage",
+                     "num_layers_in_first_pipeline_stage" if s.first else "num_layers_in_last_pipeline_stage")  # fmt: skip
     elif rest < 0 or (middle <= 0 and rest) or (middle > 0 and rest % middle):
         fit = tuple(n for n in divisors(s.ranks) if n * s.virtual <= a.layers and not a.layers % (n * s.virtual))
         yield Misfit(

@@ -8,7 +8,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from miles_core import PlanError
+from miles_core import ConfigError, PlanError
 from miles_core.testing import plan
 from miles_megatron import families
 from miles_megatron.sizes import Sizes, candidates, misfits
@@ -35,6 +35,7 @@ def needs(architecture=QWEN, **sizes):
         ({"sequence": True}, "--tensor-model-parallel-size above 1"),
         ({"ranks": 2, "tp": 2}, "--sequence-parallel"),
         ({"virtual": 2}, "--pipeline-model-parallel-size above 1"),
+        ({"first": 3}, "--pipeline-model-parallel-size above 1"),
     ],
 )
 def test_what_does_not_divide_is_said(sizes, wanted):
@@ -105,6 +106,19 @@ def test_the_plan_refuses_what_cannot_fit_with_sizes_that_do(checkpoint, model, 
             **typed(flags),
         )
         assert f"billion parameters on {ranks} ranks" in "\n".join(accepted.reviews)
+
+
+def test_ranks_that_are_no_number_are_a_sentence(checkpoint, monkeypatch):
+    def said(*facts):
+        with pytest.raises(ConfigError) as error:
+            plan(trainer="megatron", hf_checkpoint=checkpoint(PUBLISHED["QWEN3_8B"]), facts=facts)
+        return str(error.value)
+
+    assert said("megatron.ranks=-8").startswith("--fact megatron.ranks=-8: the ranks that train are -8, which is no")
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert (
+        said() == "environment variable WORLD_SIZE: the ranks that train are many, which is no whole number from 1 on"
+    )
 
 
 def test_too_few_gpus_for_any_sizes(checkpoint):

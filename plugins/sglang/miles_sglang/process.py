@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from miles_sglang import compiling, frames
@@ -47,7 +48,7 @@ _END_S = 20.0
 #: What the log says -> what helps.
 _HINTS = (
     (
-        re.compile(r"increase --mem-fraction-static", re.IGNORECASE),
+        re.compile(r"(increase|raise) --mem-fraction-static", re.IGNORECASE),
         "; weights and cache do not fit into its share of the GPU: raise --sglang-mem-fraction-static",
     ),
     (
@@ -282,7 +283,7 @@ class ProcessLink(Link):
         said = [line for line in reversed(lines) if not _NO_CAUSE.search(line)]
         causes = (found.group(0) for pattern in (_CAUSE, _ENDED) for line in said if (found := pattern.search(line)))
         cause = next(causes, "")
-        return f"its log {self.log_file} ends{f' ({cause[:200]})' if cause else ''}{_hint(lines)}"
+        return f"its log {self.log_file} ends{f' ({shorten(cause, 240)})' if cause else ''}{_hint(lines)}"
 
 
 def _hint(lines: Sequence[str]) -> str:

@@ -39,6 +39,9 @@ class Engine:
         if model_path == "large":
             print("torch.OutOfMemoryError: CUDA out of memory.", file=sys.stderr, flush=True)
             os.kill(os.getpid(), 9)
+        if model_path == "small":
+            print("ValueError: no memory is left; Raise --mem-fraction-static above 0.4", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), 9)
         if model_path == "taken":
             print("DistNetworkError: port: 58951, name: EADDRINUSE", file=sys.stderr, flush=True)
             print("[server] server_args=ServerArgs(mem_fraction_static=0.4)", file=sys.stderr, flush=True)
@@ -122,6 +125,7 @@ def test_a_process_that_dies_is_named_with_its_last_words(tmp_path: Path) -> Non
     [
         ("unknown", r"SGLang did not start: ValueError: Model architectures \['Nobody'\].*does not know the model"),
         ("large", r"signal SIGKILL.*out of memory.*--sglang-mem-fraction-static"),
+        ("small", r"signal SIGKILL.*do not fit into its share of the GPU: raise --sglang-mem-fraction-static"),
         ("taken", r"signal SIGKILL.*EADDRINUSE.*a port is taken: give others with --sglang-port"),
         ("slow", r"did not come up within 1 s \(--sglang-startup-timeout\)"),
     ],

@@ -83,10 +83,19 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
     }
     if "attention_backend" in options:
         fields["attention_backend"] = AttnBackend[options["attention_backend"]]
-    made = (MLATransformerConfig if a.latent else TransformerConfig)(**fields)
+    made = _checked(MLATransformerConfig if a.latent else TransformerConfig, fields, options)
     for name, value in _yarn(a).items():
         setattr(made, name, value)  # fields that Megatron-Core reads and does not declare
     return made
+
+
+def _checked(kind: type[TransformerConfig], fields: dict[str, Any], options: Mapping[str, Any]) -> TransformerConfig:
+    """Megatron-Core checks more than the plan does."""
+    try:
+        return kind(**fields)
+    except (AssertionError, ValueError) as error:
+        chosen = ", ".join(f"{name} = {value}" for name, value in options.items())
+        raise ConfigError(f"Megatron-Core refuses these options ({chosen}): {error}; choose others") from error
 
 
 def _fusions(a: Architecture, engine: bool) -> dict[str, Any]:
