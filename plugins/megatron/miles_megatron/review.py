@@ -51,7 +51,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     )
     if any(misfits(s, a)):
         return Review(note, problems)
-    problems += tuple(_format(facts, a, s))
+    problems += (*_format(facts, a, s), *_local(facts, a, s))
     if untrained := a.mtp - bool(facts.value(FURTHER)):
         note += (f"{untrained} MTP layers are not trained; an export has them as the checkpoint has",)
     fits = _fits(facts, a, s)
@@ -61,10 +61,27 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
 def _packages(facts: Facts) -> tuple[tuple[str, ...], tuple[Problem, ...]]:
     """What has to be installed: a note where the plan is for other machines (``--hardware``, ``--fact megatron.ranks=N``)."""
     found = list(missing(gpu=bool(facts.value("gpu.count", 0) or facts.value("gpu.sm"))))
-    if any(facts.lookup(name).chosen for name in ("gpu", "gpu.sm", "gpu.memory_gb", "megatron.ranks")):
+    if _elsewhere(facts):
         lines = ["to be installed where it runs", *(needs for needs, _ in found)]
         return (("\n  ".join(lines),) if found else ()), ()
     return (), tuple(Problem("megatron", needs, because) for needs, because in found)
+
+
+def _elsewhere(facts: Facts) -> bool:
+    """Whether the plan is for other machines."""
+    return any(facts.lookup(name).chosen for name in ("gpu", "gpu.sm", "gpu.memory_gb", "megatron.ranks"))
+
+
+def _local(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
+    """What Megatron-Core's local modules, which run without a GPU, compute wrongly."""
+    if a.latent is not None and s.tp > 1 and facts.value("gpu.count") == 0 and not _elsewhere(facts):
+        name = "megatron.tensor_model_parallel_size"
+        why = (
+            "without a GPU Megatron-Core's local modules run, which do not sum over tensor-parallel ranks the gradient of the keys that all "
+            "heads of latent attention share; divide by pipeline, expert or context"
+        )
+        values = (described(facts.lookup(name)), described(facts.lookup("gpu.count")))
+        yield Problem("megatron", "--tensor-model-parallel-size 1", why, values, choices=(name,))
 
 
 def _format(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
