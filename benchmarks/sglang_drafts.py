@@ -5,6 +5,7 @@ The model is a small GLM-4.5 with an MTP layer (SGLang takes that from few famil
 another one (see ``speculative.py``). The runs then hardly change the policy, so acceptance changes with the draft alone. Sides:
 
 - ``plain``, ``frozen`` and ``trained``: see above; medians of the last steps, acceptance of each step.
+- ``megatron``: trained by Megatron-Core, in its policy's backward pass alone.
 - ``asleep``: a Qwen3 drafts for itself as a separate draft model, and gives its memory to the trainer in every step: what comes back from the copy
   that ``--sglang-enable-draft-weights-cpu-backup`` keeps must draft as before.
 
@@ -38,11 +39,16 @@ async def rm(args, sample):
     return sum(t % 2 for t in sample.tokens[-32:]) / 32
 """
 TRAINED = "--online-sft-interval 1 --enable-mtp-training --draft-lr 1e-3"
+SIDES_BY_DEFAULT = "plain,trained,frozen"
 #: engine, side -> plugins and flags
 SIDES = {
     ("sglang", "plain"): ("tis", ""),
     ("sglang", "frozen"): ("tis", "--sglang-speculative-algorithm NEXTN"),
     ("sglang", "trained"): ("tis speculative", f"--sglang-speculative-algorithm NEXTN {TRAINED}"),
+    ("sglang", "megatron"): (
+        "tis speculative",
+        "--sglang-speculative-algorithm NEXTN --trainer megatron --enable-mtp-training --draft-lr 1e-3",
+    ),
     ("sglang", "asleep"): (
         "tis",
         "--sglang-speculative-algorithm STANDALONE --colocate --sglang-enable-draft-weights-cpu-backup",
@@ -66,7 +72,8 @@ def main() -> None:
             result[side] = measured(given, side, Path(scratch))
             say(given, side=side, **result[side])
     packages = ["torch", "transformers", *(["sglang"] if given.engine == "sglang" else [])]
-    finish("sglang_drafts", result, given.save, lambda: installed(*packages), given.engine)
+    sides = [] if given.sides == SIDES_BY_DEFAULT else given.sides.split(",")
+    finish("sglang_drafts", result, given.save, lambda: installed(*packages), "-".join([given.engine, *sides]))
 
 
 def parse() -> argparse.Namespace:
@@ -87,7 +94,7 @@ def parse() -> argparse.Namespace:
         ("graphs", 128),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--sides", default="plain,trained,frozen")
+    parser.add_argument("--sides", default=SIDES_BY_DEFAULT)
     parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--draft-lr", type=float, default=1e-3)
@@ -147,7 +154,7 @@ def configuration(given: argparse.Namespace) -> Any:
 def flags_of(given: argparse.Namespace, side: str, scratch: Path) -> list[str]:
     """Of one run."""
     plugins, own = SIDES[given.engine, side]
-    rows, steps = given.prompts * 8, given.trained_steps if side == "trained" else given.steps
+    rows, steps = given.prompts * 8, given.trained_steps if side in ("trained", "megatron") else given.steps
     flags = f"""--hf-checkpoint {scratch / "model"} --save {scratch / side} --save-interval {steps} --engine {given.engine}
         --device {given.device} --prompt-data {scratch / "prompts.jsonl"} --input-key prompt --label-key label
         --custom-rm-path {scratch / "reward.py"}:rm --rollout-batch-size {given.prompts} --n-samples-per-prompt 8

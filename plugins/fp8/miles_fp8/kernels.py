@@ -6,6 +6,7 @@ GPU's own conversion to E4M3, which rounds to nearest even. Checked by ``FormatC
 """
 
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 import torch
 import triton
 import triton.language as tl

@@ -6,6 +6,7 @@ tests/test_kernels.py.
 """
 
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 import torch
 import triton
 import triton.language as tl

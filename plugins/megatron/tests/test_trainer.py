@@ -148,6 +148,15 @@ def worked_with(checkpoint, sizes):
     return worked(checkpoint, **sizes)
 
 
+def test_norms_over_all_heads_are_trained_by_the_ranks_that_have_them(ranks, tmp_path):
+    from miles_core.testing import tiny_checkpoint
+
+    checkpoint = tiny_checkpoint("minimax_m2", tmp_path / "model")
+    expected, found = worked(checkpoint)["units"], ranks.run(worked_with, checkpoint, {"tp": 2, "sequence": True})[0]
+    for name, tensor in found["units"].items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-5)
+
+
 def without_gradient_sync(checkpoint):
     """The same step, had nobody summed gradients over replicas."""
     from miles_megatron.trainer import trainer

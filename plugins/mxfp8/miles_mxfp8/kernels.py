@@ -7,6 +7,7 @@ two is multiplying by its inverse, which is exact; and the GPU's conversion to E
 """
 
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 import torch
 import triton
 import triton.language as tl

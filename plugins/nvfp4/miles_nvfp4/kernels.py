@@ -7,6 +7,7 @@ which is left to its reference. Checked by ``FormatContract`` and tests/test_ker
 """
 
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 import torch
 import triton
 import triton.language as tl

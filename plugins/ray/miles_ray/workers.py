@@ -80,11 +80,8 @@ class RayWorkers(Workers):
         }
         if self.environment:
             options["runtime_env"] = {"env_vars": self.environment}
-        made = (
-            ray.remote(Actor)
-            .options(**options)
-            .remote(self.names[number], self.order.directory, self.level, place.devices)
-        )
+        actor: Any = ray.remote(Actor)
+        made = actor.options(**options).remote(self.names[number], self.order.directory, self.level, place.devices)
         self.actors[number] = made
         self.found[number] = await self._answer(number, made.where.remote())
         with self.naming(number):

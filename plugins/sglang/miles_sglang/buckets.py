@@ -60,7 +60,7 @@ class Flat:
         body: dict[str, Any] = {"tensors": self.tensors, "size": self.array.numel()}
         if self.array.is_cuda:
             return {**body, "handles": handles(self.array, ranks)}, b""
-        return body, memoryview(self.array.numpy())
+        return body, self.array.numpy().data
 
 
 def divide(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:

@@ -146,7 +146,7 @@ def _load_scales(model: Any, tensors: list[tuple[str, Tensor]], watch: Watch) ->
 
 def _first_byte(tensor: Tensor) -> int:
     """Where a tensor begins in its storage."""
-    return tensor.storage_offset() * tensor.itemsize
+    return int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _tensors(table: str, array: Tensor) -> list[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -31,7 +32,7 @@ def with_mtp(source: Path | str, target: Path | str) -> Path:
     Raises:
         CheckpointError: it cannot be read or written, or its family's layers cannot be run one by one.
     """
-    model = load_model(source)
+    model: Any = load_model(source)
     layer = make_layer(model)
     add_layer(model, layer)
     initialise(model, layer)

@@ -43,10 +43,10 @@ def attach_model(policy: Any, path: str | Path) -> Draft:
     if is_eagle(path):
         return attach_eagle(policy, path)
     like = next(policy.parameters())
-    draft = load_model(path, str(like.dtype).removeprefix("torch."), like.device)
+    draft: Any = load_model(path, str(like.dtype).removeprefix("torch."), like.device)
     behind = len(backbone(policy).layers)  # type: ignore[arg-type]
     for module in draft.modules():
         if hasattr(module, "layer_idx"):
-            module.layer_idx += behind  # type: ignore[operator]
+            module.layer_idx += behind
     policy.draft = draft
     return DraftModel(policy, draft)

@@ -26,7 +26,9 @@ class Speculative:
     def on_start(self, run: Any) -> None:
         path = self.options.on(run.config.run.engine).draft_model_path
         trust = run.config.model.trust_remote_code
-        for policy in run.policies if path is not None else ():
+        if path is None:
+            return
+        for policy in run.policies:
             # of the run's own checkpoint the plan has said it
             for why in misfits(path, policy.hf_checkpoint, trust) if policy.hf_checkpoint else ():
                 raise CheckpointError(why)

@@ -77,9 +77,9 @@ class TreeDecoder(SpeculativeDecoder):
             children = {(a, token): node for node, (a, token) in enumerate(zip(above, chain, strict=True)) if node}
             path, room = [0], min(rows[i].limit - len(rows[i].tokens), size)
             while (
-                len(path) < room and (node := children.get((path[-1], drawn.tokens[i * size + path[-1]]))) is not None
+                len(path) < room and (child := children.get((path[-1], drawn.tokens[i * size + path[-1]]))) is not None
             ):
-                path.append(node)
+                path.append(child)
             paths.append(path)
         engine.keep(rows, lengths_of(rows) - 1, paths)
         flat = [[i * size + node for node in path] for i, path in enumerate(paths)]

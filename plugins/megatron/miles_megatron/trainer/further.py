@@ -61,8 +61,6 @@ class Layer(MegatronModule):
         )
         if torch.cuda.is_available():
             self.cuda()
-        if config.bf16:
-            self.bfloat16()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """For Megatron-Core's checkpoints."""

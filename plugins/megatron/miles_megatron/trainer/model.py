@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 from torch.nn.functional import silu
@@ -257,6 +258,15 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
     if config.attention_backend == AttnBackend.auto and config.bf16:
         os.environ[_UNFUSED] = "0"
     return chunks
+
+
+def in_bf16(config: TransformerConfig, module: nn.Module) -> nn.Module:
+    """A module in BF16. Routers' correction biases stay as they were loaded, in FP32 and in the tensors that are exported."""
+    biases = [(m, m.expert_bias) for m in module.modules() if getattr(m, "expert_bias", None) is not None]
+    made: nn.Module = Float16Module(config, module)
+    for router, bias in biases:
+        router.expert_bias = bias
+    return made
 
 
 #: TransformerEngine's switch of attention that stores its scores: ten times slower, and no memory that was planned for it. Off unless

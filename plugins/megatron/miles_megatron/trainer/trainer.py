@@ -18,7 +18,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -55,6 +54,7 @@ from miles_megatron.trainer.model import (
     build_chunks,
     fused_attention,
     has_transformer_engine,
+    in_bf16,
     layer_numbers,
     transformer_config,
 )
@@ -144,6 +144,10 @@ class MegatronTrainer(Trainer):
         plain = build_chunks(a, s, self.config, settings.longest)
         self.further = None if further is None else Further(further, a, s, self.config, plain)
         modules = plain if self.further is None else [*plain, self.further.layer]
+        if (
+            a.qk_norm == "whole"
+        ):  # ranks have weights of different heads, and Megatron-Core would sum the gradients of all that is named so
+            self.config.qk_layernorm = False
         sort_once(modules, s)
         if has_transformer_engine():
             if settings.model.get(ADD_IN_PLACE, True):
@@ -155,27 +159,24 @@ class MegatronTrainer(Trainer):
         self.format = TrainedFormat(self.weights, modules, codec or Codec())
         for chunk in plain:
             on_chunk(chunk)
-        self.wrapped = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(plain)]
+        self.wrapped = [self._wrap(chunk, one_bucket=i > 0) for i, chunk in enumerate(plain)]
         self._chunks = plain
         self.routers = Routers(plain, a, settings.balance)
         self.optimizer = Optimizer(self.wrapped, settings.adamw, settings.dtype, settings.optimizer)
         if self.further is not None:
-            wrapped = self._reduced(self.further.layer, overlap_grad_reduce=False)
+            wrapped = self._wrap(self.further.layer, overlap_grad_reduce=False)
             self.further.wrap(wrapped, settings.adamw, settings.dtype, settings.optimizer)
         self.config.finalize_model_grads_func = _finalize
         self.config.no_sync_func = [c.no_sync for c in self.wrapped] if s.virtual > 1 else self.wrapped[0].no_sync
         self.config.grad_scale_func = self.optimizer.inner.scale_loss
         self.callbacks = Callbacks(self.forward, _no_loss, self.optimizer_step)
 
-    def _wrap(self, chunk: nn.Module, first: bool) -> Any:
-        inner: Any = Float16Module(self.config, chunk) if self.settings.dtype == torch.bfloat16 else chunk
-        return self._reduced(inner, one_bucket=not first)
-
-    def _reduced(self, module: nn.Module, one_bucket: bool = True, **fixed: Any) -> Any:
+    def _wrap(self, module: nn.Module, one_bucket: bool = True, **fixed: Any) -> Any:
         """A module whose gradients are summed over replicas."""
+        inner = in_bf16(self.config, module) if self.settings.dtype == torch.bfloat16 else module
         reduction = {"grad_reduce_in_fp32": True, **self.settings.reduction, **fixed}
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, **reduction)
-        return DistributedDataParallel(self.config, config, module, disable_bucketing=one_bucket)
+        return DistributedDataParallel(self.config, config, inner, disable_bucketing=one_bucket)
 
     @property
     def chunks(self) -> list[nn.Module]:
