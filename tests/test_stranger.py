@@ -42,6 +42,10 @@ class Everything:
         calls.append(f"on_model({role})")
 
     @hookimpl
+    def on_further_layers(self, run, policy, wishes):
+        calls.append("on_further_layers")
+
+    @hookimpl
     def wrap_rollout(self, run):
         return around("rollout")
 

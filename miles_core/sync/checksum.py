@@ -22,8 +22,9 @@ from miles_core.precision.gpu_kernel import usable
 BLOCK = 1024
 #: Bytes that a CPU copies before it adds them up: they are in its cache still.
 PIECE = 2 << 20
-#: Bytes that a GPU is given to copy or add up at a time: it is busy while the next ones are found.
-LAUNCH = 1 << 30
+#: Bytes that a GPU is given first to copy or add up, so that it is busy while the next ones are found, and at most; twice as many each time, as
+#: a launch takes the host as long as some hundred megabytes take the GPU.
+FIRST_LAUNCH, LAUNCH = 512 << 20, 4 << 30
 #: Blocks whose numbers are made together.
 _ROUND = 1 << 15
 #: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
@@ -173,6 +174,7 @@ class OnePass(Sum):
         self._jobs: list[tuple[int, int, int, int]] = []
         self._copied: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
+        self._enough = FIRST_LAUNCH
         self._begun = self._piece = self._start = 0  # in blocks; the piece that this one is in, and where it starts
 
     def copy(self, to: Tensor, source: Tensor, at: int, stays: bool = False) -> None:
@@ -196,7 +198,8 @@ class OnePass(Sum):
             self._run()
 
     def up_to(self, end: int) -> None:
-        if end - self._begun * BLOCK >= LAUNCH:
+        if end - self._begun * BLOCK >= self._enough:
+            self._enough = min(2 * self._enough, LAUNCH)
             self._add(end // BLOCK)
             self._run()
 

@@ -86,6 +86,7 @@ class Loan:
         self._regions: dict[str, dict[str, Any]] = {}
         self._sum: Sum | None = None
         self._device: torch.device | None = None
+        self._last: dict[str, Any] | None = None
         self._nbytes = 0
 
     def __len__(self) -> int:
@@ -103,11 +104,13 @@ class Loan:
             or self._device not in (None, tensor.device)
         ):
             return False
-        region = _region(tensor)
+        address, region = tensor.data_ptr(), self._last
+        if region is None or not region["base"] <= address < region["base"] + region["nbytes"]:
+            region = _region(tensor)
         if region is None:
             return False
-        key, start = region["key"], tensor.data_ptr() - region["base"]
-        self._regions.setdefault(key, region)
+        key, start = region["key"], address - region["base"]
+        self._last = self._regions.setdefault(key, region)
         self._units.append([name, key, dtype_name(tensor.dtype), list(tensor.shape), start])
         self._nbytes += nbytes
         if self._sum is None:

@@ -97,14 +97,16 @@ def test_pieces_count_as_one_and_each_may_be_copied(jobs):
 
 def test_what_is_there_is_added_up_while_more_is_found(jobs, monkeypatch):
     source, to, kernel = jobs
+    monkeypatch.setattr(module, "FIRST_LAUNCH", 8 * BLOCK)
     monkeypatch.setattr(module, "LAUNCH", 10 * BLOCK)
     found = summing(source[: 8 * BLOCK])
+    found.up_to(8 * BLOCK)
     for piece in range(1, 5):
         found.append(source[piece * 8 * BLOCK : (piece + 1) * 8 * BLOCK])
         if piece == 2:
             found.copy(to[: 8 * BLOCK], source[16 * BLOCK : 24 * BLOCK], 16 * BLOCK, stays=True)
         found.up_to((piece + 1) * 8 * BLOCK)
-    assert [sum(blocks for *_, blocks in launch) for launch in kernel.launches] == [16, 16]
+    assert [sum(blocks for *_, blocks in launch) for launch in kernel.launches] == [8, 16, 16]
     assert torch.equal(to[: 8 * BLOCK], source[16 * BLOCK : 24 * BLOCK])
     assert found.of(40 * BLOCK) == reference(source) and len(kernel.launches) == 3
 

@@ -20,13 +20,15 @@ class OnAnother(OnAGpu):
 
 
 def test_only_what_lies_on_one_gpu_is_lent(monkeypatch):
-    monkeypatch.setattr(module, "_region", lambda tensor: {"key": "k", "base": 0})
+    asked, first = [], {"key": "k", "base": 0, "nbytes": 1 << 62}
+    monkeypatch.setattr(module, "_region", lambda tensor: asked.append(tensor) or first)
     monkeypatch.setattr(module, "summing", Sum)
     monkeypatch.setattr(module, "_bytes", lambda tensor: tensor.as_subclass(torch.Tensor))
     memory = torch.randint(0, 256, (4, BLOCK), dtype=torch.uint8)
     loan = module.Loan()
     kinds = [OnAGpu, OnAnother, OnAGpu]
     lent = [loan.add(f"w{i}", memory[i].as_subclass(kind)) for i, kind in enumerate(kinds)]
+    assert len(asked) == 1  # the rest lies in the same allocation
     message = loan.message()
     assert lent == [True, False, True] and [unit[0] for unit in message["units"]] == ["w0", "w2"]
     assert message["checksum"] == checksum(memory[0], memory[2])
