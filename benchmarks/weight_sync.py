@@ -36,6 +36,7 @@ from miles_core import SyncError
 from miles_core.backend import Codec, CopyTransport, Encoded, Unit
 from miles_core.precision.installed import format_class
 from miles_zero_copy import paths
+from miles_zero_copy.limits import GPU_PROBE_BYTES, PROBE_BYTES, copy_speed
 from miles_zero_copy.sender import Sender, Sent
 
 #: Of the weights, that a step of AdamW changes at learning rates of 1e-6 and 1e-5.
@@ -72,10 +73,10 @@ class Turns:
     def of(self, send: Callable[[], None], change: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Seconds of a sync: the median, and each beside the speed of a copy then. ``change`` what is sent before each."""
         seconds, limits = [], []
-        probe = paths.PROBE_BYTES if self.device == "cpu" else paths.GPU_PROBE_BYTES
+        probe = PROBE_BYTES if self.device == "cpu" else GPU_PROBE_BYTES
         for _ in range(self.repeats + self.first):
             change()
-            limits.append(paths.copy_speed(probe, self.device))
+            limits.append(copy_speed(probe, self.device))
             start = time.perf_counter()
             send()
             if self.device != "cpu":

@@ -29,8 +29,9 @@ from measure import finish, installed
 
 from miles_core.backend import Bucket, Encoded, Inbox, checksum
 from miles_core.sync.checksum import PIECE
-from miles_zero_copy.paths import StandingSlot, copy_speed
+from miles_zero_copy.limits import copy_speed
 from miles_zero_copy.segment import Segment
+from miles_zero_copy.slots import StandingSlot
 
 
 def engine(connection: Any) -> None:

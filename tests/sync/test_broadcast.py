@@ -57,3 +57,14 @@ def test_who_is_not_there_in_time_and_who_cannot_be_reached_are_said():
     if not torch.cuda.is_available():
         with pytest.raises(SyncError, match="the engine's process has no GPU"):
             Broadcast.join({**end.memory, "device": "cuda"})
+
+
+def test_a_receiver_without_memory_says_so(monkeypatch):
+    end = Broadcast(None, CPU, 1, 2, 1.0)
+
+    def full(*size, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(SyncError, match="1,024 bytes of the engine's GPU memory for a broadcast are not to be had"):
+        end.receive(1024, 0)

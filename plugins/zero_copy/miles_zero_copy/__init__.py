@@ -17,7 +17,7 @@ plugin = Plugin(
     provides={"transport": {"buckets": "miles_zero_copy.transport:make_transport"}},
     capabilities={"transport": ("buckets",)},
     sets={"transport": "buckets"},
-    measures="miles_zero_copy.paths:limits",
+    measures="miles_zero_copy.limits:limits",
     requires=(
         Rule(
             needs="schedule != sync",

@@ -13,7 +13,8 @@ from torch import Tensor
 from miles_core import SyncError
 from miles_core.backend import BLOCK, Encoded, Loan, room_of, rounded
 from miles_core.format import Stored
-from miles_zero_copy.paths import Path, Receive, Slot, StandingSlot
+from miles_zero_copy.paths import Path
+from miles_zero_copy.slots import Receive, Slot, StandingSlot
 from miles_zero_copy.versions import Versions
 
 log = logging.getLogger(__name__)
@@ -110,10 +111,8 @@ class Sender:
             self._standing = self._versions.begin(self._taken)
             self._piece = min(max(self._taken // PIECES, PIECE), self._given)
         try:
-            if (
-                self._standing and self._taken >= PIECE
-            ):  # engines check it while it is written; of less, a message takes longer
-                await self._deliver(receive, version)
+            if self._standing and self._taken >= PIECE:
+                await self._deliver(receive, version)  # of nothing yet: engines check what comes while it is written
             self._taken = 0
             for unit in units:
                 await self._add(unit, receive, version)

@@ -16,8 +16,9 @@ from miles_core import SyncError
 from miles_core.backend import ALONE, CopyTransport, Encoded, Engine, Run, SyncReport, Transport, World
 from miles_core.format import Stored
 from miles_zero_copy.config import ZeroCopyConfig
-from miles_zero_copy.paths import Receive, paths
+from miles_zero_copy.paths import paths
 from miles_zero_copy.sender import Sender
+from miles_zero_copy.slots import Receive
 
 log = logging.getLogger(__name__)
 

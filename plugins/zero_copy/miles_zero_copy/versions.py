@@ -6,8 +6,8 @@ import logging
 
 from miles_core.backend import BLOCK, rounded
 from miles_zero_copy import segment
-from miles_zero_copy.paths import StandingSlot
 from miles_zero_copy.segment import NoSegmentError, Segment
+from miles_zero_copy.slots import StandingSlot
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,10 @@ import torch
 from miles_core import SyncError
 from miles_core.backend import World
 from miles_core.testing.stored import stored_units
-from miles_zero_copy import paths
+from miles_zero_copy import limits
 from miles_zero_copy.paths import Path
 from miles_zero_copy.sender import Sender
+from miles_zero_copy.slots import MessageSlot
 from miles_zero_copy.transport import BucketTransport
 
 
@@ -36,7 +37,7 @@ def scarce(monkeypatch):
 
 def test_a_copy_that_there_is_no_memory_for_is_measured_with_less(scarce):
     asked = scarce(9 << 20)
-    assert paths.copy_speed() > 0
+    assert limits.copy_speed() > 0
     assert asked == [64 << 20, 32 << 20, 16 << 20, 8 << 20, 8 << 20]
 
 
@@ -53,7 +54,7 @@ def test_a_way_whose_own_speed_needs_a_bucket_too_large_is_measured_with_the_one
     def make(nbytes):
         if nbytes > 4 << 20:
             raise SyncError("no memory")
-        return paths.MessageSlot(nbytes, {})
+        return MessageSlot(nbytes, {})
 
     got = []
 
