@@ -10,6 +10,12 @@ def test_nearest_finds_misspellings_and_endings():
     assert nearest("--completely-else", names) == []
 
 
+def test_a_slip_means_one_name():
+    names = ["--mem-fraction-static", "--mem-traction-status", "--mm-fraction"]
+    assert nearest("--mem-fraction-statik", names) == ["--mem-fraction-static"]
+    assert len(nearest("--memory-fraction-stat", names)) > 1
+
+
 def test_a_short_name_may_have_one_wrong_letter():
     assert nearest("fq8", ["fp8", "int4"]) == ["fp8"]
     assert did_you_mean("fq8", ["fp8", "int4"], "; ") == "; did you mean fp8?"

@@ -29,6 +29,9 @@ def explain_flag(flag: str, schema: Schema) -> str:
     spelling = "--" + flag.lstrip("-").replace("_", "-")
     if spelling != flag and spelling in schema.spellings():
         return f"unknown flag {flag}; it is spelt {spelling}"
+    for plugin in schema.manifests.values():
+        if spelling in plugin.elsewhere:
+            return f"{flag} does not exist here: {plugin.elsewhere[spelling]}"
     for pattern, sentence in _table()["flags"].items():
         if fnmatchcase(spelling, pattern):
             return f"{flag} does not exist here: {sentence}"

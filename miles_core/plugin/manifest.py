@@ -94,6 +94,8 @@ class Plugin:
         before, after: names of plugins this one comes before or after in every chain.
         aliases: extra spellings, flag -> {option path: value}, e.g. ``{"--rollout-mine": {"rollout.precision":
         "mine"}}``. environment: environment variable -> option path it sets, as if the flag were given.
+        elsewhere: flags that it does not have and that users will look for, spelling -> what they give instead, e.g.
+            ``{"--server-model": "give --hf-checkpoint"}`` where core's option says the same.
         defaults: values of options that nobody chose, option's fact -> value: a backend that ships with an installation says
             so here. Two installed manifests with different values for one option are refused.
         facts: facts this plugin defines beside its options, name -> one line of meaning.
@@ -141,6 +143,7 @@ class Plugin:
     after: tuple[str, ...] = ()
     aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     passthrough: Mapping[str, str] = field(default_factory=dict)

@@ -29,6 +29,12 @@ def test_an_unknown_flag_is_explained(flag, says):
     assert says in elsewhere.explain_flag(flag, collect([]))
 
 
+def test_a_plugin_says_what_takes_the_place_of_a_flag_that_it_lacks():
+    mine = Plugin("mine", "", "1", "~=0.1", elsewhere={"--mine-model": "give --hf-checkpoint"})
+    said = elsewhere.explain_flag("--mine_model", collect([mine]))
+    assert said == "--mine_model does not exist here: give --hf-checkpoint"
+
+
 def test_an_absent_part_names_the_plugin_that_is_called_like_it(manifests):
     schema = collect(manifests)
     message = elsewhere.explain_value(schema.find("engine"), "vllm", schema)

@@ -52,7 +52,7 @@ def test_mistakes_of_a_manifest_are_found_whatever_the_run():
     )
     found = lint(wrong, {**ALL, "wrong": wrong}, facts())
     assert found == [
-        "rule 'gpu.smm >= 90' names gpu.smm, which nothing defines; did you mean gpu.sm or gpu?",
+        "rule 'gpu.smm >= 90' names gpu.smm, which nothing defines; did you mean gpu.sm?",
         "condition 'gpu.sm >=': expected a value, found the end",
         "it sets sglang.moe_backend, which nothing defines; did you mean sglang.moe_a2a_backend?",
         "plugin wrong: its hooks are in miles_not_there, which cannot be found",

@@ -23,7 +23,7 @@ FURTHER = "trainer.uses.further_layers"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 _SUGGESTED = 3
 #: How often the ranks are doubled in the search for as many as would do.
-_DOUBLED = 5
+_DOUBLED = 9
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
@@ -207,8 +207,12 @@ def _on_more(a: Architecture, s: Sizes, w: Work, gpu: float) -> str:
     """What to do where no sizes fit."""
     for ranks in (s.ranks << n for n in range(1, _DOUBLED)):
         if found := _others(a, replace(s, ranks=ranks), w, gpu, 0.0):
-            return f"no sizes fit on {s.ranks} ranks; {ranks} do, with {found[0]}"
-    return f"no sizes fit on {s.ranks} ranks, nor on {s.ranks << _DOUBLED - 1}: a smaller model, or --optimizer-cpu-offload"
+            return f"no sizes fit on {_ranks(s.ranks)}; {_ranks(ranks)} do, with {found[0]}"
+    return f"no sizes fit on {_ranks(s.ranks)}, nor on {_ranks(s.ranks << _DOUBLED - 1)}: take a smaller model"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
 
 
 def _note(

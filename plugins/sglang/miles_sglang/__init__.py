@@ -1,7 +1,7 @@
 """SGLang as the rollout engine, for miles-core."""
 
 from miles_core import Capability, Plugin, Rule, Set
-from miles_sglang.config import SglangConfig
+from miles_sglang.config import OWN, SglangConfig
 from miles_sglang.installed import missing
 
 __version__ = "0.1.0"
@@ -24,6 +24,10 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=SglangConfig,
+    elsewhere={
+        f"--sglang-{name.replace('_', '-')}": f"give {flag}" if flag else "the engine sets it itself"
+        for name, flag in OWN.items()
+    },
     provides={"engine": {"sglang": "miles_sglang.build:make_engine"}},
     capabilities={
         "engine": (

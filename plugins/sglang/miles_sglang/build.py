@@ -165,7 +165,6 @@ def assemble(
         capabilities=_capabilities(translator, choices),
         bucket_bytes=choices.bucket_bytes,
         device="cuda" if choices.device == "cuda" and not choices.url and _sees_a_gpu() else "",
-        memory_saver=bool(choices.arguments.get("enable_memory_saver")),
         restarts=Restarts(choices.max_restarts),
         separate_draft=choices.separate_draft,
     )

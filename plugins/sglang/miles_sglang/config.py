@@ -9,7 +9,7 @@ from typing import Any
 from miles_core import option
 from miles_sglang.read_server_args import TABLE
 
-#: What the engine itself says to SGLang: from core's options, or because the contract needs it so.
+#: What the engine itself says to SGLang: from core's option, or because the contract needs it so.
 OWN = {
     "model_path": "--hf-checkpoint",
     "tokenizer_path": "--hf-checkpoint",

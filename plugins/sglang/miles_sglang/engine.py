@@ -227,7 +227,7 @@ class SglangEngine(Engine):
             raise RuntimeError("sleep with requests in flight: abort them first")
         if "cache" not in self._asleep:
             await self._ask("flush_cache", {})
-        if self.settings.memory_saver:
+        if "sleep" in self.capabilities:
             await self._renewal.asked(lambda: self._move("release_memory_occupation", set(parts) - self._asleep))
             self._asleep |= set(parts)
             if "weights" in parts:

@@ -25,7 +25,6 @@ class Settings:
         bucket_bytes: at most, of weights that travel together.
         device: ``cuda`` where SGLang was started here on a GPU that this process sees too: weights from host memory go there, and
             SGLang copies them from there instead of out of a message; else empty.
-        memory_saver: SGLang can give its memory back.
         separate_draft: SGLang drafts with a model of its own, which updates must leave alone.
         restarts: how often SGLang may be started again when it died.
     """
@@ -39,6 +38,5 @@ class Settings:
     capabilities: frozenset[str] = frozenset()
     bucket_bytes: int = 512 << 20
     device: str = ""
-    memory_saver: bool = False
     separate_draft: bool = False
     restarts: Restarts = field(default_factory=lambda: Restarts(0))

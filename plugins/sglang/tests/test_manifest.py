@@ -78,6 +78,8 @@ def test_only_what_was_given_reaches_sglang():
 def test_options_are_checked_before_anything_is_started(plan):
     with pytest.raises(ConfigError, match=r"--sglang-mem-fraction-statik.*--sglang-mem-fraction-static"):
         plan(sglang_mem_fraction_statik=0.5)
+    with pytest.raises(ConfigError, match=r"--sglang-model-path does not exist here: give --hf-checkpoint"):
+        plan(sglang_model_path="x")
     with pytest.raises(ConfigError, match=r"sglang\.tp_size cannot be 'two'"):
         plan(sglang_tp_size="two")
     with pytest.raises(ConfigError, match=r"sglang.attention_backend cannot be 'tritn'.*triton"):

@@ -44,8 +44,9 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
         raise CheckpointError(f"{directory}: it has no {STEP}; is this a trainer checkpoint of --trainer megatron?")
     try:
         found = dist_checkpointing.load(_sharded(trainer, loading=True), str(directory / STATE))
-    except Exception as error:
-        raise CheckpointError(f"{directory}: {STATE} does not belong to this model ({error})") from error
+    except Exception as error:  # of Megatron-Core, which has no class of its own for them
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{directory}: {STATE} cannot be loaded into this model ({why})") from error
     for number, chunk in enumerate(trainer.chunks):
         chunk.load_state_dict(found[f"model{number}"], strict=False)
     noted = json.loads((directory / STEP).read_text())
