@@ -13,6 +13,7 @@ when the tests end are gone with them.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import importlib.util
@@ -21,6 +22,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -143,6 +145,10 @@ class _Worker:
         return self._stack.read_text() if self._stack.exists() else "(still starting)"
 
     def end(self) -> None:
+        pid = self._process.pid
+        assert pid is not None
+        with contextlib.suppress(ProcessLookupError):  # it is still starting, or has ended
+            _kill_group(pid)
         self._process.kill()
         self._process.join()
         self.connection.close()
@@ -150,6 +156,8 @@ class _Worker:
 
 def _serve(connection: Connection, stack: str) -> None:
     """The life of a process: one call after the other until the pipe closes."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # so that what a function started ends with this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -193,7 +201,14 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    _kill_group(os.getpid())
     os._exit(1)
+
+
+def _kill_group(pid: int) -> None:
+    """End a process that leads a group, and all in it."""
+    if hasattr(os, "killpg"):
+        os.killpg(pid, signal.SIGKILL)
 
 
 class _Pickler(pickle.Pickler):

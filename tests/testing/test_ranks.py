@@ -1,6 +1,7 @@
 """Ranks in tests: what they compute, and what is said when they do not."""
 
 import os
+import subprocess
 import time
 
 import pytest
@@ -42,6 +43,21 @@ def process():
     return os.getpid()
 
 
+def starting_another():
+    return subprocess.Popen(["sleep", "60"]).pid
+
+
+def ended(pid):
+    """Whether a process that is no child of this one is gone, soon."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
 def test_each_call_has_a_group_of_its_size(ranks):
     assert ranks.run(added, size=2, each=[(1,), (20,)]) == [(0, 2, 21), (1, 2, 21)]
     assert ranks.run(added, 7, size=1) == [(0, 1, 7)]
@@ -56,6 +72,7 @@ def test_processes_are_kept_and_ended():
         mine.run(failing_on_one)
     second = mine.run(process)
     assert not set(first) & set(second)
+    others = mine.run(starting_another)
     with pytest.raises(RankError, match=r"rank 0, 1 of 2 did not answer(.|\n)*in sleeping"):
         mine.run(sleeping)
     with pytest.raises(RankError, match="rank 0 of 1: the process ended with status 3"):
@@ -64,3 +81,4 @@ def test_processes_are_kept_and_ended():
     for pid in {*first, *second}:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+    assert all(map(ended, others))
