@@ -119,7 +119,9 @@ class Inbox:
 
     def _follow(self, where: Mapping[str, Any]) -> None:
         """Check what is written into memory that stays from now on."""
-        memory = self._attached(where, _file)
+        memory, before = self._attached(where, _file), self._followers.get(where["key"])
+        if before is not None:  # of a version that was begun and did not come
+            before.stop()
         self._followers[where["key"]] = Follower(memory[:-BLOCK], memory[-BLOCK:][:8])
 
     def _follow_no_more(self) -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from miles_core.sync import follower as module
+from miles_core.sync import inbox as inbox_module
 from miles_core.sync.checksum import BLOCK, checksum
 from miles_core.sync.follower import Follower
+from miles_core.sync.inbox import Inbox
 
 
 @pytest.fixture
@@ -45,3 +47,23 @@ def test_who_stopped_or_lost_patience_makes_up_for_it(memory, monkeypatch):
     until(lambda: not follower._thread.is_alive())
     count.view(torch.int64)[0] = 40 * BLOCK
     assert follower.sum(8 * BLOCK).of(32 * BLOCK) == checksum(flat[8 * BLOCK :])
+
+
+def test_a_version_that_is_begun_again_is_followed_once(monkeypatch):
+    class Told:
+        def __init__(self, flat, count):
+            made.append(self)
+            self.stopped = False
+
+        def stop(self):
+            self.stopped = True
+
+    made, inbox = [], Inbox()
+    monkeypatch.setattr(inbox_module, "Follower", Told)
+    monkeypatch.setattr(inbox, "_attached", lambda where, how: torch.zeros(4 * BLOCK, dtype=torch.uint8))
+    stopped = []
+    for key in ("a", "b", "a"):
+        inbox._follow({"key": key})
+        stopped.append([follower.stopped for follower in made])
+    inbox.finish()
+    assert stopped == [[False], [False, False], [True, False, False]] and all(follower.stopped for follower in made)
