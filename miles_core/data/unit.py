@@ -43,7 +43,7 @@ class Encoded:
     @property
     def nbytes(self) -> int:
         """Bytes that travel."""
-        return sum(t.numel() * t.element_size() for t in self.parts.values())
+        return sum([t.nbytes for t in self.parts.values()])
 
     def write(self, data: bytearray) -> None:
         """Append to ``data`` as bytes that any process reads: a description in JSON and the tensors behind it. Not pickle, which

@@ -130,6 +130,9 @@ class Codec:
 
     def parts(self, unit: Unit) -> Iterator[Unit]:
         """The unit with joined experts apart: what is encoded together."""
+        if self.format is None:
+            yield unit
+            return
         rest = {}
         for name, tensor in unit.tensors.items():
             experts = self.experts(name, tuple(tensor.shape))
@@ -147,18 +150,20 @@ class Codec:
         finite.look()
         return found
 
-    @torch.no_grad()
     def _encode(self, unit: Unit, finite: Finite, room: Room | None = None) -> list[Encoded]:
-        format, tensors = self.format, unit.tensors
-        plain = {name: Encoded(name, {name: tensor}, lasting=unit.lasting) for name, tensor in tensors.items()}
-        if format is None:
-            return list(plain.values())
+        if self.format is None:
+            return [_plain(unit, name) for name in unit.tensors]
+        return self._coded(self.format, unit, finite, room)
+
+    @torch.no_grad()
+    def _coded(self, format: Format, unit: Unit, finite: Finite, room: Room | None) -> list[Encoded]:
+        tensors = unit.tensors
         chosen = {n: t.to(COPY) for n, t in tensors.items() if self.quantises(n, tuple(t.shape))}
         for name, tensor in chosen.items():
             _check(format, name, tensor)
             finite.add(name, tensor, stays=unit.lasting and tensor is tensors[name])
         stats = _shared_stats(format, chosen, list(tensors))
-        return [_quantized(format, n, chosen[n], stats[n], room) if n in chosen else plain[n] for n in tensors]
+        return [_quantized(format, n, chosen[n], stats[n], room) if n in chosen else _plain(unit, n) for n in tensors]
 
     def _experts(self, name: str, shape: Shape) -> list[Expert]:
         """What is in a joined tensor, whether or not it is taken apart."""
@@ -187,6 +192,10 @@ class Codec:
 def named(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """A format's parts under the names they are stored by."""
     return {part_name(name, suffix): tensor for suffix, tensor in parts.items()}
+
+
+def _plain(unit: Unit, name: str) -> Encoded:
+    return Encoded(name, {name: unit.tensors[name]}, lasting=unit.lasting)
 
 
 def _quantized(format: Format, name: str, weight: Tensor, stats: Tensor | None, room: Room | None) -> Encoded:

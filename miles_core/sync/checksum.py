@@ -42,7 +42,7 @@ def checksum(*pieces: Tensor) -> int:
     """
     nbytes = sum(map(len, pieces))
     if usable(pieces[0]) and _aligned(*pieces):
-        return OnePass(*pieces).of(nbytes)
+        return OnePass(pieces[0].device, *pieces).of(nbytes)
     sums = torch.empty(nbytes // BLOCK, dtype=torch.int64, device=pieces[0].device)
     at = 0
     for piece in pieces:
@@ -95,6 +95,10 @@ class Sum:
     def append(self, piece: Tensor) -> None:
         """One more piece, behind the others."""
         self.pieces.append(piece)
+
+    def read(self, tensor: Tensor) -> None:
+        """Contiguous memory of whole blocks, which stays as it is until ``of`` returns. A sum is either of such or of pieces."""
+        self.append(tensor.detach().view(-1).view(torch.uint8))
 
     def copy(self, to: Tensor, source: Tensor, at: int, stays: bool = False) -> None:
         """As ``to.copy_(source)``, one of which lies at byte ``at``. Where ``source`` ``stays`` as it is, the copy may be made as late as
@@ -168,14 +172,24 @@ def _cores() -> set[int]:
 class OnePass(Sum):
     """Of a GPU's memory, by its kernel: copies and adds up in one pass, a few launches for all of it, which ``of`` waits for."""
 
-    def __init__(self, *pieces: Tensor) -> None:
+    def __init__(self, device: torch.device, *pieces: Tensor) -> None:
         super().__init__(*pieces)
-        self._total = torch.zeros(1, dtype=torch.int64, device=pieces[0].device)
+        self._total = torch.zeros(1, dtype=torch.int64, device=device)
         self._jobs: list[tuple[int, int, int, int]] = []
         self._copied: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
         self._enough = FIRST_LAUNCH
         self._begun = self._piece = self._start = 0  # in blocks; the piece that this one is in, and where it starts
+        self._read = 0  # bytes, since the last launch
+
+    def read(self, tensor: Tensor) -> None:
+        nbytes = tensor.nbytes
+        self._jobs.append((tensor.data_ptr(), 0, self._begun, nbytes // BLOCK))
+        self._begun += nbytes // BLOCK
+        self._read += nbytes
+        if self._read >= self._enough:
+            self._read = 0
+            self._launch()
 
     def copy(self, to: Tensor, source: Tensor, at: int, stays: bool = False) -> None:
         first, nbytes = at // BLOCK, to.nbytes
@@ -199,9 +213,8 @@ class OnePass(Sum):
 
     def up_to(self, end: int) -> None:
         if end - self._begun * BLOCK >= self._enough:
-            self._enough = min(2 * self._enough, LAUNCH)
             self._add(end // BLOCK)
-            self._run()
+            self._launch()
 
     def of(self, end: int) -> int:
         self._add(end // BLOCK)
@@ -225,6 +238,11 @@ class OnePass(Sum):
                 self._jobs.append((address, 0, self._begun, until - self._begun))
             self._begun = go_on
 
+    def _launch(self) -> None:
+        """As many jobs as a launch is to have wait; the next one is to have more."""
+        self._enough = min(2 * self._enough, LAUNCH)
+        self._run()
+
     def _run(self) -> None:
         """Make the jobs that wait."""
         from miles_core.sync import checksum_kernel  # needs Triton
@@ -238,8 +256,13 @@ class OnePass(Sum):
 def summing(*pieces: Tensor, written: Callable[[int], None] | None = None) -> Sum:
     """The fastest way to add up these bytes, which are one piece on a CPU. There ``written`` is told how many of them are there."""
     if usable(pieces[0]) and _aligned(*pieces):
-        return OnePass(*pieces)
+        return OnePass(pieces[0].device, *pieces)
     return InCache(pieces[0], written) if pieces[0].device.type == "cpu" else Sum(*pieces)
+
+
+def reading(first: Tensor) -> Sum:
+    """The fastest way to add up what is ``read``, where the ``first`` of it is; all of it begins at multiples of ``ALIGNED``."""
+    return OnePass(first.device) if usable(first.detach()) else Sum()
 
 
 def _alike(to: Tensor, source: Tensor) -> bool:

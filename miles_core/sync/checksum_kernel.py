@@ -6,6 +6,8 @@ however many pieces there are, because all of them are one launch: a table says 
 
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+from functools import lru_cache
+
 import numpy as np
 import torch
 import triton
@@ -32,20 +34,31 @@ def _pass(table, total, BLOCK: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.cons
         tl.atomic_add(total, tl.sum(words * ((2 * (first + row) + 1) * SPREAD)), sem="relaxed")
 
 
-def run(jobs: list[tuple[int, int, int, int]], total: Tensor, block: int, spread: int) -> None:
+#: Addresses of a piece of memory and of the place to copy it to, or 0, the number of its first block, and how many they are.
+Job = tuple[int, int, int, int]
+
+
+def run(jobs: list[Job], total: Tensor, block: int, spread: int) -> None:
     """Copy, and add up.
 
     Args:
-        jobs: of each piece of memory the address of its first byte, a multiple of 16, that of the place to copy it to, or 0, and the
-            number of its first block and how many they are.
+        jobs: addresses are multiples of 16.
         total: [1] int64 on the GPU, to which the sums of the blocks are added, block number i times ``(2 i + 1) * spread``; modulo 2^64.
         block: bytes of a block.
     """
+    stream = torch.cuda.current_stream(total.device).cuda_stream if total.is_cuda else 0
+    table = _table(tuple(jobs), block, total.device, stream)
+    _pass[len(table), CHUNK // TILE](table, total, BLOCK=block, TILE=TILE, SPREAD=spread, num_warps=WARPS)
+
+
+@lru_cache(64)
+def _table(jobs: tuple[Job, ...], block: int, device: torch.device, stream: int) -> Tensor:
+    """The jobs on a GPU, for launches of a ``stream``. Weights lie where they lay at the last sync, as a rule, and to make and move a table
+    takes the host longer than the launch."""
     rows = torch.from_numpy(_rows(np.array(jobs, np.int64), block))
-    if total.is_cuda:
+    if device.type == "cuda":
         rows = rows.pin_memory()  # copied from other memory it would wait for the launch before
-    grid = (len(rows), CHUNK // TILE)
-    _pass[grid](rows.to(total.device, non_blocking=True), total, BLOCK=block, TILE=TILE, SPREAD=spread, num_warps=WARPS)
+    return rows.to(device, non_blocking=True)
 
 
 def _rows(jobs: np.ndarray, block: int) -> np.ndarray:

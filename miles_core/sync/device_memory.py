@@ -19,7 +19,7 @@ from torch import Tensor
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.sync.bucket import check, dtype_name, view
-from miles_core.sync.checksum import ALIGNED, BLOCK, Sum, summing
+from miles_core.sync.checksum import ALIGNED, BLOCK, Sum, reading, summing
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -83,6 +83,7 @@ class Loan:
 
     def __init__(self) -> None:
         self._units: list[list[Any]] = []
+        self._tensors: list[Tensor] = []
         self._regions: dict[str, dict[str, Any]] = {}
         self._sum: Sum | None = None
         self._device: torch.device | None = None
@@ -94,17 +95,17 @@ class Loan:
 
     def add(self, name: str, tensor: Tensor) -> bool:
         """Lend a tensor that travels as it is; False where that cannot be."""
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes, address = tensor.nbytes, tensor.data_ptr()
         if (
             not tensor.is_cuda
             or not tensor.is_contiguous()
             or not nbytes
             or nbytes % BLOCK
-            or tensor.data_ptr() % ALIGNED
+            or address % ALIGNED
             or self._device not in (None, tensor.device)
         ):
             return False
-        address, region = tensor.data_ptr(), self._last
+        region = self._last
         if region is None or not region["base"] <= address < region["base"] + region["nbytes"]:
             region = _region(tensor)
         if region is None:
@@ -112,12 +113,11 @@ class Loan:
         key, start = region["key"], address - region["base"]
         self._last = self._regions.setdefault(key, region)
         self._units.append([name, key, dtype_name(tensor.dtype), list(tensor.shape), start])
+        self._tensors.append(tensor)
         self._nbytes += nbytes
         if self._sum is None:
-            self._sum, self._device = summing(_bytes(tensor)), tensor.device
-        else:
-            self._sum.append(_bytes(tensor))
-        self._sum.up_to(self._nbytes)
+            self._sum, self._device = reading(tensor), tensor.device
+        self._sum.read(tensor)
         return True
 
     def message(self) -> dict[str, Any]:
@@ -141,19 +141,16 @@ def borrowed(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> Ite
     found, at = None, 0
     for name, key, dtype, shape, start in message["units"]:
         tensor = view(region(key), dtype, shape, start)
+        piece = tensor.view(-1).view(torch.uint8)
         if found is None:
-            found = summing(_bytes(tensor))
+            found = summing(piece)
         else:
-            found.append(_bytes(tensor))
+            found.append(piece)
         yield Encoded(name, {name: tensor}, copy=partial(found.copy, at=at, stays=True))
         at += tensor.nbytes
         found.up_to(at)
     if found is not None:
         check(message, found.of(at))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _region(tensor: Tensor) -> dict[str, Any] | None:

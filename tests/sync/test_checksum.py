@@ -12,7 +12,7 @@ import torch
 
 from miles_core.sync import checksum as module
 from miles_core.sync.bucket import Bucket, unpacked
-from miles_core.sync.checksum import BLOCK, InCache, OnePass, Sum, checksum, summing
+from miles_core.sync.checksum import BLOCK, InCache, OnePass, Sum, checksum, reading, summing
 
 
 def noise(blocks):
@@ -111,6 +111,17 @@ def test_what_is_there_is_added_up_while_more_is_found(jobs, monkeypatch):
     assert found.of(40 * BLOCK) == reference(source) and len(kernel.launches) == 3
 
 
+def test_what_is_read_is_added_up_in_launches_that_grow(jobs, monkeypatch):
+    source, _, kernel = jobs
+    monkeypatch.setattr(module, "FIRST_LAUNCH", 4 * BLOCK)
+    monkeypatch.setattr(module, "LAUNCH", 8 * BLOCK)
+    found = reading(source)
+    for start in range(0, 36, 3):
+        found.read(source[start * BLOCK : (start + 3) * BLOCK].view(torch.int32).view(4, -1))
+    assert isinstance(found, OnePass) and [len(launch) for launch in kernel.launches] == [2, 3, 3, 3]
+    assert found.of(36 * BLOCK) == reference(source[: 36 * BLOCK]) and len(kernel.launches) == 5
+
+
 def test_a_tensor_that_the_receiver_put_elsewhere_is_copied_from_there(jobs):
     _, to, kernel = jobs
     memory = noise(60)
@@ -170,6 +181,9 @@ to, total = torch.zeros_like(source), torch.zeros(1, dtype=torch.int64)
 at = [(source.data_ptr() + n * BLOCK, to.data_ptr() + n * BLOCK) for n in range(37)]
 jobs = [(*at[10], 10, 27), (*at[0], 0, 9), (at[9][0], 0, 9, 1)]
 checksum_kernel.run(jobs, total, BLOCK, checksum._SPREAD)
+again = torch.zeros(1, dtype=torch.int64)
+checksum_kernel.run(jobs, again, BLOCK, checksum._SPREAD)
+assert int(again) == int(total) and checksum_kernel._table.cache_info()[:2] == (1, 1)
 assert int(total) % 2**64 == checksum.checksum(source)
 expected = source.clone()
 expected[9 * BLOCK : 10 * BLOCK] = 0

@@ -19,11 +19,15 @@ class OnAnother(OnAGpu):
     device = torch.device("cuda", 1)
 
 
+class PlainSum(Sum):
+    def read(self, tensor):
+        super().read(tensor.as_subclass(torch.Tensor))
+
+
 def test_only_what_lies_on_one_gpu_is_lent(monkeypatch):
     asked, first = [], {"key": "k", "base": 0, "nbytes": 1 << 62}
     monkeypatch.setattr(module, "_region", lambda tensor: asked.append(tensor) or first)
-    monkeypatch.setattr(module, "summing", Sum)
-    monkeypatch.setattr(module, "_bytes", lambda tensor: tensor.as_subclass(torch.Tensor))
+    monkeypatch.setattr(module, "reading", lambda first: PlainSum())
     memory = torch.randint(0, 256, (4, BLOCK), dtype=torch.uint8)
     loan = module.Loan()
     kinds = [OnAGpu, OnAnother, OnAGpu]

@@ -150,7 +150,8 @@ class Sender:
         return await self._acknowledged()
 
     async def _add(self, unit: Encoded, receive: Receive, version: int) -> None:
-        if self._lent(unit):
+        nbytes = unit.nbytes
+        if self._lent(unit, nbytes):
             pass
         elif not self._slot.bucket.add(unit):
             if self._slot.bucket.units:
@@ -159,14 +160,14 @@ class Sender:
             await self._grow(unit)
             self._slot.bucket.add(unit)
         self.sent.tensors += len(unit.parts)
-        self.sent.nbytes += unit.nbytes
+        self.sent.nbytes += nbytes
         self.sent.encoded |= bool(unit.format)
         if self._slot.bucket.end >= (self._piece if self._standing else self._enough):
             await self._deliver(receive, version)
 
-    def _lent(self, unit: Encoded) -> bool:
+    def _lent(self, unit: Encoded, nbytes: int) -> bool:
         """Whether the engine is to read a tensor where the trainer has it."""
-        if not self.path.lends or not unit.lasting or unit.format or unit.nbytes < LENT:
+        if not self.path.lends or not unit.lasting or unit.format or nbytes < LENT:
             return False
         return self._loan.add(unit.name, unit.parts[unit.name])
 
