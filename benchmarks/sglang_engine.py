@@ -63,13 +63,14 @@ def make_model(kind: str, directory: Path) -> Path:
 
 
 def word_tokenizer(vocabulary: int = VOCABULARY) -> Any:
-    """Of the words w0, w1, ...: one an id."""
+    """Of the words w2, w3, ... behind two special ones: one an id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
+    names = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, vocabulary))]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
 
 
 class Results:

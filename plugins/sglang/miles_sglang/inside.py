@@ -5,6 +5,9 @@ Routed experts leave a scheduler as int32, and pass three processes. Where a mod
 
 A model that is started without weights is filled with random numbers, and its scales of the cached keys and values with it: attention
 would multiply by them for ever, because an update does not hold them.
+
+A scheduler asks its tokenizer for the number of the token that ends a text once for each token that it generates, and Transformers looks
+it up each time.
 """
 
 from __future__ import annotations
@@ -37,10 +40,19 @@ def install() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", settled, HookType.AFTER)
     HookRegistry.register(_FILLS, unscaled, HookType.AFTER)
     if os.environ[VARIABLE] != WIDE:
         HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", narrow, HookType.AFTER)
     Scheduler.miles_digest = _same
+
+
+def settled(_: None, scheduler: Any) -> None:
+    """Keep the number of the token that ends a text where it is found at once."""
+    tokenizer = scheduler.tokenizer
+    if tokenizer is not None:
+        kind = type(tokenizer)
+        tokenizer.__class__ = type(kind.__name__, (kind,), {"eos_token_id": tokenizer.eos_token_id})
 
 
 def unscaled(_: None, model: Any, *more: Any) -> None:

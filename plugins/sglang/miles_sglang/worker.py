@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -141,6 +142,10 @@ async def serve(engine: Any, connection: socket.socket, kind: type[Worker] = Wor
         Together(engine.tokenizer_manager)
     worker = kind(engine, writer)
     engine.tokenizer_manager.auto_create_handle_loop()
+    gc.collect()
+    await (
+        engine.tokenizer_manager.freeze_gc()
+    )  # or Python looks through all it imported, half a second long, while requests wait
     worker.send({"id": 0, "result": worker.info()})
     calls: set[asyncio.Task[None]] = set()
     while (frame := await frames.read(reader)) is not None:

@@ -100,6 +100,9 @@ class Manager:
     def auto_create_handle_loop(self) -> None:
         pass
 
+    async def freeze_gc(self) -> None:
+        pass
+
     async def generate_request(self, body: Any, _: Any) -> AsyncIterator[dict[str, Any]]:
         assert not self.released
         parameters = body.sampling_params

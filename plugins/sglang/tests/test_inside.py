@@ -74,7 +74,7 @@ def test_routed_experts_leave_a_scheduler_as_bytes_and_the_half_is_known_by_its_
         inside.check(Scheduler())
     inside.install()
     inside.check(Scheduler())
-    _, collect = hooks.values()
+    collect = next(hook for target, hook in hooks.items() if target.endswith("_maybe_collect_routed_experts"))
     request = types.SimpleNamespace(routed_experts=torch.tensor([[[0, 255]]], dtype=torch.int32))
     collect(None, None, request)
     assert request.routed_experts.tolist() == [[[0, 255]]] and request.routed_experts.dtype == torch.uint8
@@ -89,14 +89,32 @@ def test_a_model_without_weights_gets_no_random_scales_of_its_cache(hooks: dict[
     monkeypatch.setenv(inside.VARIABLE, inside.WIDE)
     monkeypatch.setattr(Scheduler, "miles_digest", None, raising=False)
     inside.install()
-    ((target, fill),) = hooks.items()
-    assert target == "sglang.srt.model_loader.loader.initialize_dummy_weights"
+    fill = hooks["sglang.srt.model_loader.loader.initialize_dummy_weights"]
     attention, model = torch.nn.Linear(2, 2), torch.nn.Module()
     attention.k_scale, attention.v_scale = (torch.nn.Parameter(torch.tensor(5e-4)) for _ in "kv")
     model.attn = attention
     before = attention.weight.clone()
     fill(None, model)
     assert attention.k_scale.item() == attention.v_scale.item() == -1.0 and torch.equal(attention.weight, before)
+
+
+def test_the_end_of_a_text_is_not_looked_up_for_each_token(hooks: dict[str, Any], monkeypatch: Any) -> None:
+    class Tokenizer:
+        asked = 0
+
+        @property
+        def eos_token_id(self) -> int:
+            self.asked += 1
+            return 7
+
+    monkeypatch.setenv(inside.VARIABLE, inside.WIDE)
+    monkeypatch.setattr(Scheduler, "miles_digest", None, raising=False)
+    inside.install()
+    scheduler = types.SimpleNamespace(tokenizer=Tokenizer())
+    hooks["sglang.srt.managers.scheduler.Scheduler.init_tokenizer"](None, scheduler)
+    assert [scheduler.tokenizer.eos_token_id for _ in range(3)] == [7] * 3 and scheduler.tokenizer.asked == 1
+    assert isinstance(scheduler.tokenizer, Tokenizer)
+    hooks["sglang.srt.managers.scheduler.Scheduler.init_tokenizer"](None, types.SimpleNamespace(tokenizer=None))
 
 
 def test_requests_of_one_moment_reach_the_scheduler_together(hooks: dict[str, Any]) -> None:
