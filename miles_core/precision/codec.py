@@ -161,9 +161,15 @@ class Codec:
         chosen = {n: t.to(COPY) for n, t in tensors.items() if self.quantises(n, tuple(t.shape))}
         for name, tensor in chosen.items():
             _check(format, name, tensor)
-            finite.add(name, tensor, stays=unit.lasting and tensor is tensors[name])
+            if not format.shows:
+                finite.add(name, tensor, stays=unit.lasting and tensor is tensors[name])
         stats = _shared_stats(format, chosen, list(tensors))
-        return [_quantized(format, n, chosen[n], stats[n], room) if n in chosen else _plain(unit, n) for n in tensors]
+        found = [_quantized(format, n, chosen[n], stats[n], room) if n in chosen else _plain(unit, n) for n in tensors]
+        for encoded in found if format.shows else ():
+            if (name := encoded.name) in chosen:
+                weight, shows = chosen[name], encoded.parts[part_name(name, format.shows)]
+                finite.add(name, weight, unit.lasting and weight is tensors[name], shows)
+        return found
 
     def _experts(self, name: str, shape: Shape) -> list[Expert]:
         """What is in a joined tensor, whether or not it is taken apart."""

@@ -1,4 +1,4 @@
-"""Weights that hold NaN or Inf are refused before they are quantised, or with the stream they are in."""
+"""Weights that hold NaN or Inf are refused when they are quantised, or with the stream they are in."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Finite:
         self._waiting: list[tuple[str, Tensor]] = []
         self._ends: list[Tensor] = []
 
-    def add(self, name: str, weight: Tensor, stays: bool = False) -> None:
-        """The next weight, which ``stays`` as it is until all were looked at.
+    def add(self, name: str, weight: Tensor, stays: bool = False, shows: Tensor | None = None) -> None:
+        """The next weight, which ``stays`` as it is until all were looked at. What is not finite ``shows`` in a smaller tensor, if there is one.
 
         Raises:
             MilesError: it, or one of those before it, holds NaN or Inf.
@@ -33,7 +33,7 @@ class Finite:
         if self._waiting and self._waiting[0][1].device != weight.device:
             self.look()
         self._waiting.append((name, weight))
-        self._ends += torch.aminmax(weight)  # one pass without a mask in memory; NaN comes through
+        self._ends += torch.aminmax(weight if shows is None else shows)  # one pass without a mask in memory; NaN comes through
         if not stays or not weight.is_cuda or len(self._waiting) == TOGETHER:
             self.look()
 

@@ -54,6 +54,7 @@ class Format(ABC):
             ``(("gate_proj", "up_proj"),)``; one member without the others is an error.
         exact: quantising what was dequantised (kept in FP32) gives the same bytes again; False where only the values
             stay the same.
+        shows: suffix of the part that is not finite where a weight is not, so that nobody has to look at the weight itself; empty is none.
         error: relative RMS error of the round trip on N(0, 1), rounded up: the bound its tests hold the format to.
         only: selectors of the weights the format is for, such as experts; empty is every matrix.
         only_origin: what limits the format to ``only``, for messages.
@@ -65,6 +66,7 @@ class Format(ABC):
     tile: tuple[int, int]
     couple: tuple[tuple[str, ...], ...] = ()
     exact: bool = True
+    shows: str = ""
     error: float
     only: tuple[str, ...] = ()
     only_origin: str = "the weights the format is for"
@@ -100,7 +102,7 @@ class Format(ABC):
 
     @abstractmethod
     def quantize(self, weight: Tensor, stats: Tensor | None = None, out: Parts | None = None) -> Parts:
-        """weight [N, K], finite, any floating dtype -> suffix -> tensor, as ``storage`` declares.
+        """weight [N, K], finite or the result is refused, any floating dtype -> suffix -> tensor, as ``storage`` declares.
 
         Args:
             weight: read in FP32; may be a strided view.

@@ -239,12 +239,23 @@ class FormatContract:
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     def test_a_weight_that_is_not_finite_is_refused_by_name(self, bad: float) -> None:
+        self._refuses(bad, "cpu")
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+    def test_a_gpu_refuses_a_weight_that_is_not_finite(self, bad: float) -> None:
+        self._refuses(bad, "cuda")
+
+    def _refuses(self, bad: float, device: str) -> None:
         format = self.make()
-        unit = a_unit(format, self.rows, self.columns)
-        name = next(iter(unit.tensors))
-        unit.tensors[name][3, 5] = bad
-        with pytest.raises(MilesError, match=name.replace(".", r"\.")):
-            Codec(format).encode_unit(unit)
+        for row, column in ((3, 5), (self.rows - 1, self.columns - 1)):
+            unit = a_unit(format, self.rows, self.columns)
+            unit.tensors = {name: tensor.to(device) for name, tensor in unit.tensors.items()}
+            name = list(unit.tensors)[-1]
+            unit.tensors[name][row, column] = bad
+            with pytest.raises(MilesError, match=name.replace(".", r"\.") + f" holds 1 values .* at .{row}, {column}"):
+                Codec(format).encode_unit(unit)
 
     def test_coupled_weights_share_their_statistics(self) -> None:
         format = self.make()

@@ -61,6 +61,7 @@ class Fp8(Format):
     name = "fp8"
     tile = (TILE, TILE)
     error = 0.03
+    shows = SCALES
     skip_origin = "--fp8-skip-layers"
 
     def __init__(
@@ -110,7 +111,8 @@ class Fp8(Format):
             kernels.quantize(readable(weight), parts[CODES], parts[SCALES], self.power_of_two_scales)
             return store(parts, out)
         tiles = in_tiles(weight.float())
-        scale = self.scale(tiles.abs().amax((1, 3)))
+        amax = tiles.abs().amax((1, 3))
+        scale = self.scale(amax).masked_fill_(~amax.isfinite(), torch.nan)
         codes = torch.div(tiles, scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
         return store({CODES: flat(codes, weight.shape), SCALES: scale}, out)
 

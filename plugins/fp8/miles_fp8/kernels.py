@@ -55,7 +55,8 @@ def _weight(
     inside = (row < rows) & (column < columns)
     x = tl.load(x_ptr + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    scale = _scale(tl.max(tl.max(bits, 1, keep_dims=True), 0, keep_dims=True), POWER_OF_TWO)
+    amax = tl.max(tl.max(bits, 1, keep_dims=True), 0, keep_dims=True)
+    scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
     codes = _codes(x, tl.broadcast_to(scale, x.shape))
     tl.store(codes_ptr + row * columns + column, codes, mask=inside)
     place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
