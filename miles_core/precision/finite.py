@@ -33,7 +33,9 @@ class Finite:
         if self._waiting and self._waiting[0][1].device != weight.device:
             self.look()
         self._waiting.append((name, weight))
-        self._ends += torch.aminmax(weight if shows is None else shows)  # one pass without a mask in memory; NaN comes through
+        self._ends += torch.aminmax(
+            weight if shows is None else shows
+        )  # one pass without a mask in memory; NaN comes through
         if not stays or not weight.is_cuda or len(self._waiting) == TOGETHER:
             self.look()
 
