@@ -29,6 +29,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
+from miles_core.native import compiler
 from miles_cpu_kernels import attention, experts, kernels, library
 from miles_cpu_kernels.table import compiled
 from miles_embedded.engine.attention import DecodeCall
@@ -273,7 +274,7 @@ def measured(case: Case, turns: int) -> dict[str, dict[str, Any]]:
 
 def versions() -> dict[str, str]:
     """Of libraries, and the first line of what the C compiler says it is."""
-    command = [*library._compiler(), "--version"]
+    command = [*compiler(), "--version"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return installed("miles-core", "torch", "transformers") | {"compiler": said[0]}
 

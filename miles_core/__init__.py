@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         PluginError,
         SyncError,
     )
-    from miles_core.observe.environment import cpu_info
+    from miles_core.native import Native
     from miles_core.plugin.facts import Fact, Facts
     from miles_core.plugin.format_plugin import format_plugin
     from miles_core.plugin.hint import Hint, Remedy, above, below, fell, jumped, not_finite, oscillates
@@ -73,7 +73,7 @@ __getattr__, __dir__ = looked_up(
         "miles_core.data.unit": "Unit",
         "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError "
         "NonFiniteError PlanError PluginError SyncError",
-        "miles_core.observe.environment": "cpu_info",
+        "miles_core.native": "Native",
         "miles_core.plugin.format_plugin": "format_plugin",
         "miles_core.plugin.facts": "Fact Facts",
         "miles_core.plugin.hint": "Hint Remedy above below fell jumped not_finite oscillates",
@@ -109,6 +109,7 @@ __all__ = [
     "Loss",
     "MilesError",
     "MismatchError",
+    "Native",
     "Needs",
     "NonFiniteError",
     "Output",
@@ -137,7 +138,6 @@ __all__ = [
     "below",
     "collate",
     "compose_corrections",
-    "cpu_info",
     "described",
     "expand",
     "fell",

@@ -24,6 +24,7 @@ LAYERS: list[dict[str, str]] = [
         "checkpoint": "errors version data",
     },
     {
+        "native": "errors observe",
         "algorithm": "errors",
         "reward": "errors data",
         "precision": "errors nearest data plugin config checkpoint",
@@ -35,7 +36,7 @@ LAYERS: list[dict[str, str]] = [
     {
         "rollout": "errors data config observe reward contracts",
         "train": "errors data plugin config checkpoint algorithm contracts",
-        "sync": "errors data precision contracts",
+        "sync": "errors native data precision contracts",
     },
     {"schedule": "plugin contracts rollout"},
     {"mismatch": "errors stash version data plugin observe precision contracts rollout sync"},

@@ -1,7 +1,7 @@
 """The checksum of memory, and copies that add up on the way what they copy.
 
-``checksum`` defines it. A CPU adds up what it has just copied, which is in its cache still. A GPU with Triton copies and adds up in one pass
-(``checksum_kernel``); without, it reads everything once more. The sums are equal.
+``checksum`` defines it. A GPU with Triton copies and adds up in one pass (``checksum_kernel``); without, it reads everything once more. So does a
+CPU with a C compiler (``checksum_native``); without, it adds up what it has just copied, which is in its cache still. The sums are equal.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from miles_core.precision.gpu_kernel import usable
+from miles_core.sync import checksum_native
 
 #: Bytes a checksum adds up at a time; pieces of memory are multiples of it.
 BLOCK = 1024
@@ -63,6 +64,11 @@ class BlockSums:
         """Make those of the bytes from ``start`` to ``end``, multiples of ``BLOCK``."""
         first, last = start // BLOCK, end // BLOCK
         torch.sum(self._words[first:last], 1, out=self._sums[first:last])
+
+    def copy(self, to: Tensor, source: Tensor, start: int) -> None:
+        """As ``to.copy_(source)``, whole blocks that lie from byte ``start`` on, and make their sums; see ``checksum_native``."""
+        sums = self._sums.data_ptr() + start // BLOCK * self._sums.itemsize
+        checksum_native.copy_and_add(source.data_ptr(), to.data_ptr(), sums, to.nbytes // BLOCK)
 
     def checksum(self, start: int, end: int) -> int:
         """That of the bytes from ``start`` to ``end``, whose blocks have their sums."""
@@ -115,8 +121,8 @@ class Sum:
 
 
 class InCache(Sum):
-    """Of a CPU's memory, one piece: a large tensor is copied bit by bit, and what was is added up while the CPU's cache has it, by
-    another thread where there are cores for it.
+    """Of a CPU's memory, one piece: a large tensor is copied bit by bit, and what was is added up in the same pass, or while the CPU's cache has
+    it, by another thread where there are cores for it.
 
     ``written`` is told how many of the bytes are there for good, about every ``PIECE``.
     """
@@ -132,9 +138,16 @@ class InCache(Sum):
         if to.nbytes < PIECE or not _alike(to, source):
             to.copy_(source)
             return
+        one_pass = at % BLOCK == 0 and at >= self._begun and checksum_native.available()
+        if one_pass:
+            self._add(at)
         step = PIECE // to.itemsize
         for place, piece in zip(to.view(-1).split(step), source.view(-1).split(step), strict=True):
-            place.copy_(piece)
+            if one_pass and place.nbytes % BLOCK == 0:
+                self._blocks.copy(place, piece, at)
+                self._there(at + place.nbytes)
+            else:
+                place.copy_(piece)
             at += place.nbytes
             self.up_to(at // BLOCK * BLOCK)
 
@@ -149,12 +162,17 @@ class InCache(Sum):
         return self._blocks.checksum(0, end)
 
     def _add(self, end: int) -> None:
+        """Make the sums of what was copied before ``end``."""
+        begun = self._begun
+        self._there(end)
+        if self._helper is None:
+            self._blocks.add(begun, end)
+        else:
+            self._adding.append(self._helper.submit(self._blocks.add, begun, end))
+
+    def _there(self, end: int) -> None:
         if end > self._begun and self._written is not None:
             self._written(end)
-        if self._helper is None:
-            self._blocks.add(self._begun, end)
-        else:
-            self._adding.append(self._helper.submit(self._blocks.add, self._begun, end))
         self._begun = max(end, self._begun)
 
 

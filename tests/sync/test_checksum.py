@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from miles_core.sync import checksum as module
+from miles_core.sync import checksum_native
 from miles_core.sync.bucket import Bucket, unpacked
 from miles_core.sync.checksum import BLOCK, InCache, OnePass, Sum, checksum, reading, summing
 
@@ -157,8 +158,42 @@ def test_other_dtypes_and_layouts_are_copied_as_torch_does(jobs):
     assert torch.equal(to[16 * BLOCK : 24 * BLOCK].view(128, 64), turned)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shift", [0, 8, 32])
+def test_a_compiled_pass_copies_and_adds_up(monkeypatch, threads, shift):
+    if why := checksum_native.NATIVE.why_not():
+        pytest.skip(why)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    memory = torch.zeros(41 * BLOCK, dtype=torch.uint8)
+    start = shift - memory.data_ptr() % 64 + 64
+    source, to, sums = noise(40), memory[start : start + 40 * BLOCK], torch.zeros(40, dtype=torch.int64)
+    checksum_native.copy_and_add(source.data_ptr(), to.data_ptr(), sums.data_ptr(), 40)
+    assert torch.equal(to, source) and not memory[:start].any() and not memory[start + 40 * BLOCK :].any()
+    assert torch.equal(sums, source.view(torch.int64).view(40, -1).sum(1))
+
+
 @pytest.mark.parametrize("cores", [1, 64])
-def test_a_cpu_adds_up_what_it_has_just_copied(monkeypatch, cores):
+def test_a_cpu_adds_up_while_it_copies(monkeypatch, cores):
+    if why := checksum_native.NATIVE.why_not():
+        pytest.skip(why)
+    monkeypatch.setattr(module, "PIECE", 4 * BLOCK)
+    monkeypatch.setattr(module, "_cores", lambda: set(range(cores * torch.get_num_threads())))
+    source, to, told, passes = noise(40), torch.zeros(40 * BLOCK, dtype=torch.uint8), [], []
+    found, real = summing(to, written=told.append), checksum_native.copy_and_add
+    monkeypatch.setattr(checksum_native, "copy_and_add", lambda *given: passes.append(given[-1]) or real(*given))
+    found.copy(to[:BLOCK], source[:BLOCK], 0)  # small
+    found.copy(to[BLOCK : 11 * BLOCK + 8].view(torch.int16), source[BLOCK : 11 * BLOCK + 8].view(torch.int16), BLOCK)
+    assert passes == [4, 4] and told == [BLOCK, 5 * BLOCK, 9 * BLOCK]
+    found.copy(to[12 * BLOCK + 8 : 20 * BLOCK], source[12 * BLOCK + 8 : 20 * BLOCK], 12 * BLOCK + 8)  # within a block
+    found.copy(to[20 * BLOCK :], source[20 * BLOCK :], 20 * BLOCK)
+    source[11 * BLOCK + 8 : 12 * BLOCK + 8] = 0  # nobody copied these
+    assert passes == [4, 4, 4, 4, 4, 4, 4] and told[-1] == 40 * BLOCK
+    assert torch.equal(to, source) and found.of(40 * BLOCK) == reference(source)
+
+
+@pytest.mark.parametrize("cores", [1, 64])
+def test_a_cpu_without_a_compiler_adds_up_what_it_has_just_copied(monkeypatch, cores):
+    monkeypatch.setattr(checksum_native, "available", lambda: False)
     monkeypatch.setattr(module, "PIECE", 4 * BLOCK)
     monkeypatch.setattr(module, "_cores", lambda: set(range(cores * torch.get_num_threads())))
     source, to = noise(40), torch.zeros(40 * BLOCK, dtype=torch.uint8)
