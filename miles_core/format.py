@@ -9,11 +9,12 @@ from miles_core.config.config import Config
 from miles_core.data.unit import Encoded, Unit
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Parts, Stored, store
-from miles_core.precision.gpu_kernel import readable, reference_only, room, usable
+from miles_core.precision.gpu_kernel import READABLE, readable, reference_only, room, usable
 from miles_core.precision.product import NoProduct, Product, Products, emulated
 from miles_core.precision.scaled_mm import need_scaled_mm
 
 __all__ = [
+    "READABLE",
     "Codec",
     "Config",
     "Encoded",

@@ -17,7 +17,7 @@ from torch import Tensor
 from miles_core.data.unit import Encoded, Unit
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.precision.finite import Finite
-from miles_core.precision.format import Format, Stored, part_name
+from miles_core.precision.format import Format, Parts, Stored, part_name
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
 from miles_core.precision.selector import Selector, Shape
 
@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 #: The model copy's dtype: what every number format quantises, whatever dtype a weight is held or stored in.
 COPY = torch.bfloat16
+
+#: Bytes of weights that are encoded together into new memory, at most.
+_ANEW = 256 << 20
 
 #: Where a weight's codes are to be written: stored name -> tensor; None makes new tensors. Given its name and what it is stored as.
 Room = Callable[[str, Mapping[str, Stored]], dict[str, Tensor] | None]
@@ -105,11 +108,21 @@ class Codec:
         finite = Finite()
         if self._model:
             self.check(self._model)
+        waiting = _Waiting()
         for unit in units:
             if not self._checked:
                 seen |= {name: tuple(tensor.shape) for name, tensor in unit.tensors.items()}
             for part in self.parts(unit):
-                yield from self._encode(part, finite, room)
+                together = self._together(part)
+                if not together or len(waiting) == together:
+                    yield from self._encode_all(waiting, finite, room)
+                if together:
+                    waiting.add(part)
+                else:
+                    yield from self._encode(part, finite, room)
+            if not unit.lasting:
+                yield from self._encode_all(waiting, finite, room)
+        yield from self._encode_all(waiting, finite, room)
         finite.look()
         self.check(seen)
 
@@ -171,6 +184,30 @@ class Codec:
                 finite.add(name, weight, unit.lasting and weight is tensors[name], shows)
         return found
 
+    def _together(self, unit: Unit) -> int:
+        """With how many others a unit's weight may be encoded; 0 where it is not."""
+        format = self.format
+        if format is None or format.together == 1:
+            return 0
+        alike = all(t.is_cuda and self.quantises(n, tuple(t.shape)) for n, t in unit.tensors.items())
+        return format.together if alike else 0
+
+    def _encode_all(self, waiting: _Waiting, finite: Finite, room: Room | None) -> Iterator[Encoded]:
+        """What waits, in as few launches as the format makes, and as there is room; nothing waits then."""
+        format = self.format
+        while waiting.weights and format is not None:
+            names, weights, outs = waiting.take(format, room)
+            with torch.no_grad():
+                parts = format.quantize_all(weights, outs)
+            if format.shows:
+                finite.add_all(names, weights, waiting.lasting, [part[format.shows] for part in parts])
+            else:
+                for name, weight in zip(names, weights, strict=True):
+                    finite.add(name, weight, waiting.lasting)
+            for name, part in zip(names, parts, strict=True):
+                yield Encoded(name, named(name, part), format.name)
+        waiting.lasting = True
+
     def _experts(self, name: str, shape: Shape) -> list[Expert]:
         """What is in a joined tensor, whether or not it is taken apart."""
         if self.format is None or not is_joined(name, shape):
@@ -204,13 +241,50 @@ def _plain(unit: Unit, name: str) -> Encoded:
     return Encoded(name, {name: unit.tensors[name]}, lasting=unit.lasting)
 
 
+class _Waiting:
+    """Weights to be encoded together. ``lasting``: all of them stay as they are."""
+
+    def __init__(self) -> None:
+        self.weights: list[tuple[str, Tensor]] = []
+        self.lasting = True
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def add(self, unit: Unit) -> None:
+        for name, tensor in unit.tensors.items():
+            weight = tensor.detach().to(COPY)
+            self.weights.append((name, weight))
+            self.lasting &= unit.lasting and tensor.dtype == COPY
+
+    def take(self, format: Format, room: Room | None) -> tuple[list[str], list[Tensor], list[Parts | None]]:
+        """The first of them, with their room: as many as there is room for, or one for which there is none; without any room as many as
+        take no more than ``_ANEW`` bytes."""
+        outs: list[Parts | None] = []
+        nbytes = 0
+        for name, weight in self.weights:
+            _check(format, name, weight)
+            out, nbytes = _room(format, name, weight, room), nbytes + weight.nbytes
+            if outs and out is None and (room is not None or nbytes > _ANEW):
+                break
+            outs.append(out)
+            if out is None and room is not None:
+                break
+        taken, self.weights = self.weights[: len(outs)], self.weights[len(outs) :]
+        return [name for name, _ in taken], [weight for _, weight in taken], outs
+
+
 def _quantized(format: Format, name: str, weight: Tensor, stats: Tensor | None, room: Room | None) -> Encoded:
-    out = None
-    if room is not None:
-        stored = {part_name(name, s.suffix): s for s in format.storage((weight.shape[0], weight.shape[1]))}
-        given = room(name, stored)
-        out = None if given is None else {s.suffix: given[part] for part, s in stored.items()}
-    return Encoded(name, named(name, format.quantize(weight, stats, out)), format.name)
+    return Encoded(name, named(name, format.quantize(weight, stats, _room(format, name, weight, room))), format.name)
+
+
+def _room(format: Format, name: str, weight: Tensor, room: Room | None) -> Parts | None:
+    """Where a weight's parts are to be written; None is anywhere."""
+    if room is None:
+        return None
+    stored = {part_name(name, s.suffix): s for s in format.storage((weight.shape[0], weight.shape[1]))}
+    given = room(name, stored)
+    return None if given is None else {s.suffix: given[part] for part, s in stored.items()}
 
 
 def _check(format: Format, name: str, weight: Tensor) -> None:

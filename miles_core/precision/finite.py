@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,9 @@ class Finite:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[str, Tensor]] = []
+        self._waiting: list[dict[str, Tensor]] = []
         self._ends: list[Tensor] = []
+        self._device: torch.device | None = None
 
     def add(self, name: str, weight: Tensor, stays: bool = False, shows: Tensor | None = None) -> None:
         """The next weight, which ``stays`` as it is until all were looked at. What is not finite ``shows`` in a smaller tensor, if there is one.
@@ -28,15 +31,20 @@ class Finite:
         Raises:
             MilesError: it, or one of those before it, holds NaN or Inf.
         """
-        if not weight.numel():
-            return
-        if self._waiting and self._waiting[0][1].device != weight.device:
+        if weight.numel():
+            self._add({name: weight}, weight if shows is None else shows, stays)
+
+    def add_all(self, names: Sequence[str], weights: Sequence[Tensor], stay: bool, shows: Sequence[Tensor]) -> None:
+        """Several weights of one device, as by ``add``, whose smaller tensors are looked at in one go."""
+        self._add(dict(zip(names, weights, strict=True)), torch.cat([each.flatten() for each in shows]), stay)
+
+    def _add(self, weights: dict[str, Tensor], shows: Tensor, stay: bool) -> None:
+        if self._waiting and self._device != shows.device:
             self.look()
-        self._waiting.append((name, weight))
-        self._ends += torch.aminmax(
-            weight if shows is None else shows
-        )  # one pass without a mask in memory; NaN comes through
-        if not stays or not weight.is_cuda or len(self._waiting) == TOGETHER:
+        self._device = shows.device
+        self._waiting.append(weights)
+        self._ends += torch.aminmax(shows)  # one pass without a mask in memory; NaN comes through
+        if not stay or not shows.is_cuda or len(self._waiting) == TOGETHER:
             self.look()
 
     def look(self) -> None:
@@ -46,12 +54,13 @@ class Finite:
         if not waiting:
             return
         finite = torch.stack(ends).isfinite().tolist()
-        for (name, weight), low, high in zip(waiting, finite[::2], finite[1::2], strict=True):
+        for weights, low, high in zip(waiting, finite[::2], finite[1::2], strict=True):
             if not low or not high:
-                _refuse(name, weight)
+                _refuse(weights)
 
 
-def _refuse(name: str, weight: Tensor) -> None:
+def _refuse(weights: dict[str, Tensor]) -> None:
+    name, weight = next(((n, w) for n, w in weights.items() if not w.isfinite().all()), next(iter(weights.items())))
     bad = ~weight.isfinite()
     first = bad.nonzero()[0].tolist()
     raise MilesError(

@@ -13,7 +13,7 @@ arithmetic is FP32.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class Format(ABC):
         exact: quantising what was dequantised (kept in FP32) gives the same bytes again; False where only the values
             stay the same.
         shows: suffix of the part that is not finite where a weight is not, so that nobody has to look at the weight itself; empty is none.
+        together: how many weights ``quantize_all`` is best given on a GPU, of a format without ``couple``; 1 is one by one.
         error: relative RMS error of the round trip on N(0, 1), rounded up: the bound its tests hold the format to.
         only: selectors of the weights the format is for, such as experts; empty is every matrix.
         only_origin: what limits the format to ``only``, for messages.
@@ -67,6 +68,7 @@ class Format(ABC):
     couple: tuple[tuple[str, ...], ...] = ()
     exact: bool = True
     shows: str = ""
+    together: int = 1
     error: float
     only: tuple[str, ...] = ()
     only_origin: str = "the weights the format is for"
@@ -109,6 +111,10 @@ class Format(ABC):
             stats: reduced ``stats``; None takes those of this weight alone.
             out: write into these tensors and return them, instead of making new ones.
         """
+
+    def quantize_all(self, weights: Sequence[Tensor], outs: Sequence[Parts | None]) -> list[Parts]:
+        """``quantize`` of each of several weights, in its ``out`` where that is given; a format that makes one launch of them overrides it."""
+        return [self.quantize(weight, out=out) for weight, out in zip(weights, outs, strict=True)]
 
     @abstractmethod
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:

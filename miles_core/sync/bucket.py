@@ -58,6 +58,11 @@ class Bucket:
         """The bytes in use, whole blocks."""
         return self.buffer[: rounded(self.end)]
 
+    @property
+    def awaits(self) -> bool:
+        """Whether there is room that was given away and not added yet."""
+        return bool(self._rooms)
+
     def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
         """Tensors in the bucket to write an encoded weight into before it is added; None where it does not fit."""
         places = self._places({part: (s.dtype, s.shape, 0) for part, s in stored.items()})

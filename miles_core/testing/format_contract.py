@@ -25,7 +25,7 @@ from miles_core.data.unit import Unit
 from miles_core.errors import ConfigError, MilesError
 from miles_core.mismatch.product_probe import check_product
 from miles_core.precision.codec import Codec
-from miles_core.precision.format import Format
+from miles_core.precision.format import Format, Parts
 from miles_core.precision.gpu_kernel import reference_only
 from miles_core.precision.product import NoProduct
 
@@ -256,6 +256,21 @@ class FormatContract:
             unit.tensors[name][row, column] = bad
             with pytest.raises(MilesError, match=name.replace(".", r"\.") + f" holds 1 values .* at .{row}, {column}"):
                 Codec(format).encode_unit(unit)
+
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def test_weights_that_are_encoded_together_get_the_bytes_they_get_alone(self, device: str) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        format, (rows, columns) = self.make(), (self.rows, self.columns)
+        joined = normal(3, 2 * rows, columns).bfloat16().to(device)
+        weights = [joined[1, :rows], joined[0, rows:], joined[2, :rows].contiguous(), joined[0, :, : columns // 2]]
+        weights += [normal(rows, columns).to(device), normal(columns, rows).bfloat16().to(device).t()]
+        outs: list[Parts | None] = [None] * len(weights)
+        stored = format.storage((rows, columns))
+        outs[2] = {s.suffix: torch.zeros(s.shape, dtype=s.dtype, device=device) for s in stored}
+        for weight, out, parts in zip(weights, outs, format.quantize_all(weights, outs), strict=True):
+            assert_same(parts, format.quantize(weight))
+            assert out is None or all(parts[suffix] is tensor for suffix, tensor in out.items())
 
     def test_coupled_weights_share_their_statistics(self) -> None:
         format = self.make()

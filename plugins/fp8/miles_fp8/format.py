@@ -25,13 +25,24 @@ magnitudes may be rounded up to 2^128, which FP32 reads as Inf.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from miles_core.format import Config, Format, NoProduct, Parts, Stored, readable, room, store, usable
+from miles_core.format import (
+    READABLE,
+    Config,
+    Format,
+    NoProduct,
+    Parts,
+    Stored,
+    readable,
+    room,
+    store,
+    usable,
+)
 
 if TYPE_CHECKING:
     from miles_fp8.product import Fp8Product
@@ -42,6 +53,8 @@ AMAX_FLOOR = 1e-10
 TILE = 128
 KERNEL_CAPABILITY = (8, 9)  # the first GPUs that convert to E4M3
 CODES, SCALES = "weight", "weight_scale_inv"
+#: Memory of weights that a launch shares begins at multiples of so many bytes.
+ALIGNED = 16
 
 
 class Fp8(Format):
@@ -62,6 +75,7 @@ class Fp8(Format):
     tile = (TILE, TILE)
     error = 0.03
     shows = SCALES
+    together = 64
     skip_origin = "--fp8-skip-layers"
 
     def __init__(
@@ -115,6 +129,27 @@ class Fp8(Format):
         scale = self.scale(amax).masked_fill_(~amax.isfinite(), torch.nan)
         codes = torch.div(tiles, scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
         return store({CODES: flat(codes, weight.shape), SCALES: scale}, out)
+
+    def quantize_all(self, weights: Sequence[Tensor], outs: Sequence[Parts | None]) -> list[Parts]:
+        """As the base class says: weights that are alike in one launch."""
+        found: list[Parts | None] = [None] * len(weights)
+        alike: dict[Any, list[int]] = {}
+        for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+            if usable(weight, KERNEL_CAPABILITY) and weight.dtype in READABLE and weight.data_ptr() % ALIGNED == 0:
+                parts = room(self, (weight.shape[0], weight.shape[1]), weight.device, out)
+                if parts[CODES].data_ptr() % ALIGNED == 0:
+                    found[i] = parts
+                    alike.setdefault((weight.dtype, weight.shape, weight.stride(), weight.device), []).append(i)
+        for group in alike.values():
+            from miles_fp8 import kernels  # needs Triton
+
+            made = [part for i in group if (part := found[i]) is not None]
+            codes, scales = [p[CODES] for p in made], [p[SCALES] for p in made]
+            kernels.quantize_alike([weights[i] for i in group], codes, scales, self.power_of_two_scales)
+        return [
+            self.quantize(weight, out=out) if parts is None else store(parts, out)
+            for weight, out, parts in zip(weights, outs, found, strict=True)
+        ]
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         codes, scale = parts[CODES], parts[SCALES]

@@ -162,7 +162,8 @@ class Sender:
         self.sent.tensors += len(unit.parts)
         self.sent.nbytes += nbytes
         self.sent.encoded |= bool(unit.format)
-        if self._slot.bucket.end >= (self._piece if self._standing else self._enough):
+        bucket = self._slot.bucket
+        if bucket.end >= (self._piece if self._standing else self._enough) and not bucket.awaits:
             await self._deliver(receive, version)
 
     def _lent(self, unit: Encoded, nbytes: int) -> bool:

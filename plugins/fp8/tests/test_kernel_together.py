@@ -1,0 +1,38 @@
+"""The kernel that encodes several weights, in Triton's interpreter, against the one of a single weight."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+KERNEL = """
+import contextlib
+import torch
+torch.cuda.device = lambda device: contextlib.nullcontext()
+from miles_fp8 import kernels
+joined = torch.randn(3, 400, 300, dtype=torch.bfloat16)
+joined[1, 130, 7] = torch.nan
+for power_of_two in (False, True):
+    for weights in ([each[:200] for each in joined], [each[200:] for each in joined], [joined[0].t().float()]):
+        rows, columns = weights[0].shape
+        def room():
+            codes = [torch.zeros(rows, columns, dtype=torch.float8_e4m3fn) for _ in weights]
+            return codes, [torch.zeros(-(-rows // 128), -(-columns // 128)) for _ in weights]
+        (codes, scales), (alone, own) = room(), room()
+        kernels.quantize_alike(weights, codes, scales, power_of_two)
+        for weight, *parts in zip(weights, alone, own):
+            kernels.quantize(weight, *parts, power_of_two)
+        for one, other in zip(codes + scales, alone + own):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        assert all(torch.equal(s.isfinite().all(), w.isfinite().all()) for s, w in zip(scales, weights))
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, whose interpreter runs the kernel here")
+def test_weights_in_one_launch_get_the_bytes_they_get_alone():
+    ran = subprocess.run(
+        [sys.executable, "-c", KERNEL], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
