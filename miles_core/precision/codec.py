@@ -96,7 +96,7 @@ class Codec:
 
         Args:
             units: the export stream.
-            room: asked for each weight that is quantised, just before.
+            room: asked for each weight that is quantised, just before; for several where they are encoded together.
 
         Raises:
             MilesError: a weight that holds NaN or Inf, or that the format cannot store; names the tensor. Some weights after it may
@@ -114,7 +114,7 @@ class Codec:
                 seen |= {name: tuple(tensor.shape) for name, tensor in unit.tensors.items()}
             for part in self.parts(unit):
                 together = self._together(part)
-                if not together or len(waiting) == together:
+                if len(waiting) >= together:
                     yield from self._encode_all(waiting, finite, room)
                 if together:
                     waiting.add(part)
@@ -185,12 +185,12 @@ class Codec:
         return found
 
     def _together(self, unit: Unit) -> int:
-        """With how many others a unit's weight may be encoded; 0 where it is not."""
+        """How many weights, a unit's among them, are encoded at once; 0 where it is not to wait for others."""
         format = self.format
         if format is None or format.together == 1:
             return 0
-        alike = all(t.is_cuda and self.quantises(n, tuple(t.shape)) for n, t in unit.tensors.items())
-        return format.together if alike else 0
+        may = all(t.is_cuda and t.dtype == COPY and self.quantises(n, tuple(t.shape)) for n, t in unit.tensors.items())
+        return format.together if may else 0
 
     def _encode_all(self, waiting: _Waiting, finite: Finite, room: Room | None) -> Iterator[Encoded]:
         """What waits, in as few launches as the format makes, and as there is room; nothing waits then."""
@@ -242,7 +242,7 @@ def _plain(unit: Unit, name: str) -> Encoded:
 
 
 class _Waiting:
-    """Weights to be encoded together. ``lasting``: all of them stay as they are."""
+    """Weights in ``COPY`` to be encoded together. ``lasting``: all of them stay as they are."""
 
     def __init__(self) -> None:
         self.weights: list[tuple[str, Tensor]] = []
@@ -252,10 +252,8 @@ class _Waiting:
         return len(self.weights)
 
     def add(self, unit: Unit) -> None:
-        for name, tensor in unit.tensors.items():
-            weight = tensor.detach().to(COPY)
-            self.weights.append((name, weight))
-            self.lasting &= unit.lasting and tensor.dtype == COPY
+        self.weights += ((name, tensor.detach()) for name, tensor in unit.tensors.items())
+        self.lasting &= unit.lasting
 
     def take(self, format: Format, room: Room | None) -> tuple[list[str], list[Tensor], list[Parts | None]]:
         """The first of them, with their room: as many as there is room for, or one for which there is none; without any room as many as

@@ -77,6 +77,17 @@ def test_groups_end_at_the_limit_and_at_what_is_not_encoded(expected):
     assert format.groups == [4, 2, 4]
 
 
+def test_units_of_two_weights_and_other_dtypes(expected):
+    format, pairs = Halves(), []
+    stream = list(units(10))
+    for first, second in zip(stream[::2], stream[1::2], strict=True):
+        pairs.append(Unit(first.tensors | second.tensors, lasting=True))
+    wide = Unit({name: tensor.float() for name, tensor in pairs.pop().tensors.items()}, lasting=True)
+    found = bytes_of(Codec(format).encode([*pairs, wide]))
+    assert_the_same(found, [one for one in expected if "norm" not in one[0]])
+    assert format.groups == [4, 4]  # a weight in float32 is rounded first, alone
+
+
 def test_what_does_not_last_is_encoded_with_its_unit(expected):
     format = Halves()
     assert_the_same(bytes_of(Codec(format).encode(units(10, lasting=False, norm=5))), expected)
