@@ -147,6 +147,7 @@ class Sender:
     async def _send_noise(self, nbytes: int, receive: Receive, version: int) -> float:
         self._slot.bucket.fill(nbytes)
         await self._deliver(receive, version)
+        self._taken = 0  # of no version
         return await self._acknowledged()
 
     async def _add(self, unit: Encoded, receive: Receive, version: int) -> None:

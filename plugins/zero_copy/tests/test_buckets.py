@@ -53,7 +53,8 @@ def test_what_arrives_is_what_was_sent(engine, transport, checkpoints, caplog):
     assert len(engine.received) == 1 + 2 * 4 and engine.most == 1  # the greeting, and full buckets one by one
 
 
-def test_an_engine_reads_versions_where_they_arrive(engine, checkpoints, shared_memory, monkeypatch):
+def test_an_engine_reads_versions_where_they_arrive(engine, checkpoints, shared_memory, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(sender, "PIECE", SMALL)
     transport = BucketTransport(engine, World(), SMALL, staging=True, stay=True)
     sent = [stored_units(checkpoint) for checkpoint in checkpoints]
@@ -78,6 +79,7 @@ def test_an_engine_reads_versions_where_they_arrive(engine, checkpoints, shared_
         return found, [await pushed(version) for version in (6, 7)]
 
     (first, *turns), again = asyncio.run(pushes())
+    assert caplog.text.count("engines read the weights where they are") == 1  # the greeting is no version
     at = [place for place, _ in turns]
     assert len({first[0], *at}) == 3 and at[0] == at[2] != at[1] == at[3]
     files, copied = {file: file.read_bytes() for file in shared_memory.iterdir()}, []
