@@ -44,7 +44,7 @@ def _codes(x, scale):
 
 
 @triton.jit
-def _tile(
+def _weight(
     x_ptr,
     codes_ptr,
     scales_ptr,
@@ -69,21 +69,6 @@ def _tile(
 
 
 @triton.jit
-def _weight(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    POWER_OF_TWO: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    _tile(x_ptr, codes_ptr, scales_ptr, rows, columns, row_stride, column_stride, POWER_OF_TWO, TILE)
-
-
-@triton.jit
 def _weights(
     table,
     rows,
@@ -98,7 +83,7 @@ def _weights(
     x_ptr = tl.multiple_of(tl.load(weight).to(tl.pointer_type(KIND)), ALIGNED)
     codes_ptr = tl.multiple_of(tl.load(weight + 1).to(tl.pointer_type(tl.float8e4nv)), ALIGNED)
     scales_ptr = tl.load(weight + 2).to(tl.pointer_type(tl.float32))
-    _tile(x_ptr, codes_ptr, scales_ptr, rows, columns, row_stride, column_stride, POWER_OF_TWO, TILE)
+    _weight(x_ptr, codes_ptr, scales_ptr, rows, columns, row_stride, column_stride, POWER_OF_TWO, TILE)
 
 
 @triton.jit
