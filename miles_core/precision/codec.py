@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 #: The model copy's dtype: what every number format quantises, whatever dtype a weight is held or stored in.
 COPY = torch.bfloat16
 
-#: Bytes of weights that are encoded together into new memory, at most.
-_ANEW = 256 << 20
+#: Bytes of weights that are encoded together: a GPU has them for longer than the host needs for the next. Into new memory less, at most.
+_AT_ONCE, _ANEW = 1 << 30, 256 << 20
 
 #: Where a weight's codes are to be written: stored name -> tensor; None makes new tensors. Given its name and what it is stored as.
 Room = Callable[[str, Mapping[str, Stored]], dict[str, Tensor] | None]
@@ -114,11 +114,11 @@ class Codec:
                 seen |= {name: tuple(tensor.shape) for name, tensor in unit.tensors.items()}
             for part in self.parts(unit):
                 together = self._together(part)
-                if len(waiting) >= together:
-                    yield from self._encode_all(waiting, finite, room)
                 if together:
                     waiting.add(part)
-                else:
+                if len(waiting) >= together or waiting.nbytes >= _AT_ONCE:
+                    yield from self._encode_all(waiting, finite, room)
+                if not together:
                     yield from self._encode(part, finite, room)
             if not unit.lasting:
                 yield from self._encode_all(waiting, finite, room)
@@ -143,7 +143,7 @@ class Codec:
 
     def parts(self, unit: Unit) -> Iterator[Unit]:
         """The unit with joined experts apart: what is encoded together."""
-        if self.format is None:
+        if self.format is None or not any(is_joined(n, t.shape) for n, t in unit.tensors.items()):
             yield unit
             return
         rest = {}
@@ -242,17 +242,20 @@ def _plain(unit: Unit, name: str) -> Encoded:
 
 
 class _Waiting:
-    """Weights in ``COPY`` to be encoded together. ``lasting``: all of them stay as they are."""
+    """Weights in ``COPY`` to be encoded together, so many bytes. ``lasting``: all of them stay as they are."""
 
     def __init__(self) -> None:
         self.weights: list[tuple[str, Tensor]] = []
         self.lasting = True
+        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self.weights)
 
     def add(self, unit: Unit) -> None:
-        self.weights += ((name, tensor.detach()) for name, tensor in unit.tensors.items())
+        for name, tensor in unit.tensors.items():
+            self.weights.append((name, tensor.detach()))
+            self.nbytes += tensor.nbytes
         self.lasting &= unit.lasting
 
     def take(self, format: Format, room: Room | None) -> tuple[list[str], list[Tensor], list[Parts | None]]:
@@ -269,6 +272,7 @@ class _Waiting:
             if out is None and room is not None:
                 break
         taken, self.weights = self.weights[: len(outs)], self.weights[len(outs) :]
+        self.nbytes -= sum([weight.nbytes for _, weight in taken])
         return [name for name, _ in taken], [weight for _, weight in taken], outs
 
 

@@ -36,7 +36,9 @@ class Finite:
 
     def add_all(self, names: Sequence[str], weights: Sequence[Tensor], stay: bool, shows: Sequence[Tensor]) -> None:
         """Several weights of one device, as by ``add``, whose smaller tensors are looked at in one go."""
-        self._add(dict(zip(names, weights, strict=True)), torch.cat([each.flatten() for each in shows]), stay)
+        alike = len({each.shape[1:] for each in shows}) == 1
+        together = torch.cat(shows if alike else [each.flatten() for each in shows])  # type: ignore[arg-type]
+        self._add(dict(zip(names, weights, strict=True)), together, stay)
 
     def _add(self, weights: dict[str, Tensor], shows: Tensor, stay: bool) -> None:
         if self._waiting and self._device != shows.device:

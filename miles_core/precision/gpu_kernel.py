@@ -34,7 +34,12 @@ def usable(tensor: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:
         return False
     if tensor.requires_grad and torch.is_grad_enabled():
         return False
-    return has_triton() and torch.cuda.get_device_capability(tensor.device) >= capability
+    return has_triton() and _capability(tensor.device) >= capability
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @contextmanager

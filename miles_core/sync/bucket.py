@@ -7,7 +7,7 @@ and ``memory``, how the receiver gets at them (``sync.inbox``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -43,7 +43,7 @@ class Bucket:
     """
 
     def __init__(self, buffer: Tensor, written: Callable[[int], None] | None = None) -> None:
-        self.buffer, self._written = buffer, written
+        self.buffer, self._written, self._views = buffer, written, Views(buffer)
         self.clear()
 
     def clear(self) -> None:
@@ -108,7 +108,7 @@ class Bucket:
             start, size = end + behind, prod(shape) * dtype.itemsize
             if start + size > len(self.buffer):
                 return None
-            found[part] = (self.buffer[start : start + size].view(dtype).view(shape), start)
+            found[part] = (self._views(dtype, shape, start), start)
             end += rounded(behind + size)
         self.end = min(end, len(self.buffer))
         return found
@@ -133,10 +133,11 @@ def unpacked(message: Mapping[str, Any], flat: Tensor, found: Sum | None = None)
         else:  # the receiver put it elsewhere
             to.copy_(source)
 
+    views = Views(flat)
     for name, format, parts in message["units"]:
-        tensors = {part: view(flat, dtype, shape, offset) for part, dtype, shape, offset in parts}
+        tensors = {part: views(getattr(torch, dtype), shape, offset) for part, dtype, shape, offset in parts}
         yield Encoded(name, tensors, format, copy=copy)
-        found.up_to(rounded(max((offset + tensors[part].nbytes for part, _, _, offset in parts), default=0)))
+        found.up_to(rounded(max([offset + tensors[part].nbytes for part, _, _, offset in parts], default=0)))
     check(message, found.of(nbytes))
 
 
@@ -149,10 +150,29 @@ def check(message: Mapping[str, Any], found: int) -> None:
         )
 
 
-def view(flat: Tensor, dtype: str, shape: list[int], offset: int) -> Tensor:
-    """A tensor that lies in ``flat`` from a byte on."""
-    kind: torch.dtype = getattr(torch, dtype)
-    return flat[offset : offset + prod(shape) * kind.itemsize].view(kind).view(shape)
+class Views:
+    """Tensors that lie in ``flat``, bytes [n], in one step each: there may be thousands of them."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+        self._as: dict[torch.dtype, tuple[Tensor, int]] = {}
+
+    def __call__(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
+        """One that begins ``offset`` bytes behind the start, a multiple of the dtype's."""
+        size = dtype.itemsize
+        if dtype not in self._as:
+            whole = self._flat[: len(self._flat) // size * size].view(dtype)
+            self._as[dtype] = whole, int(whole.storage_offset())  # as_strided counts from the storage's beginning
+        whole, start = self._as[dtype]
+        return whole.as_strided(shape, _strides(shape), start + offset // size)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    found, stride = [], 1
+    for size in reversed(shape):
+        found.append(stride)
+        stride *= size
+    return found[::-1]
 
 
 def _behind(unit: Encoded, tensor: Tensor) -> int:

@@ -196,6 +196,7 @@ class OnePass(Sum):
         self._jobs: list[tuple[int, int, int, int]] = []
         self._copied: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
+        self._small: tuple[list[Tensor], list[Tensor]] = [], []
         self._enough = FIRST_LAUNCH
         self._begun = self._piece = self._start = 0  # in blocks; the piece that this one is in, and where it starts
         self._read = 0  # bytes, since the last launch
@@ -211,6 +212,10 @@ class OnePass(Sum):
 
     def copy(self, to: Tensor, source: Tensor, at: int, stays: bool = False) -> None:
         first, nbytes = at // BLOCK, to.nbytes
+        if stays and nbytes < BLOCK:
+            self._small[0].append(to)
+            self._small[1].append(source)
+            return
         least = 0 if stays else PIECE  # a launch of its own takes longer than reading less once more
         if (
             first < self._begun
@@ -265,6 +270,9 @@ class OnePass(Sum):
         """Make the jobs that wait."""
         from miles_core.sync import checksum_kernel  # needs Triton
 
+        if self._small[0]:  # before the bytes of a copy are added up
+            torch._foreach_copy_(*self._small)
+            self._small = [], []
         jobs, self._jobs = self._jobs, []
         if jobs:
             with torch.cuda.device(self._total.device):

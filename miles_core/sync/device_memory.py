@@ -18,7 +18,7 @@ from torch import Tensor
 
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
-from miles_core.sync.bucket import check, dtype_name, view
+from miles_core.sync.bucket import Views, check, dtype_name
 from miles_core.sync.checksum import ALIGNED, BLOCK, Sum, reading, summing
 
 _HANDLE_BYTES = 64
@@ -138,9 +138,11 @@ def borrowed(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> Ite
     Raises:
         SyncError: the bytes are not those that were lent; known at the end.
     """
-    found, at = None, 0
+    found, at, views = None, 0, dict[str, Views]()
     for name, key, dtype, shape, start in message["units"]:
-        tensor = view(region(key), dtype, shape, start)
+        if key not in views:
+            views[key] = Views(region(key))
+        tensor = views[key](getattr(torch, dtype), shape, start)
         piece = tensor.view(-1).view(torch.uint8)
         if found is None:
             found = summing(piece)

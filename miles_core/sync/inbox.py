@@ -6,7 +6,6 @@ import asyncio
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,7 +85,8 @@ class Inbox:
             self._follow(where)
         follower = self._followers.get(where["key"]) if stays else None
         for unit in unpacked(message, flat, follower.sum(where["start"]) if follower else None):
-            yield replace(unit, lasting=stays and not unit.format)
+            unit.lasting = stays and not unit.format
+            yield unit
         if "keep" in where:
             self._kept[where["keep"]] = [where["version"], message["checksum"]], flat
 

@@ -165,7 +165,7 @@ def quantize(weight: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) 
     rows, columns = weight.shape
     with torch.cuda.device(weight.device):
         _weight[tuple(scales.shape)](
-            weight, codes, scales, rows, columns, *weight.stride(), power_of_two, TILE, num_warps=8
+            weight, codes, scales, rows, columns, *weight.stride(), power_of_two, TILE, num_warps=4
         )
 
 
@@ -179,7 +179,7 @@ def quantize_alike(weights: list[Tensor], codes: list[Tensor], scales: list[Tens
         stream = torch.cuda.current_stream().cuda_stream if first.is_cuda else 0
         table = _table(places, first.device, stream)
         grid = (*scales[0].shape, len(weights))
-        _weights[grid](table, rows, columns, *first.stride(), KINDS[first.dtype], power_of_two, TILE, num_warps=8)
+        _weights[grid](table, rows, columns, *first.stride(), KINDS[first.dtype], power_of_two, TILE, num_warps=4)
 
 
 @lru_cache(1024)
