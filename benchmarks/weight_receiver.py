@@ -42,7 +42,11 @@ async def put(connection: socket.socket, message: Any) -> None:
     """Send a message. ``multiprocessing``'s pipes take new memory for all of a large one at every piece they read of it."""
     data = pickle.dumps(message, 5)
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(connection, len(data).to_bytes(8, "little"))
+    head = len(data).to_bytes(8, "little")
+    if len(data) < 1 << 20:  # one system call, and one waking
+        await loop.sock_sendall(connection, head + data)
+        return
+    await loop.sock_sendall(connection, head)
     await loop.sock_sendall(connection, data)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import groupby
 
 import torch
@@ -26,8 +27,12 @@ log = logging.getLogger(__name__)
 #: The model copy's dtype: what every number format quantises, whatever dtype a weight is held or stored in.
 COPY = torch.bfloat16
 
-#: Bytes of weights that are encoded together: a GPU has them for longer than the host needs for the next. Into new memory less, at most.
-_AT_ONCE, _ANEW = 1 << 30, 256 << 20
+#: Bytes of weights that are encoded together: those that a GPU is given first, so that it is busy while the host finds the next ones, and at
+#: most; twice as many each time.
+_FIRST, _MOST = 256 << 20, 2 << 30
+
+#: Bytes of weights that are encoded together into new memory, at most.
+_ANEW = 256 << 20
 
 #: Where a weight's codes are to be written: stored name -> tensor; None makes new tensors. Given its name and what it is stored as.
 Room = Callable[[str, Mapping[str, Stored]], dict[str, Tensor] | None]
@@ -116,7 +121,7 @@ class Codec:
                 together = self._together(part)
                 if together:
                     waiting.add(part)
-                if len(waiting) >= together or waiting.nbytes >= _AT_ONCE:
+                if len(waiting) >= together or waiting.nbytes >= waiting.enough:
                     yield from self._encode_all(waiting, finite, room)
                 if not together:
                     yield from self._encode(part, finite, room)
@@ -242,12 +247,12 @@ def _plain(unit: Unit, name: str) -> Encoded:
 
 
 class _Waiting:
-    """Weights in ``COPY`` to be encoded together, so many bytes. ``lasting``: all of them stay as they are."""
+    """Weights in ``COPY`` to be encoded together, so many bytes, which are ``enough`` at some number. ``lasting``: all of them stay as they are."""
 
     def __init__(self) -> None:
         self.weights: list[tuple[str, Tensor]] = []
         self.lasting = True
-        self.nbytes = 0
+        self.nbytes, self.enough = 0, _FIRST
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -273,6 +278,7 @@ class _Waiting:
                 break
         taken, self.weights = self.weights[: len(outs)], self.weights[len(outs) :]
         self.nbytes -= sum([weight.nbytes for _, weight in taken])
+        self.enough = min(2 * self.enough, _MOST)
         return [name for name, _ in taken], [weight for _, weight in taken], outs
 
 
@@ -284,9 +290,15 @@ def _room(format: Format, name: str, weight: Tensor, room: Room | None) -> Parts
     """Where a weight's parts are to be written; None is anywhere."""
     if room is None:
         return None
-    stored = {part_name(name, s.suffix): s for s in format.storage((weight.shape[0], weight.shape[1]))}
+    stored = _stored(format, name, weight.shape[0], weight.shape[1])
     given = room(name, stored)
     return None if given is None else {s.suffix: given[part] for part, s in stored.items()}
+
+
+@lru_cache(1 << 16)
+def _stored(format: Format, name: str, rows: int, columns: int) -> Mapping[str, Stored]:
+    """What a weight is stored as, under which names: the same at every sync."""
+    return {part_name(name, s.suffix): s for s in format.storage((rows, columns))}
 
 
 def _check(format: Format, name: str, weight: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from miles_core.errors import MilesError
 
 #: How many weights are looked at together.
-TOGETHER = 16
+TOGETHER = 64
 
 
 class Finite:

@@ -8,6 +8,8 @@ and ``memory``, how the receiver gets at them (``sync.inbox``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -44,6 +46,7 @@ class Bucket:
 
     def __init__(self, buffer: Tensor, written: Callable[[int], None] | None = None) -> None:
         self.buffer, self._written, self._views = buffer, written, Views(buffer)
+        self._given: dict[tuple[str, int], _Given] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -65,18 +68,21 @@ class Bucket:
 
     def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
         """Tensors in the bucket to write an encoded weight into before it is added; None where it does not fit."""
-        places = self._places({part: (s.dtype, s.shape, 0) for part, s in stored.items()})
-        if places is None:
-            return None
-        self._rooms[name] = places
-        return {part: tensor for part, (tensor, _) in places.items()}
+        given = self._given.get((name, self.end))
+        if given is None or given.stored is not stored:
+            start = self.end
+            places = self._places({part: (s.dtype, s.shape, 0) for part, s in stored.items()})
+            if places is None:
+                return None
+            given = _Given(stored, places, {part: tensor for part, (tensor, _) in places.items()}, self.end)
+            self._given[name, start] = given
+        self._rooms[name], self.end = given.places, given.end
+        return given.tensors
 
     def add(self, unit: Encoded) -> bool:
         """Copy a tensor in, or find it in its room already; False where it does not fit."""
         places = self._rooms.pop(unit.name, None)
-        if places is None or any(
-            unit.parts[part].data_ptr() != tensor.data_ptr() for part, (tensor, _) in places.items()
-        ):
+        if places is None or any(unit.parts[part] is not tensor for part, (tensor, _) in places.items()):
             places = self._places({part: (t.dtype, tuple(t.shape), _behind(unit, t)) for part, t in unit.parts.items()})
             if places is None:
                 return False
@@ -112,6 +118,16 @@ class Bucket:
             end += rounded(behind + size)
         self.end = min(end, len(self.buffer))
         return found
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Room that was given once, which is given again where the same tensor begins at the same place, as at every sync, as a rule."""
+
+    stored: Mapping[str, Stored]
+    places: dict[str, tuple[Tensor, int]]
+    tensors: dict[str, Tensor]
+    end: int
 
 
 def unpacked(message: Mapping[str, Any], flat: Tensor, found: Sum | None = None) -> Iterator[Encoded]:
@@ -180,6 +196,7 @@ def _behind(unit: Encoded, tensor: Tensor) -> int:
     return tensor.data_ptr() % LINE if unit.lasting and not tensor.is_cuda else 0
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """As messages say it."""
     return str(dtype).removeprefix("torch.")

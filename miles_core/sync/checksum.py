@@ -25,7 +25,7 @@ BLOCK = 1024
 PIECE = 2 << 20
 #: Bytes that a GPU is given first to copy or add up, so that it is busy while the next ones are found, and at most; twice as many each time, as
 #: a launch takes the host as long as some hundred megabytes take the GPU.
-FIRST_LAUNCH, LAUNCH = 512 << 20, 4 << 30
+FIRST_LAUNCH, LAUNCH = 128 << 20, 4 << 30
 #: Blocks whose numbers are made together.
 _ROUND = 1 << 15
 #: 2^64 divided by the golden ratio, odd: multiples of it lie far apart.
@@ -192,7 +192,8 @@ class OnePass(Sum):
 
     def __init__(self, device: torch.device, *pieces: Tensor) -> None:
         super().__init__(*pieces)
-        self._total = torch.zeros(1, dtype=torch.int64, device=device)
+        self._device = device
+        self._total: Tensor | None = None  # made when it is needed: for the first launch, or never
         self._jobs: list[tuple[int, int, int, int]] = []
         self._copied: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
@@ -242,8 +243,8 @@ class OnePass(Sum):
     def of(self, end: int) -> int:
         self._add(end // BLOCK)
         self._run()
-        found, self._kept = int(self._total) % (1 << 64), []
-        return found
+        self._kept = []
+        return 0 if self._total is None else int(self._total) % (1 << 64)
 
     def _add(self, end: int) -> None:
         """What was not copied of the blocks before this one is to be added up too."""
@@ -275,7 +276,9 @@ class OnePass(Sum):
             self._small = [], []
         jobs, self._jobs = self._jobs, []
         if jobs:
-            with torch.cuda.device(self._total.device):
+            if self._total is None:
+                self._total = torch.zeros(1, dtype=torch.int64, device=self._device)
+            with torch.cuda.device(self._device):
                 checksum_kernel.run(jobs, self._total, BLOCK, _SPREAD)
 
 
