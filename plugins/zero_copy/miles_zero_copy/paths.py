@@ -63,7 +63,7 @@ def _messages() -> Path:
 
 def _handles(device: torch.device) -> Path:
     make, limit = partial(DeviceSlot, device=device), partial(copy_speed, GPU_PROBE_BYTES, str(device))
-    return Path(make, limit, lends=True)
+    return Path(make, limit, lends=True, ahead=1)
 
 
 def broadcast(device: torch.device, engines: int) -> Path:

@@ -219,7 +219,7 @@ class Sender:
         numbered = {**message, "number": self.sent.buckets, "sender": list(self._sender)}
         self.sent.buckets += 1
         await self._acknowledged(self.path.ahead)
-        sending = asyncio.create_task(slot.deliver(receive, numbered, last))
+        slot.reading = sending = asyncio.create_task(slot.deliver(receive, numbered, last))
         sending.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody's, after the first error
         self._reading.append(sending)
         await asyncio.sleep(0)  # the message leaves before the other slot is filled

@@ -24,6 +24,7 @@ class Slot(ABC):
 
     def __init__(self, buffer: Tensor, written: Callable[[int], None] | None = None) -> None:
         self.bucket = Bucket(buffer, written)
+        self.reading: asyncio.Task[float] | None = None  # the last ``deliver``
 
     @abstractmethod
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
@@ -31,6 +32,8 @@ class Slot(ABC):
 
     async def left(self) -> None:
         """Returns when the bytes of a bucket that may be under way still can be written over."""
+        if self.reading is not None:
+            await asyncio.wait([self.reading])
 
     async def deliver(self, receive: Receive, message: Mapping[str, Any], last: bool) -> float:
         """Send the message about the bucket; returns when the engine has taken what is in it, with the seconds its bytes took."""

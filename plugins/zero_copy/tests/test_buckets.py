@@ -8,6 +8,7 @@ import logging
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -254,6 +255,31 @@ def test_a_broadcast_brings_the_same_buckets_and_an_engine_that_cannot_be_reache
     engine.spoil = spoil
     asyncio.run(transport.send(iter(units), 4))
     assert engine.version == 4 and "weights travel through shared memory, because the trainer cannot be" in caplog.text
+
+
+def test_a_bucket_goes_ahead_of_an_answer_and_no_memory_is_filled_before_it_was_read(
+    engine, transport, checkpoints, monkeypatch
+):
+    ways = {"shared memory": lambda: replace(paths._shared(stays=False), ahead=1)}
+    monkeypatch.setattr(transport_module, "paths", lambda *given: ways)
+    take, waiting = engine.receive, 0
+    most = 0
+
+    async def slow(*message):
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        await asyncio.sleep(0.005)
+        await take(*message)
+        waiting -= 1
+
+    monkeypatch.setattr(engine, "receive", slow)
+    units = stored_units(checkpoints[1])
+    asyncio.run(transport.send(iter(units), 1))
+    received = weights(engine)
+    assert most == 2
+    asyncio.run(engine.update_weights(units, 2))
+    assert same(received, weights(engine))
 
 
 def test_an_engine_that_dies_at_the_greeting_leaves_no_shared_memory(engine, transport, checkpoints, shared_memory):
