@@ -32,7 +32,7 @@ class Slot(ABC):
 
     async def left(self) -> None:
         """Returns when the bytes of a bucket that may be under way still can be written over."""
-        if self.reading is not None:
+        if self.reading is not None and not self.reading.done():
             await asyncio.wait([self.reading])
 
     async def deliver(self, receive: Receive, message: Mapping[str, Any], last: bool) -> float:
