@@ -114,11 +114,12 @@ class Elsewhere:
         self.connection.setblocking(False)
         self.process = context.Process(target=receiver, args=(there, device, gpu), daemon=True)
         self.process.start()
-        self.answers = asyncio.Lock()
+        self.messages, self.answers = asyncio.Lock(), asyncio.Lock()
 
     async def receive(self, message: Any, last: bool) -> None:
         """One message."""
-        await put(self.connection, {**message, "last": last})
+        async with self.messages:  # one may be under way still when the next one comes
+            await put(self.connection, {**message, "last": last})
         async with self.answers:  # they come in the order of the messages
             said = await get(self.connection)
         if said:
