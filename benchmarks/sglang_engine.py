@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -236,10 +237,13 @@ async def sync(engine: Any, checkpoint: Path, given: argparse.Namespace, results
     before = (await generate(engine, asked, greedy, set()))[0][0]
     changed = {k: v * 1.05 if v.ndim > 1 else v for k, v in tensors.items()}
 
+    def units(which: dict[str, torch.Tensor]) -> Iterator[Unit]:
+        return (Unit({k: v}, lasting=True) for k, v in which.items())
+
     async def push(which: dict[str, torch.Tensor]) -> float:
         started = time.perf_counter()
         await engine.pause("abort")
-        await engine.update_weights(codec.encode(Unit({k: v}) for k, v in which.items()), engine.version + 1)
+        await engine.update_weights(codec.encode(units(which)), engine.version + 1)
         await engine.resume()
         return time.perf_counter() - started
 
@@ -257,6 +261,11 @@ async def sync(engine: Any, checkpoint: Path, given: argparse.Namespace, results
         [abs(a - b) for a, b in zip(again.log_probs[:same], before.log_probs, strict=False)], default=0.0
     )
     if cuda:
+        started = time.perf_counter()
+        for _ in codec.encode(units(tensors)):
+            pass
+        torch.cuda.synchronize()
+        numbers["encode_seconds"] = round(time.perf_counter() - started, 4)
         big = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         copies = []
         for _ in range(4):

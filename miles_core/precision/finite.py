@@ -16,12 +16,12 @@ TOGETHER = 64
 class Finite:
     """Refuses what is not finite.
 
-    A look waits for the GPU that holds a weight, which has nothing to do meanwhile: so those of one GPU that stay where they are are
-    looked at together. Who is done calls ``look``.
+    A look waits for the GPU that holds a weight, which has nothing to do meanwhile: so those of one GPU are looked at together. Who is done
+    calls ``look``. One that does not stay where it is can be named then, and no more said of it.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[dict[str, Tensor]] = []
+        self._waiting: list[dict[str, Tensor | None]] = []
         self._ends: list[Tensor] = []
         self._device: torch.device | None = None
 
@@ -44,9 +44,10 @@ class Finite:
         if self._waiting and self._device != shows.device:
             self.look()
         self._device = shows.device
-        self._waiting.append(weights)
+        at_once = not shows.is_cuda or len(self._waiting) + 1 == TOGETHER
+        self._waiting.append({name: weight if stay or at_once else None for name, weight in weights.items()})
         self._ends += torch.aminmax(shows)  # one pass without a mask in memory; NaN comes through
-        if not stay or not shows.is_cuda or len(self._waiting) == TOGETHER:
+        if at_once:
             self.look()
 
     def look(self) -> None:
@@ -61,12 +62,22 @@ class Finite:
                 _refuse(weights)
 
 
-def _refuse(weights: dict[str, Tensor]) -> None:
-    name, weight = next(((n, w) for n, w in weights.items() if not w.isfinite().all()), next(iter(weights.items())))
-    bad = ~weight.isfinite()
-    first = bad.nonzero()[0].tolist()
+def _refuse(weights: dict[str, Tensor | None]) -> None:
+    """One of these is not finite."""
+    found = next(((n, w) for n, w in weights.items() if w is not None and not w.isfinite().all()), None)
+    first, last = next(iter(weights)), next(reversed(weights))
+    if found is not None:
+        which, what = found[0], _bad(found[1])
+    else:  # they are gone
+        which = first if first == last else f"one of {len(weights)} weights from {first} to {last}"
+        what = "values that are NaN or Inf"
     raise MilesError(
-        f"{name} holds {int(bad.sum())} values that are NaN or Inf, the first ({weight[tuple(first)].item()}) at "
-        f"{first}; it cannot be quantised. The weights went wrong in training or in the checkpoint: look at the last "
+        f"{which} holds {what}; it cannot be quantised. The weights went wrong in training or in the checkpoint: look at the last "
         "gradient norms, or resume from an earlier step with a lower --lr"
     )
+
+
+def _bad(weight: Tensor) -> str:
+    bad = ~weight.isfinite()
+    first = bad.nonzero()[0].tolist()
+    return f"{int(bad.sum())} values that are NaN or Inf, the first ({weight[tuple(first)].item()}) at {first}"

@@ -53,10 +53,23 @@ def test_those_of_another_gpu_are_looked_at_apart():
         finite.add("w1", second.as_subclass(OnAnother), stays=True)
 
 
-def test_what_changes_and_what_a_cpu_holds_is_looked_at_at_once():
-    moving, (first,) = Finite(), weights(1, 0)
-    with pytest.raises(MilesError, match="w holds"):
-        moving.add("w", first)
-    with pytest.raises(MilesError, match="w holds"):
-        Finite().add("w", first.as_subclass(torch.Tensor), stays=True)
+def test_what_changes_is_looked_at_with_the_others_and_named():
+    finite = Finite()
+    one, two, three = weights(3, 1)
+    finite.add("one", one)
+    finite.add("two", two)
+    finite.add("three", three, stays=True)
+    with pytest.raises(MilesError, match="two holds values that are NaN or Inf; it cannot"):
+        finite.look()
+    finite.add_all(["one", "two", "three"], [one, two, three], False, [one, two, three])
+    with pytest.raises(
+        MilesError, match="one of 3 weights from one to three holds values that are NaN or Inf; it cannot"
+    ):
+        finite.look()
+
+
+def test_what_a_cpu_holds_is_looked_at_at_once():
+    (first,) = weights(1, 0)
+    with pytest.raises(MilesError, match=r"w holds 1 values .* at \[2, 3\]"):
+        Finite().add("w", first.as_subclass(torch.Tensor))
     Finite().add("w", torch.empty(0, 4))
