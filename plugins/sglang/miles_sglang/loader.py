@@ -2,8 +2,9 @@
 ``--custom-weight-loader``.
 
 A model's ``load_weights`` finds the place of every tensor by its name, which takes SGLang a tenth of a millisecond each: more than
-the copy, for a model of many small experts. Where it does nothing but copy, the copies of the first update are remembered, and the
-next bucket with the same table is copied in one go to the same places.
+the copy, for a model of many small experts. Where it does nothing but copy, and fill places beside with a number (the rows by which
+an embedding is larger than its vocabulary), the copies of the first update are remembered, and the next bucket with the same table is
+copied in one go to the same places.
 """
 
 from __future__ import annotations
@@ -33,15 +34,19 @@ class Copies:
     Attributes:
         places: in the model's parameters.
         pieces: of the bucket that went there, as dtype, size, stride and first element of the bucket.
+        fills: other places, and the number that each was filled with.
         memory: where the model's parameters were.
     """
 
     places: Sequence[Tensor]
     pieces: Sequence[tuple[torch.dtype, torch.Size, tuple[int, ...], int]]
+    fills: Sequence[tuple[Tensor, float]]
     memory: tuple[int, ...]
 
     def again(self, array: Tensor) -> None:
         """The same with another bucket."""
+        for place, number in self.fills:  # whose memory may have been given away and come back
+            place.fill_(number)
         if not self.places:
             return  # a bucket of nothing but other models' weights: a draft's and its policy's travel together
         bases = {dtype: array.view(dtype) for dtype in {piece[0] for piece in self.pieces}}
@@ -51,7 +56,7 @@ class Copies:
 
 
 class Watch(TorchDispatchMode):
-    """Writes down what is read of one array, the copies out of it, and whether anything else was computed.
+    """Writes down what is read of one array, the copies out of it, what is filled with a number, and whether anything else was computed.
 
     Args:
         array: a bucket's bytes.
@@ -61,6 +66,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.storage = array.untyped_storage().data_ptr()
         self.copies: list[tuple[Tensor, Tensor]] = []
+        self.fills: list[tuple[Tensor, float]] = []
         self.only_copies = True
         self._read: list[int] = []
 
@@ -78,9 +84,15 @@ class Watch(TorchDispatchMode):
             self._read += [_first_byte(x) for x in given if x.untyped_storage().data_ptr() == self.storage]
         if func is torch.ops.aten.copy_.default and args[1].untyped_storage().data_ptr() == self.storage:
             self.copies.append((args[0], args[1]))
+        elif func in _FILLS:
+            if args[0].numel():
+                self.fills.append((args[0], args[1] if len(args) > 1 else 0.0))
         elif not func.is_view:
             self.only_copies = False
         return found
+
+
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 #: model -> a bucket's table -> the copies that load it; None where loading does more than that.
@@ -112,6 +124,8 @@ def _loaded(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> C
         _load_scales(model, tensors, watch)
     if not watch.only_copies or tuple(p.data_ptr() for p in model.parameters()) != memory:
         return None
+    if any(_meet(filled, place) for filled, _ in watch.fills for place, _ in watch.copies):
+        return None  # which of the two came last is not remembered
     # out of host memory some models of SGLang copy in threads of their own, which are not watched
     if array.device.type == "cpu" and not all(watch.has(tensor) for _, tensor in tensors if tensor.nbytes):
         return None
@@ -119,7 +133,7 @@ def _loaded(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> C
         (s.dtype, s.size(), s.stride(), s.storage_offset() - array.storage_offset() // s.itemsize)
         for _, s in watch.copies
     ]
-    return Copies([place for place, _ in watch.copies], pieces, memory)
+    return Copies([place for place, _ in watch.copies], pieces, watch.fills, memory)
 
 
 def _load_scales(model: Any, tensors: list[tuple[str, Tensor]], watch: Watch) -> None:
@@ -147,6 +161,15 @@ def _load_scales(model: Any, tensors: list[tuple[str, Tensor]], watch: Watch) ->
 def _first_byte(tensor: Tensor) -> int:
     """Where a tensor begins in its storage."""
     return int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may have memory in common."""
+    ends = [
+        t.data_ptr() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) * t.itemsize
+        for t in (one, other)
+    ]
+    return one.data_ptr() <= ends[1] and other.data_ptr() <= ends[0]
 
 
 def _tensors(table: str, array: Tensor) -> list[tuple[str, Tensor]]:

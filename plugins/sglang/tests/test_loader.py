@@ -45,6 +45,27 @@ class Computing(Model):
         return tensor * 2
 
 
+class Padded(Model):
+    """Has a row more than it loads, as SGLang's embeddings do."""
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        super().load_weights(weights)
+        self.fused.data[5:].fill_(2.0)
+        self.fused.data[6:].zero_()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(6, 4))
+
+
+class Clearing(Model):
+    """Fills what it has loaded."""
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        self.fused.data.zero_()
+        super().load_weights(weights)
+
+
 def bucket(seed: int) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
     import json
 
@@ -59,15 +80,17 @@ def bucket(seed: int) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
 
 
 def check(model: Model, tensors: dict[str, Tensor]) -> None:
-    assert torch.equal(model.fused.data, torch.cat([tensors["gate"], model.changed(tensors["up"])]))
+    assert torch.equal(model.fused.data[:5], torch.cat([tensors["gate"], model.changed(tensors["up"])]))
+    assert (model.fused.data[5:] == 2.0).all()
     assert torch.equal(model.part.data, tensors["half"][:, 2:]) and torch.equal(model.own.data, tensors["own"])
 
 
-@pytest.mark.parametrize(("kind", "loads"), [(Model, 1), (Computing, 3)])
+@pytest.mark.parametrize(("kind", "loads"), [(Model, 1), (Padded, 1), (Computing, 3), (Clearing, 3)])
 def test_what_only_copies_is_done_by_name_once(kind: type[Model], loads: int) -> None:
     model = kind()
     for seed in range(3):
         tensors, named = bucket(seed)
+        model.fused.data[5:] = 7.0  # memory that was given away and came back
         load(model, named)
         check(model, tensors)
     assert model.loads == loads
