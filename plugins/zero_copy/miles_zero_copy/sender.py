@@ -30,6 +30,9 @@ PIECES, PIECE = 4, 64 << 20
 PROBES = 3
 #: Bytes from which on a tensor is rather read where it lies than packed.
 LENT = 1 << 20
+#: How many of them are lent in one message: the engine finds their places while the next ones are found here. For fewer, two processes
+#: would only take the GPU from each other.
+LOANS = 1024
 
 
 @dataclass
@@ -75,6 +78,7 @@ class Sender:
         self._taken = self._piece = 0
         self._reading: list[asyncio.Task[float]] = []
         self._loan = Loan()
+        self._loans: list[Loan] = []  # those under way keep their tensors alive
         self.sent = Sent()
         self.full = False
 
@@ -119,14 +123,14 @@ class Sender:
             if self._slot.bucket.units or not self._loan:
                 await self._deliver(receive, version, last=not self._loan)
             if self._loan:
-                await self._post(self._slot, self._loan.message(), receive, last=True)
+                await self._lend(receive, last=True)
             await self._acknowledged()
         finally:
             self._standing = None
             if self._reading:  # after an error: nobody reads a slot, or what was lent, that may be freed
                 await asyncio.wait(self._reading)
                 self._reading = []
-            self._loan = Loan()
+            self._loans, self._loan = [], Loan()
         sent, self.sent = self.sent, Sent()
         if sent.encoded:  # engines hold these as numbers of their own
             self._taken = 0
@@ -152,6 +156,8 @@ class Sender:
 
     async def _add(self, unit: Encoded, receive: Receive, version: int) -> None:
         nbytes = unit.nbytes
+        if len(self._loan) == LOANS:
+            await self._lend(receive)
         if self._lent(unit, nbytes):
             pass
         elif not self._slot.bucket.add(unit):
@@ -172,6 +178,12 @@ class Sender:
         if not self.path.lends or not unit.lasting or unit.format or nbytes < LENT:
             return False
         return self._loan.add(unit.name, unit.parts[unit.name])
+
+    async def _lend(self, receive: Receive, last: bool = False) -> None:
+        """Send the message about what is to be read where it lies."""
+        await self._post(self._slot, self._loan.message(), receive, last)
+        self._loans.append(self._loan)
+        self._loan = Loan()
 
     async def _grow(self, unit: Encoded) -> None:
         """Room for a tensor, and for the next ones."""
