@@ -163,7 +163,7 @@ class Codec:
 
     def encode_unit(self, unit: Unit) -> list[Encoded]:
         """One unit's tensors, in its order; each is rounded to BF16 before, coupled weights share their statistics."""
-        finite = Finite()
+        finite = Finite(all_stay=True)
         found = [encoded for part in self.parts(unit) for encoded in self._encode(part, finite)]
         finite.look()
         return found

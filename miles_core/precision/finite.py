@@ -18,9 +18,13 @@ class Finite:
 
     A look waits for the GPU that holds a weight, which has nothing to do meanwhile: so those of one GPU are looked at together. Who is done
     calls ``look``. One that does not stay where it is can be named then, and no more said of it.
+
+    Args:
+        all_stay: all of them stay.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, all_stay: bool = False) -> None:
+        self._all_stay = all_stay
         self._waiting: list[dict[str, Tensor | None]] = []
         self._ends: list[Tensor] = []
         self._device: torch.device | None = None
@@ -45,7 +49,8 @@ class Finite:
             self.look()
         self._device = shows.device
         at_once = not shows.is_cuda or len(self._waiting) + 1 == TOGETHER
-        self._waiting.append({name: weight if stay or at_once else None for name, weight in weights.items()})
+        known = stay or at_once or self._all_stay
+        self._waiting.append({name: weight if known else None for name, weight in weights.items()})
         self._ends += torch.aminmax(shows)  # one pass without a mask in memory; NaN comes through
         if at_once:
             self.look()
