@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from miles_core.backend import Arrival, Arrivals, Encoded
+from miles_core.run.parts import settle
 
 
 class Own:
@@ -72,6 +73,7 @@ def receiver(connection: socket.socket, device: str, gpu: int) -> None:
     if device != "cpu":
         torch.cuda.set_device(gpu)
     connection.setblocking(False)
+    settle()  # as a run does
     own = Own(device, stay=True)
     arrivals = Arrivals(lambda version, staged: Into(own))
 

@@ -19,6 +19,7 @@ from miles_core.precision.quantizer import SideParity
 from miles_core.remote.engine_front import EngineFront
 from miles_core.remote.worker import Worker
 from miles_core.remote.workers import Workers
+from miles_core.run.parts import settle
 from miles_core.run.rank import Pairs, Rank, Share
 from miles_core.sync.precision import make_codec
 
@@ -56,6 +57,7 @@ class RankWorker(Worker):
         """Make trainer and learner; where this rank stands, and what it trains (``Trainer.model_facts``)."""
         trainer = self.run.hooks.make("trainer", self.run.config.run.trainer, run=self.run, policy=self.policy)
         self.part = Rank(self.run, self.policy, trainer)
+        settle()
         return self.part.world, dict(trainer.model_facts())
 
     def real_layer(self, precision: str) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ the plan (``miles_core.run.prepare.accept``), reads the configuration, and makes
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -90,4 +91,5 @@ class Worker:
 
     async def close(self) -> None:
         """Release everything."""
+        gc.unfreeze()
         self.run.hooks.on("on_stop", run=self.run, error=None)

@@ -43,15 +43,20 @@ def runtime_of(run: Run) -> Runtime:
     return made
 
 
+def settle() -> None:
+    """What was made so far stays: a full collection would look at every object of every imported module, tenths of a second each few steps.
+    ``gc.unfreeze`` ends it."""
+    gc.collect()
+    gc.freeze()
+
+
 @asynccontextmanager
 async def built(run: Run, runtime: Runtime | None = None) -> AsyncIterator[list[PolicyParts]]:
     """Learner and engine of every policy, made by a runtime (the run's by default) and released in every case."""
     runtime = runtime or runtime_of(run)
     try:
         parts = [colocated(run, await runtime.build(policy)) for policy in run.policies]
-        # A full collection looks at every object of every imported module, tenths of a second each few steps.
-        gc.collect()
-        gc.freeze()
+        settle()
         yield parts
     finally:
         gc.unfreeze()
