@@ -60,7 +60,7 @@ class WeightNames:
 
     def foreign(self, name: str) -> bool:
         """Whether the model has no such tensor."""
-        return self._settled and name not in self.names | self._optional
+        return self._settled and name not in self.names and name not in self._optional
 
 
 class Seen:
