@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -82,6 +83,30 @@ def test_an_interrupted_warm_start_leaves_nothing_and_can_be_started_again(toy_r
     assert stopped.run.stop_requested and stopped.metrics == [] and not (tmp_path / "run/checkpoints").exists()
     monkeypatch.setattr(runtime.InlineLearner, "supervise", plain)
     assert [record["step"] for record in toy_run(**options).metrics] == [0, 1]
+
+
+def test_an_engine_that_takes_its_time_to_come_up_does_not_hold_up_ctrl_c(toy_run, tmp_path, monkeypatch):
+    from miles_embedded.engine.engine import EmbeddedEngine
+
+    seen = []
+
+    async def start(self):
+        seen.append("start")
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(300)
+        finally:
+            seen.append("given up")
+
+    async def stop(self):
+        seen.append("stop")
+
+    monkeypatch.setattr(EmbeddedEngine, "start", start)
+    monkeypatch.setattr(EmbeddedEngine, "stop", stop)
+    begun = time.monotonic()
+    stopped = toy_run(directory=tmp_path / "run")
+    assert stopped.run.stop_requested and stopped.run.step == 0 and time.monotonic() - begun < 60
+    assert seen == ["start", "given up", "stop"]
 
 
 def test_a_slow_tool_does_not_hold_up_ctrl_c(toy_run, tmp_path):

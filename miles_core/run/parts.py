@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from miles_core.contracts.policy import check_policies
 from miles_core.contracts.run import Run
@@ -16,6 +18,9 @@ from miles_core.rollout.collect import Interrupted
 from miles_core.run.colocated import colocated
 
 log = logging.getLogger(__name__)
+
+#: Seconds between two looks whether the user asked to stop.
+LOOK = 0.2
 
 
 @contextmanager
@@ -52,12 +57,28 @@ def settle() -> None:
 
 @asynccontextmanager
 async def built(run: Run, runtime: Runtime | None = None) -> AsyncIterator[list[PolicyParts]]:
-    """Learner and engine of every policy, made by a runtime (the run's by default) and released in every case."""
+    """Learner and engine of every policy, made by a runtime (the run's by default) and released in every case. Interrupted when the user
+    asks to stop before they are there."""
     runtime = runtime or runtime_of(run)
     try:
-        parts = [colocated(run, await runtime.build(policy)) for policy in run.policies]
+        parts = [colocated(run, await _unless_stopped(run, runtime.build(policy))) for policy in run.policies]
         settle()
         yield parts
     finally:
         gc.unfreeze()
         await runtime.close()
+
+
+async def _unless_stopped(run: Run, building: Coroutine[Any, Any, PolicyParts]) -> PolicyParts:
+    """What is built; Interrupted when the user asks to stop, as an engine may take minutes to come up."""
+    task = asyncio.ensure_future(building)
+    try:
+        while not task.done():
+            if run.stop_requested:
+                raise Interrupted
+            await asyncio.wait([task], timeout=LOOK)
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
