@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles_megatron.architecture import Architecture, Experts, common, experts_of
-from miles_megatron.families.parts import Entry, attention, norms
+from miles_megatron.families.parts import Entry, Layout, attention, norms
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
@@ -32,7 +32,8 @@ def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
     yield from (*norms(m, h), *attention(a, m, h))
     for kind in ("weight", "bias"):
         yield Entry(f"{m}.mlp.router.{kind}", (f"{h}.mlp.router.{kind}",))
-    for inner, layout, axis in (("linear_fc1", "stacked_gate_up", 0), ("linear_fc2", "stacked", 1)):
+    experts: tuple[tuple[str, Layout, int], ...] = (("linear_fc1", "stacked_gate_up", 0), ("linear_fc2", "stacked", 1))
+    for inner, layout, axis in experts:
         outer = f"{h}.mlp.experts.{'gate_up_proj' if inner == 'linear_fc1' else 'down_proj'}"
         for e in range(a.experts.count):
             name = f"{m}.mlp.experts.local_experts.{e}.{inner}"

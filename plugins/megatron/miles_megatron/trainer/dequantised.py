@@ -34,6 +34,7 @@ def _quick(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if columns % _BLOCK or (tensor._is_2D_scaled and rows % _BLOCK):
             return original(ctx, tensor, dtype)
         scales, across = tensor._rowwise_scale_inv, columns // _BLOCK  # of which some dimensions are padded
+        shape: tuple[int, ...]
         if tensor._is_2D_scaled:
             shape, scales = (rows // _BLOCK, _BLOCK, across, _BLOCK), scales[:, None, :across, None]
         else:

@@ -143,7 +143,7 @@ class MegatronTrainer(Trainer):
         self.config = transformer_config(a, s, settings.dtype, settings.model)
         plain = build_chunks(a, s, self.config, settings.longest)
         self.further = None if further is None else Further(further, a, s, self.config, plain)
-        modules = plain if self.further is None else [*plain, self.further.layer]
+        modules: list[nn.Module] = plain if self.further is None else [*plain, self.further.layer]
         if (
             a.qk_norm == "whole"
         ):  # ranks have weights of different heads, and Megatron-Core would sum the gradients of all that is named so
