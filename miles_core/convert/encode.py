@@ -68,13 +68,13 @@ def to_format(files: CheckpointFiles, codec: Codec) -> Conversion:
     reasons = {name: codec.reason(name, shape) for name, shape in shapes.items()}
     chosen = [name for name, reason in reasons.items() if reason is None]
     _refuse_unstorable(codec, chosen, shapes)
-    units = _units(codec, weights, chosen)
-    jobs = [_job(files, codec, unit, set(chosen)) for unit in units]
+    wanted = set(chosen)
+    jobs = [_job(files, codec, unit, wanted) for unit in _units(codec, weights, wanted)]
     items = [Item(n, w.shape, reasons[n] or "", w.nbytes, _after(codec, w, reasons[n])) for n, w in weights.items()]
     rounded = sum(weights[name].entry.dtype != COPY for name in chosen)
     if rounded:
         notes.append(f"{rounded} weights are not stored in BF16 and are rounded to it first: BF16 is what is quantised")
-    notes += _divided(shapes, set(chosen))
+    notes += _divided(shapes, wanted)
     notes += _cautions(format, chosen, shapes)
     if codec.family.joining and codec.family.joining.caution and any(w.expert for w in weights.values()):
         notes.append(codec.family.joining.caution)
@@ -150,10 +150,9 @@ def _divided(shapes: dict[str, tuple[int, ...]], chosen: set[str]) -> list[str]:
     return []
 
 
-def _units(codec: Codec, weights: dict[str, _Weight], chosen: list[str]) -> list[list[_Weight]]:
+def _units(codec: Codec, weights: dict[str, _Weight], wanted: set[str]) -> list[list[_Weight]]:
     """Weights that are read and encoded together, in the order of the checkpoint."""
     assert codec.format is not None
-    wanted = set(chosen)
     units: dict[str, list[_Weight]] = {}
     by_slab: dict[tuple[str, int], list[_Weight]] = {}
     for weight in weights.values():
