@@ -27,7 +27,7 @@ HINTS = (
     Hint(
         "gradient-jump",
         "train/grad_norm",
-        jumped(20),
+        jumped(20, least=1.0),  # where clipping begins; where nothing is left to learn any gradient is a jump
         "the gradient norm jumped to {value}",
         UNSTABLE,
         trouble="instability",
@@ -43,7 +43,7 @@ HINTS = (
     Hint(
         "mismatch-jump",
         "mismatch/kl_k3",
-        jumped(10),
+        jumped(10, least=1e-5),  # far under any bfloat16 model's, and over what float32 rounds
         "the KL between engine and trainer jumped to {value}, over ten times its median: collapse often follows",
         f"lower --lr; {MISMATCH}",
         trouble="mismatch",
@@ -51,7 +51,7 @@ HINTS = (
     Hint(
         "verify-jump",
         "verify/abs_log_prob",
-        jumped(10, 3),
+        jumped(10, 3, least=1e-4),
         "after the last sync engine and trainer disagree by {value} nats a token, ten times more than before it",
         "a part of the weights did not arrive, or one side changed its number format; miles verify --budget --load RUN "
         "says which",

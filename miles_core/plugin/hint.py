@@ -33,9 +33,9 @@ def below(limit: float, steps: int = 3) -> Behaviour:
     return lambda values: len(values) >= steps and fmean(values[-steps:]) < limit
 
 
-def jumped(factor: float, steps: int = 20) -> Behaviour:
-    """The last value is over ``factor`` times the median of the ``steps`` before it."""
-    return lambda values: len(values) > steps and values[-1] > factor * abs(median(values[-steps - 1 : -1]))
+def jumped(factor: float, steps: int = 20, least: float = 0.0) -> Behaviour:
+    """The last value is over ``factor`` times the median of the ``steps`` before it, and over ``least``: what is smaller does no harm."""
+    return lambda values: len(values) > steps and values[-1] > max(factor * abs(median(values[-steps - 1 : -1])), least)
 
 
 def fell(fraction: float, steps: int = 5) -> Behaviour:
