@@ -81,4 +81,4 @@ async def _unless_stopped(run: Run, building: Coroutine[Any, Any, PolicyParts]) 
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.wait([task])
+            await asyncio.gather(task, return_exceptions=True)

@@ -82,7 +82,7 @@ class Bucket:
     def add(self, unit: Encoded) -> bool:
         """Copy a tensor in, or find it in its room already; False where it does not fit."""
         places = self._rooms.pop(unit.name, None)
-        if places is None or any(unit.parts[part] is not tensor for part, (tensor, _) in places.items()):
+        if places is None or not all(_is(unit.parts[part], tensor) for part, (tensor, _) in places.items()):
             places = self._places({part: (t.dtype, tuple(t.shape), _behind(unit, t)) for part, t in unit.parts.items()})
             if places is None:
                 return False
@@ -164,6 +164,11 @@ def check(message: Mapping[str, Any], found: int) -> None:
         raise SyncError(
             f"the bucket of weights that starts with {first} arrived with checksum {found:016x}, and {message['checksum']:016x} was sent"
         )
+
+
+def _is(part: Tensor, place: Tensor) -> bool:
+    """Whether a part was written into its place."""
+    return part is place or part.data_ptr() == place.data_ptr()
 
 
 class Views:
