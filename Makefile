@@ -1,6 +1,7 @@
 # Everything sets itself up: only Python 3.11-3.13 and make are needed.
 #   make demo    train a small MoE on this machine and write a report
 #   make test    lint, types and all tests
+#   make test-engines  the tests of SGLang and Megatron-Core that run on a CPU, with both installed
 #   make oldest  what touches Transformers' modules, on the oldest Transformers supported
 #   make docs    build the documentation as a site, in an environment of its own
 #   make wheels  build every wheel, install core + one plugin into an empty environment and run them there
@@ -11,6 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	&& { command -v $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The examples are installed as well: distributions by somebody else, tested with core and plugins.
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml))
 PROJECTS := pyproject.toml $(addsuffix /pyproject.toml,$(PLUGINS))
@@ -19,18 +21,24 @@ STAMP := $(VENV)/.miles-installed
 BUILDERS := 'flit_core>=3.11,<4' 'hatchling>=1.26' editables
 
 OLDEST ?= .venv-oldest
+ENGINES ?= .venv-engines
 DOCS ?= .venv-docs
 JOBS ?= 2
+MEGATRON_TESTS ?= plugins/megatron/tests plugins/fp8/tests/test_kernel_together.py tests/transport/test_checksum.py
+SGLANG_TESTS ?= plugins/sglang/tests
 
-.PHONY: demo test oldest lint types wheels docs install clean
+.PHONY: demo test oldest engines test-engines lint types wheels docs install clean
 
 install: $(STAMP)
 
 $(STAMP): $(PROJECTS) Makefile
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; give one with make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(BUILDERS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[dev]" $(foreach p,$(PLUGINS),-e ./$(p))
+	$(PIP) "$(TORCH)" $(BUILDERS)
+	$(PIP) --no-build-isolation -e ".[dev]"
+	$(BIN)/python tests/packaging/third_party.py $(PLUGINS) > $(VENV)/third-party.txt
+	$(PIP) -r $(VENV)/third-party.txt
+	$(PIP) --no-deps --no-build-isolation $(foreach p,$(PLUGINS),-e ./$(p))
 	@touch $(STAMP)
 
 demo: install
@@ -55,9 +63,28 @@ oldest: install $(OLDEST)/.installed
 
 $(OLDEST)/.installed: Makefile
 	rm -rf $(OLDEST)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) transformers==5.12.1 tokenizers==0.22.2 \
+	$(PIP) --no-deps --target $(OLDEST) transformers==5.12.1 tokenizers==0.22.2 \
 		'huggingface-hub<2'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(OLDEST) httpx
+	$(PIP) --target $(OLDEST) httpx
+	@touch $@
+
+# SGLang and Megatron-Core on a CPU: pinned, without dependencies that need CUDA, each in a folder that shadows what is installed.
+# Packages that only need to be importable have stand-ins. SGLang pins its Transformers; Megatron-Core runs with the newest.
+engines: install $(ENGINES)/.installed
+
+test-engines: engines
+	PYTHONPATH=$(abspath $(ENGINES)/megatron):$(abspath $(ENGINES)/common) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(MEGATRON_TESTS)
+	PYTHONPATH=$(abspath tests/engines/stand_ins):$(abspath $(ENGINES)/sglang):$(abspath $(ENGINES)/common) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(SGLANG_TESTS)
+
+PINNED := $(PIP) --no-deps --require-hashes --only-binary :all:
+
+$(ENGINES)/.installed: $(wildcard tests/engines/*.txt)
+	rm -rf $(ENGINES)
+	$(PINNED) --target $(ENGINES)/common -r tests/engines/common.txt
+	$(PINNED) --target $(ENGINES)/sglang -r tests/engines/sglang.txt
+	$(PINNED) --target $(ENGINES)/megatron --python-version 3.12 --ignore-requires-python -r tests/engines/megatron.txt
 	@touch $@
 
 wheels:
@@ -75,4 +102,4 @@ $(DOCS)/.installed: Makefile
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) build dist
+	rm -rf $(VENV) $(OLDEST) $(ENGINES) $(DOCS) build dist

@@ -158,7 +158,7 @@ def convert(source: Path, target: Path, to: str, workers: int) -> dict[str, floa
 
 def base_memory() -> float:
     """Peak memory (MB) of a process that only imports what a conversion needs."""
-    code = f"import sys, miles_core.convert.encode, miles_core.precision.options; {PEAK}"
+    code = f"import sys, miles_tools.convert.encode, miles_core.precision.options; {PEAK}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     return round(int(out.stderr.split()[-1]) / 1024, 1)

@@ -29,7 +29,6 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_core.native import compiler
 from miles_cpu_kernels import attention, experts, kernels, library
 from miles_cpu_kernels.table import compiled
 from miles_embedded.engine.attention import DecodeCall
@@ -40,6 +39,7 @@ from miles_embedded.model.call import Call
 from miles_embedded.model.operations import TORCH
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.packing import Packing, pack
+from miles_tools.native import compiler
 
 #: The model and the step of grpo_step.py; rows of a packed pass in training, and of a decode step.
 HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS, CHOICES, INNER, VOCABULARY = 128, 4, 2, 32, 8, 2, 128, 259

@@ -43,7 +43,7 @@ def make_checkpoint(given: argparse.Namespace, scratch: Path) -> Path:
         return with_mtp(given.checkpoint, scratch / "mtp")
     from transformers import Qwen3Config
 
-    from miles_core.testing.tiny import tiny_tokenizer
+    from miles_testing.tiny import tiny_tokenizer
 
     config = Qwen3Config(
         vocab_size=given.vocab,

@@ -110,7 +110,7 @@ exporting.place = placed
 
 def prepare(directory: Path, fault: str, phase: str) -> list[str]:
     """Everything one attempt needs on disk; the arguments of its command."""
-    from miles_core.testing.toy import toy_arguments
+    from miles_testing.toy import toy_arguments
 
     (directory / "disk").mkdir()
     if fault == "full disk":
@@ -267,7 +267,7 @@ def main() -> None:
     import miles_core.launch  # noqa: F401  # once, before the forks
     import miles_embedded.engine.engine
     import miles_embedded.trainer.trainer  # noqa: F401
-    from miles_core.testing.toy import toy_files
+    from miles_testing.toy import toy_files
 
     toy_files()
     os.environ["MILES_ENDINGS_REFERENCE"] = json.dumps(reference())

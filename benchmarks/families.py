@@ -127,7 +127,29 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     lines = [f"| {family} | {cells(found)} |" for family, found in rows.items()]
     refused = [f"- {', '.join(f'`{t}`' for t in sorted(types))}: {why}." for why, types in REFUSED.items()]
     text = (ROOT / "benchmarks" / "families.md").read_text(encoding="utf-8")
-    return text.replace("<!-- table -->", "\n".join(lines)).replace("<!-- refused -->", "\n".join(refused))
+    return (
+        text.replace("<!-- table -->", "\n".join(lines))
+        .replace("<!-- refused -->", "\n".join(refused))
+        .replace("<!-- every -->", everything_installed())
+    )
+
+
+def everything_installed() -> str:
+    """The section of ``docs/families.md`` about every class of the installed Transformers, from the result of ``every_family.py``."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "every_family.json").read_text(encoding="utf-8"))
+    by_outcome: dict[str, list[str]] = {}
+    for kind, entry in result["families"].items():
+        by_outcome.setdefault(entry["outcome"], []).append(f"`{kind}`")
+    partly = (
+        ""
+        if result.get("complete", True)
+        else f" The run was ended after {len(result['families'])} types, in alphabetical order."
+    )
+    lines = [f"Transformers {result['transformers']}, {result['date']}, commit {result['commit']}.{partly}"]
+    for outcome in result["counts"]:
+        if found := by_outcome.get(outcome):
+            lines.append(f"- **{outcome}**, {len(found)}: {', '.join(found)}.")
+    return "\n".join([lines[0], "", *lines[1:]])
 
 
 def main() -> None:

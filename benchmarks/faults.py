@@ -7,6 +7,7 @@ A killed driver is started again by hand, as a person would (``--load``), and mu
 The kills of a victim in a phase are divided over runs, ``--jobs`` of which go on at a time, each with a Ray cluster of its own. After
 ``--seconds`` nobody is killed any more and the runs come to their ends. What each run found is a line of ``--log`` as soon as it ends,
 and runs that are in it already count, so that the matrix can be made in several sittings.
+``--anytime N`` inflicts N kills and stops at random moments instead, also inside of pushes, builds, saves and recoveries.
 Run: ``python benchmarks/faults.py --kills 20 --save`` (an hour and a half on two cores; ``--kills 1``: five minutes; with
 ``--jobs 24 --kills-a-run 5`` some minutes on 32 cores).
 """
@@ -29,9 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from faults_anytime import many
 from measure import finish, installed, options
 
-from miles_core.testing.toy import toy_arguments, toy_files
+from miles_testing.toy import toy_arguments, toy_files
 
 VICTIMS = ("engine", "rank", "driver")
 PHASES = ("rollout", "train", "sync", "save", "evaluation")
@@ -236,8 +238,22 @@ def main() -> None:
     parser.add_argument(
         "--log", type=Path, help="a JSON line for each run that has ended; runs that it holds already count"
     )
+    parser.add_argument(
+        "--anytime", type=int, metavar="N", help="instead: N kills and stops at random moments (see faults_anytime.py)"
+    )
+    parser.add_argument("--runtime", default="apart", choices=("apart", "ray"), help="of --anytime")
+    parser.add_argument("--ranks", type=int, default=2, help="trainer ranks of --anytime --runtime ray")
+    parser.add_argument("--gap", type=float, default=1.0, help="mean seconds between two faults of --anytime")
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if chosen.anytime:
+        toy_files()
+        ranks = 1 if chosen.runtime == "apart" else chosen.ranks
+        result = many(chosen.anytime, chosen.runtime, ranks, chosen.gap, min(chosen.seconds, 1e9), chosen.log)
+        finish(
+            f"{Path(__file__).stem}_anytime_{chosen.runtime}", result, chosen.save, lambda: installed("torch", "ray")
+        )
+        return
     end = time.time() + min(chosen.seconds, 1e9)
     cells = [(victim, phase) for victim in chosen.victims.split(",") for phase in chosen.phases.split(",")]
     earlier = read_lines(chosen.log) if chosen.log is not None else []

@@ -79,7 +79,7 @@ def every_mode(seed: int, steps: int, warm: int, threads: int) -> dict[str, dict
 
 def warm_start(directory: Path, seed: int, steps: int) -> Path:
     """Model, data and a supervised start without quantisation; the directory with ``model/`` replaced by its result."""
-    from miles_core.demo.inputs import make_inputs
+    from miles_tools.demo.inputs import make_inputs
 
     make_inputs(directory, seed)
     flags = ["--hf-checkpoint", str(directory / "model"), "--sft-data", str(directory / "data/demonstrations.jsonl")]
@@ -105,8 +105,8 @@ def learn(directory: Path, name: str, flags: Sequence[str], seed: int, steps: in
 def train(directory: Path, name: str, flags: Sequence[str], seed: int) -> list[dict[str, Any]]:
     """An ordinary ``miles train`` with the demo's configuration; its metrics."""
     from miles_core.cli import train as command
-    from miles_core.demo.inputs import CONFIG
     from miles_core.observe.metrics import read
+    from miles_tools.demo.inputs import CONFIG
 
     save, data = directory / name.replace(" ", "-"), directory / "data"
     words = ["--config", str(CONFIG), "--save", str(save), "--prompt-data", str(data / "train.jsonl")]

@@ -25,7 +25,7 @@ STRATEGIES = ("full_shard", "no_shard")
 
 def make_model(directory: Path, hidden: int, layers: int, vocabulary: int) -> Path:
     """A random Llama."""
-    from miles_core.testing.tiny import tiny_checkpoint
+    from miles_testing.tiny import tiny_checkpoint
 
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "head_dim": 64}
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "vocab_size": vocabulary}

@@ -59,8 +59,8 @@ def main() -> None:
     if given.worker:
         work(Path(given.directory), given.steps, [f for f in given.files.split(",") if f], Reporter())
         return
-    from miles_core.demo.model import make_checkpoint
-    from miles_core.demo.task import write_task
+    from miles_tools.demo.model import make_checkpoint
+    from miles_tools.demo.task import write_task
 
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)

@@ -33,7 +33,7 @@ def main() -> None:
     given = parser.parse_args()
     import torch
 
-    from miles_core.observe.budget_table import BUDGET_COLUMNS, budget_rows
+    from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
 
     torch.set_num_threads(given.threads)
     found: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def main() -> None:
 def warmed_up(directory: Path, given: Any) -> None:
     """Train the demo's model on its demonstrations and write it to ``trained/``."""
     from miles_core.cli import train
-    from miles_core.demo.inputs import make_inputs, train_arguments
+    from miles_tools.demo.inputs import make_inputs, train_arguments
 
     make_inputs(directory, given.seed)
     words = train_arguments(directory, given.seed, ())

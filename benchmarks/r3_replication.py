@@ -63,8 +63,8 @@ def train(words: list[str]) -> list[dict[str, Any]]:
 
 def warm_start(place: Path, given: argparse.Namespace) -> Path:
     """The model all arms start from."""
-    from miles_core.demo.model import make_checkpoint
-    from miles_core.demo.task import write_task
+    from miles_tools.demo.model import make_checkpoint
+    from miles_tools.demo.task import write_task
 
     make_checkpoint(place / "model")
     write_task(place / "data")

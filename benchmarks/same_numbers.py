@@ -30,7 +30,7 @@ import torch
 from measure import commit, finish, installed
 from safetensors.torch import load_file
 
-from miles_core.testing.tiny import tiny_checkpoint
+from miles_testing.tiny import tiny_checkpoint
 
 #: Paths are relative to a case's directory, so that both sides write the same ones.
 TRAIN = """train --hf-checkpoint ../../inputs/moe --prompt-data ../../inputs/prompts.jsonl --num-rollout 3

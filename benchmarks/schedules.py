@@ -25,7 +25,7 @@ from miles_core.config.load import load
 from miles_core.launch import launch
 from miles_core.observe.metrics import read
 from miles_core.run.prepare import applied, prepare
-from miles_core.testing.toy import toy_arguments
+from miles_testing.toy import toy_arguments
 
 GROUPS, SAMPLES, STEPS, WARM_UP = 32, 8, 40, 5
 OVER = 40  # prompts asked for where more are asked for than needed

@@ -178,7 +178,7 @@ def measured(case: Case, place: Path, given: Any) -> dict[str, Any]:
 def checkpoint(case: Case, place: Path, seed: int, converted: bool) -> Path:
     """The BF16 checkpoint of a seed, or its conversion; made where it is not there yet."""
     from miles_core.cli.main import main as miles
-    from miles_core.testing.tiny import tiny_checkpoint
+    from miles_testing.tiny import tiny_checkpoint
 
     source = place / f"{case.family}-{seed}"
     if not source.exists():

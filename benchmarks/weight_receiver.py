@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from miles_core.backend import Arrival, Arrivals, Encoded
+from miles_core.backend import Encoded
 from miles_core.run.parts import settle
+from miles_transport import Arrival, Arrivals
 
 
 class Own:

@@ -21,9 +21,9 @@ import torch
 from measure import finish, installed
 
 from miles_core.backend import Encoded, Request, Sampling, World
-from miles_core.testing import tiny_checkpoint
-from miles_core.testing.stored import stored_units
 from miles_embedded.testing import ProcessEngine
+from miles_testing import tiny_checkpoint
+from miles_testing.stored import stored_units
 from miles_zero_copy.transport import BucketTransport
 
 MODES = ("no sync", "paused", "staged")

@@ -9,8 +9,7 @@ is measured in, so that the same neighbours slow all of them:
 - ``copy in pieces``: the copy alone, in pieces that stay in a cache;
 - ``copy, adding up``: the trainer's part, with the sum, while nobody else works;
 - ``add up``: the engine's part, of memory that no cache holds;
-- ``both sides``: the two in two processes, the engine behind the trainer, until both are done: one tensor and one message. No sync of as
-  many bytes can be faster.
+- ``both sides``: the two in two processes, one after the other: one tensor and one message.
 
 One JSON line at the end.
 """
@@ -27,8 +26,9 @@ from typing import Any
 import torch
 from measure import finish, installed
 
-from miles_core.backend import Bucket, Encoded, Inbox, checksum
-from miles_core.sync.checksum import PIECE
+from miles_core.backend import Encoded
+from miles_transport import Bucket, Inbox
+from miles_transport.checksum import PIECE, checksum
 from miles_zero_copy.limits import copy_speed
 from miles_zero_copy.segment import Segment
 from miles_zero_copy.slots import StandingSlot
@@ -58,9 +58,8 @@ class BothSides:
         self.process.start()
 
     def begin(self) -> None:
-        """A new version, of which the engine knows."""
+        """A new version."""
         self.slot = StandingSlot(self.segment)
-        self.send()
 
     def send(self) -> None:
         """Tell the engine what is in the bucket, and wait until it has read it."""

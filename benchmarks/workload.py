@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_core.demo.model import BENCHMARK, make_checkpoint
-from miles_core.demo.task import LABEL_KEY, PROMPT_KEY, write_task
+from miles_tools.demo.model import BENCHMARK, make_checkpoint
+from miles_tools.demo.task import LABEL_KEY, PROMPT_KEY, write_task
 
 RESPONSE_TOKENS = 16
 

@@ -17,6 +17,15 @@ ROOT = Path(__file__).parents[1]
 PAGE, PICTURE = ROOT / "docs" / "structure.md", ROOT / "docs" / "structure.svg"
 TABLE = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))
 
+#: Import packages from the top.
+ORDER = ("miles_embedded", "miles_testing", "miles_transport", "miles_tools", "miles_core")
+SUBTITLES = {
+    "miles_testing": "the test kit for plugin authors",
+    "miles_embedded": "the backend that ships with core, a plugin like any other",
+    "miles_transport": "weights between processes",
+    "miles_tools": "commands and reports, attached as a third party would",
+}
+
 #: Rows from the top: what imports comes above what is imported.
 Rows = list[list[tuple[str, str]]]
 
@@ -25,8 +34,8 @@ CHARACTER = 5.8  # width of one at the small font's size, generously
 
 
 def docstring(root: str, package: str) -> str:
-    """Of a package, or of a module that counts as one."""
-    path = ROOT / root / package
+    """Of a package, of a module that counts as one, or of an import package with one layer."""
+    path = ROOT / root if f"miles_{package}" == root else ROOT / root / package
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     found = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     assert found, f"{file} has no docstring"
@@ -42,6 +51,11 @@ def summary(root: str, package: str) -> str:
 def rows_of(root: str, table: list[dict[str, str]]) -> Rows:
     """(package, summary) of every row, the top one first."""
     return [[(package, summary(root, package)) for package in row] for row in reversed(table)]
+
+
+def label(root: str, package: str) -> str:
+    """The dotted name of a table's entry."""
+    return root if f"miles_{package}" == root else f"{root}.{package}"
 
 
 def plugins() -> list[str]:
@@ -129,15 +143,17 @@ class Picture:
 
 def picture() -> str:
     """The whole repository: plugins on the backend that ships with core, on core."""
-    rooms, layers = rows_of("miles_embedded", TABLE["ROOMS"]), rows_of("miles_core", TABLE["LAYERS"])
-    hues = range(300, 300 - 9 * (len(rooms) + len(layers) + 1), -9)
-    drawn = Picture()
-    names: Rows = [[(name, "") for name in plugins()]]
-    drawn.frame("plugins", "each a distribution of its own; they import the public modules only", names, hues[:1])
-    told = "the backend that ships with core, a plugin like any other"
-    drawn.frame("miles_embedded", told, rooms, hues[1 : len(rooms) + 1])
-    told = f"public: {', '.join(name for name in TABLE['PUBLIC'] if name.startswith('miles_core'))}, miles_core.testing"
-    drawn.frame("miles_core", told, layers, hues[len(rooms) + 1 :])
+    frames: list[tuple[str, str, Rows]] = [
+        ("plugins", "one distribution each; they import public modules only", [[(name, "") for name in plugins()]])
+    ]
+    for root in ORDER:
+        public = ", ".join(name for name in TABLE["PUBLIC"] if name.split(".")[0] == root)
+        words = f"public: {public}" if root == "miles_core" else SUBTITLES[root]
+        frames.append((root, words, rows_of(root, TABLE["TABLES"][root])))
+    drawn, hue = Picture(), 300
+    for title, words, rows in frames:
+        drawn.frame(title, words, rows, range(hue, hue - 9 * len(rows), -9))
+        hue -= 9 * len(rows)
     return drawn.svg()
 
 
@@ -147,24 +163,24 @@ def picture() -> str:
 def layer_table() -> str:
     """Every package with what it imports, the top layer first."""
     lines = ["| row | package | imports |", "|--:|---|---|"]
-    for root, table in (("miles_embedded", TABLE["ROOMS"]), ("miles_core", TABLE["LAYERS"])):
-        for number, row in reversed(list(enumerate(table, 1))):
+    for root in ORDER:
+        for number, row in reversed(list(enumerate(TABLE["TABLES"][root], 1))):
             for index, (package, entry) in enumerate(row.items()):
-                own, _, core = entry.partition("core:")
-                told = ", ".join([*own.split(), *([f"of core: {', '.join(core.split())}"] if core else [])])
-                lines.append(f"| {number if not index else ''} | `{root}.{package}` | {told or 'nothing'} |")
+                listed = re.sub(r"\s*(\w+):\s*", r"; \1: ", entry).strip("; ")
+                listed = ", ".join(listed.split()).replace(";,", ";").replace(":,", ":")
+                lines.append(f"| {number if not index else ''} | `{label(root, package)}` | {listed or 'nothing'} |")
     return "\n".join(lines)
 
 
 def paragraphs() -> str:
     """What each package says about itself, the top layer first."""
     blocks = []
-    for root, table in (("miles_embedded", TABLE["ROOMS"]), ("miles_core", TABLE["LAYERS"])):
-        for row in reversed(table):
+    for root in ORDER:
+        for row in reversed(TABLE["TABLES"][root]):
             for package in row:
                 first, *rest = docstring(root, package).split("\n\n")
                 prose = [" ".join(part.split()).replace("``", "`") for part in [first, *rest]]
-                blocks.append(f"**`{root}.{package}`** {' '.join(prose)}")
+                blocks.append(f"**`{label(root, package)}`** {' '.join(prose)}")
     return "\n\n".join(blocks)
 
 

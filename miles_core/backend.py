@@ -1,7 +1,7 @@
 """What engines, trainers, transports, runtimes and schedules import; their manifests are made with ``miles_core.Plugin``.
 
 The contracts, the data that crosses them, what a backend says about a number format, and what a runtime runs on every
-trainer rank. ``miles_core.testing`` has the contracts as tests.
+trainer rank. ``miles_testing`` has the contracts as tests.
 """
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
@@ -12,7 +12,7 @@ from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, 
 from miles_core.contracts.further_layer import FurtherLayer, further_layer
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
-from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime, TrainedTokens
+from miles_core.contracts.runtime import Learned, LearnerHandle, PolicyParts, Runtime, TopLogProbs, TrainedTokens
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.contracts.trainer import (
     GIVEN_ROUTES,
@@ -29,13 +29,13 @@ from miles_core.contracts.trainer import (
     TrainerPart,
 )
 from miles_core.contracts.transport import SyncReport, Transport
-from miles_core.convert.layout import Layout, layout
 from miles_core.data.batch import Batch, Ragged, collate
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Encoded, Unit
 from miles_core.data.world import ALONE, World, shares
 from miles_core.errors import WorkerLost
+from miles_core.http_client import MAX_BYTES, HttpError, exchange
 from miles_core.mismatch.parity import check_sides
 from miles_core.mismatch.same_model import check_same_model
 from miles_core.plugin.detect import config_facts, model_facts, moe_layers
@@ -47,57 +47,47 @@ from miles_core.precision.projection import project
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, Parity, Quantizer, SideParity, bounded
 from miles_core.precision.schedule import PLAIN, Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
+from miles_core.redact import redact
 from miles_core.remote.engine_front import EngineFront
 from miles_core.remote.engine_worker import EngineWorker
+from miles_core.remote.inline import InlineRuntime
 from miles_core.remote.learner_front import LearnerFront
 from miles_core.remote.output import last_lines, write_there
+from miles_core.remote.rank import Rank
 from miles_core.remote.rank_worker import RankWorker
 from miles_core.remote.runtime import RemoteRuntime
 from miles_core.remote.worker import Order, Worker, worker_run
 from miles_core.remote.workers import Restarts, Workers, short_of_memory
 from miles_core.rollout.collect import Collector, Interrupted
 from miles_core.rollout.versions import age, staleness
-from miles_core.run.inline import InlineLearner, InlineRuntime
 from miles_core.run.prepare import accept
-from miles_core.run.rank import Rank, Share, combined, divided, in_order
 from miles_core.schedule.paused import paused
 from miles_core.schedule.sync import SyncSchedule
-from miles_core.sync.arrivals import Arrival, Arrivals
-from miles_core.sync.broadcast import Broadcast
-from miles_core.sync.bucket import Bucket, room_of, rounded
-from miles_core.sync.checksum import BLOCK, checksum
 from miles_core.sync.copy import CopyTransport
-from miles_core.sync.delta import difference
-from miles_core.sync.device_memory import DeviceMemory, Loan
-from miles_core.sync.inbox import Inbox
 from miles_core.sync.precision import make_codec
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.learner import Learner
 from miles_core.train.optimizer import OptimizerConfig
+from miles_core.train.share import Share, combined, divided, in_order
 from miles_core.train.steps import optimiser_steps, step_count
 
 __all__ = [
     "ALONE",
     "AS_TRAINED",
-    "BLOCK",
     "BYTES",
     "GIVEN_ROUTES",
+    "MAX_BYTES",
     "OWN_ROUTES",
     "PLAIN",
     "SAMPLING_SUPPORT",
     "VALUES",
-    "Arrival",
-    "Arrivals",
     "Batch",
-    "Broadcast",
-    "Bucket",
     "Callbacks",
     "CheckpointFiles",
     "Codec",
     "Collector",
     "Context",
     "CopyTransport",
-    "DeviceMemory",
     "Emulation",
     "Encoded",
     "Engine",
@@ -107,16 +97,13 @@ __all__ = [
     "FormatItself",
     "Forward",
     "FurtherLayer",
-    "Inbox",
-    "InlineLearner",
+    "HttpError",
     "InlineRuntime",
     "Interrupted",
-    "Layout",
     "Learned",
     "Learner",
     "LearnerFront",
     "LearnerHandle",
-    "Loan",
     "Loss",
     "LossFunction",
     "OptimizerConfig",
@@ -151,6 +138,7 @@ __all__ = [
     "Store",
     "SyncReport",
     "SyncSchedule",
+    "TopLogProbs",
     "TrainedTokens",
     "Trainer",
     "TrainerPart",
@@ -165,17 +153,15 @@ __all__ = [
     "bounded",
     "check_same_model",
     "check_sides",
-    "checksum",
     "collate",
     "combined",
     "config_facts",
-    "difference",
     "divided",
+    "exchange",
     "further_layer",
     "get_rng",
     "in_order",
     "last_lines",
-    "layout",
     "make_codec",
     "model_facts",
     "moe_layers",
@@ -184,8 +170,7 @@ __all__ = [
     "precisions",
     "project",
     "put_rng",
-    "room_of",
-    "rounded",
+    "redact",
     "same_plan",
     "shares",
     "short_of_memory",

@@ -26,11 +26,13 @@ from miles_core.observe.environment import write_environment
 from miles_core.observe.progress import Progress
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.render import notices
+from miles_core.redact import redact
 from miles_core.run.checks import checked
 from miles_core.run.directory import claimed
 from miles_core.run.ending import Ending, ending
 from miles_core.run.make import make_log
 from miles_core.run.prepare import set_environment
+from miles_core.run.stopping import Deadline, OutOfTime
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,7 +80,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         load = config.run.load
         resume_from = None
         if load is not None:
-            resume_from = locate_checkpoint(load, json.loads(plan.to_json()))
+            resume_from = locate_checkpoint(load, plan.record())
         provided = [t for name in plan.order for part in manifests[name].provides.values() for t in part.values()]
         modules = [t.split(".")[0].split(":")[0] for t in (*(h.target for h in plan.hooks), *provided)]
         console = logs.configure(config.run.log_level, directory, console, modules)
@@ -87,7 +89,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         for line in notices(plan):
             log.info("%s", line)
         log.info("run directory: %s", directory)
-        for change in changes(resume_from, json.loads(plan.to_json())) if resume_from else ():
+        for change in changes(resume_from, plan.record()) if resume_from else ():
             log.warning("continuing with a change: %s", change)
         start = checkpoint_step(resume_from) if resume_from else None
         told = make_log(run, manifests, Progress(config.rollout.num_rollout, console, start=start or 0), start)
@@ -96,16 +98,19 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
             try:
                 with told.progress:
                     try:
-                        parts = _completed(train(run, told, inputs, resume_from))
+                        parts = _completed(stopped.deadline.limit(train(run, told, inputs, resume_from)))
                     finally:
                         told.close()
+            except OutOfTime as error:
+                log.warning("%s", error)
+                parts = []
             except Exception as error:
                 log.error("the run ended", exc_info=error, extra=logs.FILE_ONLY)
                 _tell(ending(run, error=error), error)
                 raise
-        end = ending(run, signal=stopped[-1].name if stopped else None)
+        end = ending(run, signal=stopped.name)
         _tell(end)
-        return Launched(run, parts, end, stopped[-1] if stopped else 0)
+        return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
 
 
 def _completed(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[PolicyParts]:
@@ -118,37 +123,65 @@ def _completed(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[Policy
         return thread.submit(asyncio.run, coroutine).result()
 
 
-@contextmanager
-def interruptible(run: Run) -> Iterator[list[signal.Signals]]:
-    """The first Ctrl-C, SIGTERM or SIGHUP ends the run at the last completed step; a second Ctrl-C exits at once.
+class Stopped:
+    """The signals that asked a run to stop, in order, and the time it has after SIGTERM."""
 
-    Yields the list of the signals that came. One that was ignored before (``nohup``) is left alone.
-    """
-    came: list[signal.Signals] = []
+    def __init__(self, run: Run) -> None:
+        self.run, self.signals = run, list[signal.Signals]()
+        self.deadline = Deadline(run.config.run.stop_within, self._exit)
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        again = signal.SIGINT in came
-        came.append(signal.Signals(number))
+    @property
+    def name(self) -> str | None:
+        """The last signal's name; None without a signal."""
+        return self.signals[-1].name if self.signals else None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The first signal requests a stop; a second Ctrl-C exits at once."""
+        run, again = self.run, signal.SIGINT in self.signals
+        self.signals.append(signal.Signals(number))
         if number == signal.SIGINT and again:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
         if number == signal.SIGHUP and sys.stderr is sys.__stderr__ and os.isatty(2):
             _leave_terminal()
+        if number == signal.SIGTERM:
+            self.deadline.begin(number)
         if not run.stop_requested:
-            log.warning("%s: stopping at the last completed step (Ctrl-C again exits at once)", came[-1].name)
+            limit = f", within {run.config.run.stop_within:g} s" if number == signal.SIGTERM else ""
+            log.warning("%s: stopping at the last completed step%s (Ctrl-C again exits at once)", self.name, limit)
         run.stop_requested = True
 
+    def _exit(self) -> None:
+        """The last lines of a run whose process ends itself."""
+        log.error(
+            "the run does not come to its end: the process exits %g s after %s",
+            self.run.config.run.stop_within,
+            self.name,
+        )
+        _tell(ending(self.run, signal=self.name))
+
+
+@contextmanager
+def interruptible(run: Run) -> Iterator[Stopped]:
+    """The first Ctrl-C, SIGTERM or SIGHUP ends the run at the last completed step, SIGTERM within ``--stop-within`` seconds; a second
+    Ctrl-C exits at once.
+
+    Yields the signals that came. One that was ignored before (``nohup``) is left alone.
+    """
+    stopped = Stopped(run)
     previous: dict[signal.Signals, Any] = {}
     try:
         for number in SIGNALS:
             if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
-                previous[number] = signal.signal(number, handle)
+                previous[number] = signal.signal(number, stopped.handle)
+        previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, stopped.deadline.interrupt)
     except ValueError:  # not the main thread: the caller handles signals
-        yield came
+        yield stopped
         return
     try:
-        yield came
+        yield stopped
     finally:
+        stopped.deadline.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -164,8 +197,8 @@ def _leave_terminal() -> None:
 def _write_start(run: Run) -> None:
     """What the run is: its configuration, plan and machine."""
     try:
-        (run.directory / "config.yaml").write_text(run.config.to_yaml(), encoding="utf-8")
-        (run.directory / "plan.json").write_text(run.plan.to_json(), encoding="utf-8")
+        (run.directory / "config.yaml").write_text(redact(run.config.to_yaml()), encoding="utf-8")
+        (run.directory / "plan.json").write_text(json.dumps(run.plan.record()), encoding="utf-8")
         write_environment(run.directory)
     except OSError as error:
         raise ConfigError(

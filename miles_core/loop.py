@@ -6,14 +6,16 @@ which weights, is the schedule's business. ``miles_core.contracts.hooks`` is the
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
 from miles_core.contracts.run import Run
-from miles_core.contracts.runtime import PolicyParts, Runtime
+from miles_core.contracts.runtime import Learned, PolicyParts, Runtime
 from miles_core.contracts.schedule import Schedule
-from miles_core.errors import WorkerLost
-from miles_core.mismatch.at_sync import verify_sync
+from miles_core.data.sample import Sample
+from miles_core.errors import PluginError, WorkerLost
 from miles_core.rollout.collect import Interrupted
 from miles_core.rollout.summary import rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
@@ -22,16 +24,20 @@ from miles_core.run.inputs import Inputs
 from miles_core.run.log import Kept, RunLog
 from miles_core.run.parts import built, runtime_of, told
 from miles_core.run.recovery import recover
+from miles_core.run.sync_checks import check_synced
 from miles_core.run.warm_start import warm_start
 from miles_core.sync.precision import switch_is_due, switch_when_due
 from miles_core.sync.push import push, stage
+
+#: Share of ``--stop-within`` in which the last completed step is saved after the step under way was given up.
+SAVE = 0.3
 
 
 async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None = None) -> list[PolicyParts]:
     """Run until ``--num-rollout`` steps are complete or the user asks to stop; returns what was built, released."""
     parts: list[PolicyParts] = []
     with told(run, log.hints.known):  # on_start ... on_stop
-        inputs.make_reward(run)
+        inputs.make(run)
         runtime = runtime_of(run)
         async with built(run, runtime) as parts:
             log.watch(runtime)
@@ -54,9 +60,10 @@ async def steps(
             await warm_start(run, parts, log, inputs.supervised)
         try:
             for each in parts:
-                await sync(run, schedule, each)
-            if run.step == 0 and (found := await evaluation.due()):
-                log.record(0, found)
+                if each.engine is not None:
+                    await sync(run, schedule, each)
+            if found := await evaluation.missing(resume_from):
+                log.record(run.step, found)
             run.clock.metrics(), log.workers()  # building the parts is no step's time
             log.progress.begin()
             while run.step < run.config.rollout.num_rollout and not run.stop_requested:
@@ -66,6 +73,12 @@ async def steps(
                 except Interrupted:
                     checkpoints.roll_back()
             await evaluation.done()
+        except asyncio.CancelledError:  # the time after a signal is used up
+            with suppress(TimeoutError):
+                async with asyncio.timeout(run.config.run.stop_within * SAVE):
+                    await runtime.release()
+                    await checkpoints.rescue()
+            raise
         except Exception as error:
             if not runtime.recovers(error):
                 await checkpoints.rescue()
@@ -85,23 +98,40 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
         log.progress.phase("train")
         kept: Kept = []
         for each in parts:
-            own = run.own(each.policy, groups)
-            learned = await each.learner.learn(own, run.step)
-            kept += zip_longest(own, learned.tokens)
-            metrics |= run.named(each.policy, learned.metrics)
-            each.policy.trained += learned.steps
+            each.learner.learned = None
+        for each in parts:
+            if each.policy.role == "train":
+                own = run.own(each.policy, groups)
+                learned = await learn(each, own, run.step)
+                kept += zip_longest(own, learned.tokens)
+                metrics |= run.named(each.policy, learned.metrics)
+        for each in parts:
+            if each.policy.role == "critic" and each.learner.learned is not None:
+                metrics |= run.named(each.policy, each.learner.learned.metrics)
         run.step += 1
         log.trained(run.step, kept)
         log.progress.phase("sync")
-        await evaluation.done()  # of the weights that are now replaced
+        await evaluation.complete()  # of the weights that are now replaced
         for each in parts:
-            metrics |= run.named(each.policy, await sync(run, schedule, each))
+            if each.engine is not None and each.policy.learns:
+                metrics |= run.named(each.policy, await sync(run, schedule, each))
     metrics |= run.clock.metrics() | log.workers()
     if schedule.seconds:
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / schedule.seconds
     metrics |= await evaluation.due()
     run.hooks.on("on_step", run=run, metrics=metrics)
     log.record(run.step, metrics)
+
+
+async def learn(parts: PolicyParts, samples: list[Sample], step: int) -> Learned:
+    """What one policy learns from its samples, plugins' ``wrap_learn`` included."""
+    learned: object = await (parts.learn or parts.learner.learn)(samples, step)
+    if not isinstance(learned, Learned):
+        raise PluginError(
+            f"wrap_learn around the policy {parts.policy.name} returned {learned!r:.80}; it returns what learn returned, or Learned({{}}, 0) "
+            "where nothing was trained"
+        )
+    return learned
 
 
 async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, float]:
@@ -117,4 +147,4 @@ async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, fl
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
     metrics = {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
     metrics |= {f"sync/{name}": value for name, value in report.metrics.items()}
-    return metrics | await verify_sync(run, parts)
+    return metrics | await check_synced(run, parts)

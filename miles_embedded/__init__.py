@@ -9,7 +9,9 @@ What plugins may import from here, looked up when it is first used: ``load_model
 ``pick`` for those that decode; ``new_layer``, ``add_layer``, ``read_layer`` and ``run_layer`` for those that put layers behind
 a model's own, ``checkpoint_config``, ``unloaded_model`` and ``prepare`` for those that build a model beside it,
 ``OptimizerGroup`` and ``optimizer_group`` for those that train parameters in their own way, ``held`` and ``whole`` where ranks share these
-out, and ``views`` where what is exported is not they; ``Operations`` (its functions'
+out, and ``views`` where what is exported is not they,
+``Released`` for tensors that do without their memory for a while, ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows`` and
+``engines_gpus`` for plans that count memory; ``Operations`` (its functions'
 types beside it) with ``operations_of`` and ``use_operations``, and the calls that attention works on, for those that compute a
 model's steps in another way. ``miles_embedded.testing`` is public too.
 """
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from miles_embedded.engine.decoder import Decoder, Emitted, one_each
     from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.sampling import pick
+    from miles_embedded.memory.model_size import ModelSize, model_size
+    from miles_embedded.memory.usage import engines_gpus, longest_sample, size_of, wanted_rows
     from miles_embedded.model.attention import AttentionOptions
     from miles_embedded.model.call import Call, active_context
     from miles_embedded.model.configuration import text_configuration
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
         operations_of,
         use_operations,
     )
+    from miles_embedded.model.released import Released
     from miles_embedded.model.routers import Routed, routed, routed_blocks
     from miles_embedded.model.sharded import held, whole
     from miles_embedded.model.views import views
@@ -69,11 +74,13 @@ __all__ = [
     "Emitted",
     "Experts",
     "LogProbs",
+    "ModelSize",
     "Operations",
     "OptimizerGroup",
     "PackedCall",
     "Packing",
     "Prompts",
+    "Released",
     "Routed",
     "active_context",
     "add_layer",
@@ -81,14 +88,17 @@ __all__ = [
     "backbone",
     "checkpoint_config",
     "decoder_layers",
+    "engines_gpus",
     "export_checkpoint",
     "has_windows",
     "held",
     "is_embedded",
     "load_model",
     "logits_of",
+    "longest_sample",
     "make_engine",
     "make_trainer",
+    "model_size",
     "new_layer",
     "one_each",
     "operations_of",
@@ -100,10 +110,12 @@ __all__ = [
     "routed",
     "routed_blocks",
     "run_layer",
+    "size_of",
     "text_configuration",
     "unloaded_model",
     "use_operations",
     "views",
+    "wanted_rows",
     "whole",
 ]
 
@@ -116,6 +128,8 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.engine.decoder": "Decoder Emitted one_each",
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
+        "miles_embedded.memory.model_size": "ModelSize model_size",
+        "miles_embedded.memory.usage": "engines_gpus longest_sample size_of wanted_rows",
         "miles_embedded.model.attention": "AttentionOptions",
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",
@@ -125,6 +139,7 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
+        "miles_embedded.model.released": "Released",
         "miles_embedded.model.routers": "Routed routed routed_blocks",
         "miles_embedded.model.sharded": "held whole",
         "miles_embedded.model.views": "views",

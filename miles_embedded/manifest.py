@@ -23,6 +23,7 @@ _OWN_ATTENTION = (
     "its attention does something that packed sequences or cached keys do not allow (two attentions in one cache slot, a mask or "
     "positions of its own, a compressed or indexed cache); use another engine and trainer"
 )
+_UNEXPLAINED = "a comparison with Transformers' own code found other log-probs or gradients, and the cause is unknown; use another engine and trainer"
 #: Why -> the model types that are refused. ``docs/families.md`` lists them; one that is in neither list there has not been tried, and
 #: is held against its plain forward when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
@@ -80,6 +81,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("pegasus", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm", "xlm-roberta"),
         *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm"),
     ),
+    _UNEXPLAINED: ("gemma4_unified", "gemma4_unified_text", "muse_glimmer"),
     _OWN_ATTENTION: (
         *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "modernbert-decoder"),
     ),
@@ -176,6 +178,12 @@ class EmbeddedConfig:
         help="of a trainer of several ranks: full_shard divides weights, gradients and optimiser among them (FSDP2), no_shard "
         "keeps all of them on every rank",
     )
+    disable_cuda_graph: bool = option(
+        False,
+        flag="--embedded-disable-cuda-graph",
+        help="on a GPU the engine decodes by replaying CUDA graphs, where model and options allow it; this launches every step "
+        "from Python instead, which is several times slower and runs Python code in hooks of the model at every step",
+    )
 
 
 plugin = Plugin(
@@ -188,6 +196,7 @@ plugin = Plugin(
         "model": {"transformers": "miles_embedded.model.load:make_model"},
         "engine": {"embedded": "miles_embedded.engine.build:make_engine"},
         "trainer": {"embedded": "miles_embedded.trainer.build:make_trainer"},
+        "head": {"linear": "miles_embedded.model.value_head:make_head"},
         "decoder": {"plain": "miles_embedded.engine.decoder:make_decoder"},
     },
     capabilities={
@@ -205,9 +214,20 @@ plugin = Plugin(
             "sleep",
             "transport:buckets",
         ),
-        "trainer": ("entropy", "sampling_support", "routing_replay", "further_layers", "rebuild", "sleep"),
+        "trainer": (
+            "entropy",
+            "sampling_support",
+            "routing_replay",
+            "further_layers",
+            "rebuild",
+            "sleep",
+            "values",
+            "top_log_probs",
+            "optimizers",
+        ),
     },
     defaults={"engine": "embedded", "trainer": "embedded"},
     review="miles_embedded.manifest:review",
+    memory="miles_embedded.memory.usage:usage",
     examine="miles_embedded.model.examine:examine",
 )

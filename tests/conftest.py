@@ -1,13 +1,47 @@
-"""Checkpoints and an installed number format for tests of conversion."""
+"""Fixtures of several folders: checkpoints, an installed number format, a plugin in one file."""
 
 import json
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from miles_core.plugin import discovery
 from miles_core.precision import installed
-from miles_core.testing.doubles.pair_format import PLUGIN
+from miles_testing.doubles.pair_format import PLUGIN
+
+# ``published_manifests`` is importable in ``--import-mode=importlib``
+sys.path.insert(0, str(Path(__file__).parent / "plugin"))
+
+SINGLE_FILE = """
+from miles_core.plugin.marker import hookimpl
+from miles_core.plugin.manifest import Pair, Plugin, Rule
+
+plugin = Plugin(
+    "f6",
+    "six-bit weights",
+    "0.3",
+    "~=0.1",
+    hooks={"": "Hooks"},
+    formats={"f6": "Format"},
+    pairs=(Pair("f6", "bf16", (Rule("gpu.sm >= 100", "six bits need Blackwell", hardware=True),)),),
+    claims={"precision": "one format a run"},
+    requires=(Rule("model.moe", "only experts are packed", when="rollout.precision == f6"),),
+)
+
+
+class Format:
+    pass
+
+
+class Hooks:
+    @hookimpl
+    def wrap_weights(self, run, policy):
+        return None
+"""
 
 
 @pytest.fixture
@@ -60,3 +94,19 @@ def tensors(weight):
         "model.layers.0.self_attn.q_proj.bias": weight(8),
         "lm_head.weight": weight(16, 8),
     }
+
+
+@pytest.fixture
+def f6(tmp_path, monkeypatch):
+    """A single-file plugin in an environment where nothing is installed but core."""
+    own = tuple(p for n in ("embedded", "tools") for p in entry_points(group="miles.plugins", name=n))
+    monkeypatch.setattr(discovery, "entry_points", lambda group: own)
+    path = tmp_path / "f6.py"
+    path.write_text(SINGLE_FILE)
+    return str(path)
+
+
+@pytest.fixture
+def moe(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8, "num_hidden_layers": 2}')
+    return str(tmp_path)

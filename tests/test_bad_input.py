@@ -8,7 +8,7 @@ import json
 import pytest
 
 from miles_core.cli.main import main
-from miles_core.testing.toy import toy_arguments, toy_files
+from miles_testing.toy import toy_arguments, toy_files
 
 
 @pytest.fixture

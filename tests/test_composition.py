@@ -11,7 +11,7 @@ import pytest
 
 from miles_core.errors import PlanError
 from miles_core.plugin.discovery import discover
-from miles_core.testing.toy import toy_files
+from miles_testing.toy import toy_files
 
 #: Without backends, which are in every run.
 MANIFESTS = {name: found for name, found in discover().items() if not {"engine", "trainer"} & found.provides.keys()}

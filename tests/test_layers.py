@@ -6,80 +6,162 @@ import ast
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
-#: A package -> the packages it may import, in rows: each imports from rows above its own only, so there is no cycle. Modules
-#: directly in ``miles_core`` count as packages. Imports for type checking and inside functions count like any other.
+#: Package -> the packages it may import, in rows: each imports from rows above its own only, so there is no cycle. Modules
+#: directly in ``miles_core`` count as packages. Imports for type checking and inside functions count like any other. A word
+#: with a colon names the distribution package that the words after it belong to: ``core: errors`` is ``miles_core.errors``.
 LAYERS: list[dict[str, str]] = [
-    {"errors": "", "nearest": "", "lookup": "", "stash": "", "version": ""},
-    {"data": "errors"},
-    {"plugin": "errors nearest version data"},
     {
-        "config": "errors nearest plugin",
-        "observe": "errors version plugin",
+        "errors": "",
+        "nearest": "",
+        "lookup": "",
+        "stash": "",
+        "version": "",
+        "redact": "",
+    },
+    {
+        "data": "errors",
+        "http_client": "errors redact",
+    },
+    {
+        "plugin": "errors nearest version redact data",
+    },
+    {
+        "config": "errors nearest redact plugin",
+        "observe": "errors redact plugin",
         "checkpoint": "errors version data",
     },
     {
-        "native": "errors observe",
-        "algorithm": "errors",
-        "reward": "errors data",
+        "algorithm": "errors data",
+        "reward": "errors redact data http_client",
         "precision": "errors nearest data plugin config checkpoint",
     },
     {
         "contracts": "errors stash data plugin config observe checkpoint algorithm precision",
-        "convert": "errors data checkpoint precision",
     },
     {
         "rollout": "errors data config observe reward contracts",
         "train": "errors data plugin config checkpoint algorithm contracts",
-        "sync": "errors native data precision contracts",
-    },
-    {"schedule": "plugin contracts rollout"},
-    {"mismatch": "errors stash version data plugin observe precision contracts rollout sync"},
-    {
-        "run": "errors version data plugin config observe checkpoint reward precision contracts convert rollout train sync mismatch"
+        "sync": "errors data precision contracts",
     },
     {
-        "loop": "errors contracts rollout sync mismatch run",
-        "remote": "errors data plugin config checkpoint precision contracts sync mismatch run",
+        "schedule": "plugin contracts rollout",
     },
     {
-        "launch": "errors plugin config observe checkpoint contracts run loop",
-        "demo": "errors plugin observe",
+        "mismatch": "errors stash data plugin precision contracts rollout sync",
     },
     {
-        "cli": "errors nearest version plugin config observe checkpoint precision contracts mismatch run launch convert demo",
-        "testing": "errors lookup version data plugin config observe precision contracts sync mismatch run remote launch demo",
-        "api": "plugin config observe run launch",
+        "run": "errors stash version redact data plugin config observe checkpoint reward contracts rollout",
     },
-    {"__main__": "cli"},
+    {
+        "loop": "errors data contracts rollout sync run",
+        "remote": "errors redact data plugin config observe checkpoint precision contracts train sync mismatch run",
+    },
+    {
+        "launch": "errors redact plugin config observe checkpoint contracts run loop",
+    },
+    {
+        "cli": "errors nearest version redact plugin config contracts run launch",
+        "api": "errors plugin config observe run launch",
+    },
+    {
+        "__main__": "cli",
+    },
 ]
 
-#: The rooms of ``miles_embedded``, the same way, and behind ``core:`` what each may import of the table above.
-ROOMS: list[dict[str, str]] = [
-    {"manifest": "core: miles_core"},
-    {"model": "manifest core: errors data plugin observe checkpoint precision contracts convert"},
-    {"quantized": "model core: errors data precision contracts sync"},
+#: Compiled helpers, and what attaches to core as a third party would.
+TOOLS: list[dict[str, str]] = [
     {
-        "engine": "manifest model quantized core: errors data precision contracts sync",
+        "native": "core: errors observe",
+    },
+    {
+        "convert": "core: errors lookup data plugin config checkpoint precision",
+        "report": "core: errors version redact plugin observe mismatch run",
+        "authoring": "core: errors nearest version plugin",
+        "demo": "core: errors plugin observe",
+    },
+    {
+        "verify": "report core: version data precision contracts mismatch",
+    },
+    {
+        "commands": "convert report authoring demo verify core: errors plugin config observe checkpoint precision "
+        "contracts run cli",
+    },
+]
+
+#: What moves weights between processes, one layer in itself.
+TRANSPORT: list[dict[str, str]] = [
+    {
+        "transport": "core: errors lookup data precision tools: native",
+    },
+]
+
+#: The rooms of ``miles_embedded``.
+ROOMS: list[dict[str, str]] = [
+    {
+        "memory": "core: miles_core",
+        "manifest": "core: miles_core",
+    },
+    {
+        "model": "manifest core: errors data plugin observe checkpoint precision contracts tools: convert",
+    },
+    {
+        "quantized": "model core: errors data precision contracts sync",
+    },
+    {
+        "engine": "manifest model quantized core: errors data precision contracts sync transport: transport",
         "trainer": "model quantized core: errors data checkpoint precision contracts train",
     },
     {
-        "testing": "manifest model quantized engine trainer core: errors lookup data plugin precision contracts train testing",
+        "testing": "manifest model quantized engine trainer core: errors lookup data plugin precision contracts "
+        "train testing: testing",
     },
 ]
 
+#: The test kit, one layer in itself.
+TESTING: list[dict[str, str]] = [
+    {
+        "testing": "core: errors lookup version data plugin config observe precision contracts mismatch run remote "
+        "launch tools: demo transport: transport",
+    },
+]
+
+#: Import package -> its layers. Packages with one layer count as a whole.
+TABLES: dict[str, list[dict[str, str]]] = {
+    "miles_core": LAYERS,
+    "miles_tools": TOOLS,
+    "miles_transport": TRANSPORT,
+    "miles_testing": TESTING,
+    "miles_embedded": ROOMS,
+}
+
 #: Modules that define nothing and name what plugins may use; nothing else in their own distribution imports them.
-PUBLIC = ("miles_core", "miles_core.format", "miles_core.backend", "miles_embedded")
+PUBLIC = ("miles_core", "miles_core.format", "miles_core.backend", "miles_embedded", "miles_tools")
+
+#: Plugins and examples: import package -> its folder.
+PLUGINS = {
+    p.name: p for where in ("plugins", "examples") for p in sorted((ROOT / where).glob("*/miles_*")) if p.is_dir()
+}
 
 #: Files that import each other, and why they are one idea.
 CIRCLES: dict[tuple[str, ...], str] = {
+    ("checksum", "checksum_kernel"): "a sum and its kernel on a GPU",
+    ("format", "product"): "a plugin's format offers its product",
+    ("activation_form", "format", "product"): "a format, its product and the form of the inputs that the product reads",
+    (
+        "trainer.checkpoint",
+        "trainer.device_memory",
+        "trainer.trainer",
+    ): "the trainer's own checkpoints, on a page of their own, and the memory that it gives back",
     ("precision.format", "precision.product"): "a format offers its product, a product multiplies a format's codes",
     (
+        "engine.ahead",
         "engine.decoder",
         "engine.engine",
         "engine.scheduler",
@@ -108,21 +190,22 @@ class Import:
 
 
 @cache
-def modules(package: str) -> dict[str, Path]:
-    """Dotted name -> file, packages by the name of their ``__init__``."""
+def modules(root: str) -> dict[str, Path]:
+    """Dotted name -> file of an import package, packages under the name of their ``__init__``."""
     found = {}
-    for file in sorted((ROOT / package).rglob("*.py")):
-        parts = file.relative_to(ROOT).with_suffix("").parts
+    folder = PLUGINS.get(root, ROOT / root)
+    for file in sorted(folder.rglob("*.py")):
+        parts = file.relative_to(folder.parent).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found
 
 
 @cache
-def imports(package: str) -> tuple[Import, ...]:
-    """Every import in ``package`` of a module of ``miles_core``, ``miles_embedded`` or a plugin."""
-    known = modules("miles_core") | modules("miles_embedded")
+def imports(root: str) -> tuple[Import, ...]:
+    """Every import in ``root`` of a module of this repository."""
+    known = {name for each in (*TABLES, *PLUGINS) for name in modules(each)}
     found = []
-    for importer, file in modules(package).items():
+    for importer, file in modules(root).items():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -137,42 +220,58 @@ def imports(package: str) -> tuple[Import, ...]:
 
 
 def package_of(module: str) -> str:
-    """``miles_core.plugin.rule`` -> ``plugin``; a public module is itself."""
+    """The entry of a table that a module belongs to: ``miles_core.plugin.rule`` -> ``plugin``, ``miles_transport.bucket`` ->
+    ``transport``; a public module is itself."""
+    root = module.split(".")[0]
+    if len(TABLES.get(root, [])) == 1:
+        return root.removeprefix("miles_")
     return module if module in PUBLIC or "." not in module else module.split(".")[1]
 
 
 def found_in(root: str, package: str) -> dict[str, list[Import]]:
-    """What ``package`` imports: another package of its distribution, or ``core:NAME`` -> the imports."""
+    """Imports of ``package`` by target: another package of its root, or ``core:NAME``."""
     found: dict[str, list[Import]] = defaultdict(list)
     for each in imports(root):
-        own, other = each.imported.partition(".")[0] == root, package_of(each.imported)
-        if package_of(each.importer) == package and not (own and other == package):
-            found[other if own else f"core:{other}"].append(each)
+        target, other = each.imported.split(".")[0], package_of(each.imported)
+        if package_of(each.importer) == package and not (target == root and other == package):
+            found[other if target == root else f"{target.removeprefix('miles_')}:{other}"].append(each)
     return found
 
 
 def allowed_in(entry: str) -> set[str]:
-    """The names of an entry of a table."""
-    own, _, core = entry.partition("core:")
-    return {*own.split(), *(f"core:{name}" for name in core.split())}
+    """The targets that an entry of a table allows, written as ``found_in`` writes them."""
+    allowed, root = set(), ""
+    for word in entry.split():
+        if word.endswith(":"):
+            root = word
+        else:
+            allowed.add(f"{root}{word}")
+    return allowed
 
 
-ENTRIES = [("miles_core", *pair) for row in LAYERS for pair in row.items()]
-ENTRIES += [("miles_embedded", *pair) for row in ROOMS for pair in row.items()]
+ENTRIES = [(root, *pair) for root, table in TABLES.items() for row in table for pair in row.items()]
 
 
-@pytest.mark.parametrize("table", [LAYERS, ROOMS], ids=["miles_core", "miles_embedded"])
-def test_every_entry_names_rows_above_its_own(table):
-    above = {"core:miles_core", *(f"core:{package}" for row in LAYERS for package in row)} - {"core:cli"}
-    for row in table:
+@pytest.mark.parametrize("root", TABLES)
+def test_every_entry_names_rows_above_its_own(root):
+    above: set[str] = set()
+    for row in TABLES[root]:
         for package, entry in row.items():
-            assert allowed_in(entry) <= above, f"{package} imports from its own row or one below"
+            own = {name for name in allowed_in(entry) if ":" not in name}
+            assert own <= above, f"{package} imports from its own row or one below"
         above |= row.keys()
 
 
-@pytest.mark.parametrize(("root", "table"), [("miles_core", LAYERS), ("miles_embedded", ROOMS)])
-def test_every_package_has_a_row(root, table):
-    assert {package_of(m) for m in modules(root) if m not in PUBLIC} == {package for row in table for package in row}
+def test_import_packages_do_not_import_each_other():
+    edges = {root: {each.imported.split(".")[0] for each in imports(root)} - {root} for root in TABLES}
+    order = list(TopologicalSorter(edges).static_order())  # raises CycleError
+    assert order[0] == "miles_core"
+
+
+@pytest.mark.parametrize("root", TABLES)
+def test_every_package_has_a_row(root):
+    packages = {package_of(m) for m in modules(root) if m not in PUBLIC}
+    assert packages == {package for row in TABLES[root] for package in row}
 
 
 @pytest.mark.parametrize(("root", "package", "entry"), ENTRIES, ids=[f"{root}.{name}" for root, name, _ in ENTRIES])
@@ -184,16 +283,23 @@ def test_a_package_imports_what_the_table_says(root, package, entry):
     assert not unused, f"{package} does not import {', '.join(unused)} any more: take it out of the table"
 
 
-def test_core_imports_no_backend_and_no_plugin():
+def test_core_imports_no_sibling_no_backend_and_no_plugin():
     against = [str(each) for each in imports("miles_core") if each.imported.partition(".")[0] != "miles_core"]
     assert not against, "\n".join(against)
 
 
-def circles(package: str) -> set[tuple[str, ...]]:
-    """Groups of files of which each imports the others, directly or through more files."""
+@pytest.mark.parametrize("root", PLUGINS)
+def test_a_plugin_imports_no_other_plugin(root):
+    own = {root, *TABLES}
+    against = [str(each) for each in imports(root) if each.imported.partition(".")[0] not in own]
+    assert not against, "\n".join(against)
+
+
+def circles(root: str) -> set[tuple[str, ...]]:
+    """Groups of files that import each other, directly or through more files."""
     edges: dict[str, set[str]] = defaultdict(set)
-    for each in imports(package):
-        if each.imported.partition(".")[0] == package:
+    for each in imports(root):
+        if each.imported.partition(".")[0] == root:
             edges[each.importer].add(each.imported)
 
     def reached(start: str) -> set[str]:
@@ -204,14 +310,14 @@ def circles(package: str) -> set[tuple[str, ...]]:
             seen |= new
         return seen
 
-    after = {module: reached(module) for module in modules(package)}
+    after = {module: reached(module) for module in modules(root)}
     return {
         tuple(sorted({m for m in after[module] if module in after[m]} | {module}))
-        for module in modules(package)
+        for module in modules(root)
         if module in after[module]
     }
 
 
 def test_files_import_each_other_only_where_two_are_one_idea():
-    found = circles("miles_core") | circles("miles_embedded")
+    found = {group for root in (*TABLES, *PLUGINS) for group in circles(root)}
     assert {tuple(module.partition(".")[2] for module in group) for group in found} == set(CIRCLES)

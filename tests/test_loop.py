@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from miles_core.algorithm.advantage import ADVANTAGES
 from miles_core.errors import DataError
-from miles_core.testing import toy_files, toy_run
+from miles_testing import toy_files, toy_run
 
 
 def values(run, name):

@@ -16,11 +16,12 @@ import pytest
 from miles_core.config.groups import GROUPS
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.option import METADATA_KEY
-from miles_core.plugin.scaffold import write_plugin
+from miles_tools.authoring.scaffold import write_plugin
 
 ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "miles_core").rglob("*.py"))
-BACKEND = sorted((ROOT / "miles_embedded").rglob("*.py"))
+SIBLINGS = ("miles_embedded", "miles_tools", "miles_transport", "miles_testing")
+BACKEND = sorted(path for name in SIBLINGS for path in (ROOT / name).rglob("*.py"))
 SOURCES = [*CORE, *BACKEND, *sorted(ROOT.glob("plugins/*/miles_*/**/*.py"))]
 FILE_LINES, FUNCTION_LINES = 400, 50
 
@@ -38,7 +39,8 @@ NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", 
 PROJECTS = sorted(p for where in ("", "plugins/*/", "examples/*/") for p in ROOT.glob(f"{where}pyproject.toml"))
 
 #: The modules that plugins and examples may import; the others may change without notice.
-PUBLIC = ("miles_core", "miles_core.api", "miles_core.format", "miles_core.backend", "miles_core.testing")
+PUBLIC = ("miles_core", "miles_core.api", "miles_core.format", "miles_core.backend", "miles_testing", "miles_transport")
+PUBLIC += ("miles_tools.convert", "miles_tools.native")
 PUBLIC_OF_A_BACKEND = ("miles_embedded", "miles_embedded.testing")
 OUTSIDE = sorted(path for where in ("plugins/*/miles_*/**/*.py", "examples/**/*.py") for path in ROOT.glob(where))
 
@@ -54,8 +56,10 @@ def private_imports(source):
     """What a file imports from core or the backend that ships with it beside what is public."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (n.name for n in node.names if n.name.startswith(("miles_core.", "miles_embedded.")))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("miles_core", "miles_embedded"):
+            yield from (
+                n.name for n in node.names if n.name.startswith(("miles_core.", *(f"{name}." for name in SIBLINGS)))
+            )
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("miles_core", *SIBLINGS):
             shown = import_module(node.module).__all__ if node.module in (*PUBLIC, *PUBLIC_OF_A_BACKEND) else ()
             yield from (f"{node.module}.{n.name}" for n in node.names if n.name not in shown)
 
@@ -107,7 +111,7 @@ from miles_core.plugin.discovery import discover
 found = list(discover())
 assert found, "no plugin is installed"
 import miles_core.config.load, miles_core.cli.main, miles_core.cli.train, miles_core.plugin.resolve
-import miles_core.testing, miles_core.testing.plugin
+import miles_testing, miles_testing.plugin
 from miles_core import Plugin, Rule, Pair, Set, Field, hookimpl, option, StashKey, MilesError
 miles_core.cli.main.main(["train", "--help"])
 heavy = {"torch", "transformers", "pyarrow", "matplotlib"} & set(sys.modules)

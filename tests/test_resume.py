@@ -13,7 +13,7 @@ from miles_core.config.load import load
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.observe.metrics import read
 from miles_core.observe.rollouts import read_rollouts
-from miles_core.testing.toy import toy_arguments
+from miles_testing.toy import toy_arguments
 
 OPTIONS = {
     "rollout_shuffle": True,

@@ -325,6 +325,7 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
         "decoder",
         "transport",
         "schedule",
+        "check",
     ]
     assert {kind.split()[0] for kind in made} == set(MAKERS)
     assert run.metrics[0]["reward/mean"] == pytest.approx(run.metrics[0]["rollout/length_mean"])
@@ -337,11 +338,11 @@ from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.model.load import make_model
 from miles_embedded.trainer.build import make_trainer
 from miles_core.plugin.manifest import Plugin
-from miles_core.run.inline import InlineRuntime
+from miles_core.remote.inline import InlineRuntime
 from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.copy import make_transport
 
-KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward")
+KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward", "check")
 plugin = Plugin(
     name="parts", summary="every part", version="1", core=">=0",
     provides={kind: {"mine": kind} for kind in KINDS},
@@ -392,6 +393,10 @@ def model(run, policy, role):
 def advantage(run):
     note(run, "advantage")
     return ADVANTAGES["rloo"]
+
+
+def check(run):
+    note(run, "check")
 
 
 def reward(run):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from miles_core.algorithm.ragged import Unmasked, expand
+from miles_core.data.batch import Batch
 from miles_core.errors import ConfigError
 
 GRPO_EPS = 1e-6
@@ -42,6 +43,7 @@ class AdvantageInputs:
         gamma, lam: discount and GAE's lambda.
         kl_coef: weight of ``kl`` inside the reward.
         sum: adds a tensor over all ranks that hold a part of the step, and returns it.
+        batch: the same samples with every column (``batch.column("values")``); None where an advantage is called by hand.
     """
 
     rewards: Tensor
@@ -54,6 +56,7 @@ class AdvantageInputs:
     lam: float = 1.0
     kl_coef: float = 0.0
     sum: Callable[[Tensor], Tensor] = local_sum
+    batch: Batch | None = None
 
     def __post_init__(self) -> None:
         samples = {len(self.rewards), len(self.group), len(self.rollout), len(self.lengths)}
@@ -173,6 +176,23 @@ def gae(
     return advantages, torch.where(mask.bool(), advantages + values, 0.0)
 
 
+def at_last_token(rewards: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Each sample's reward at its last unmasked token and 0 elsewhere: [tokens] float64, on the device of ``mask``.
+
+    Args:
+        rewards, lengths: [samples].
+        mask: [tokens].
+    """
+    # The last unmasked token of a sample: the largest unmasked position, -1 where there is none.
+    position = torch.arange(len(mask), device=mask.device)
+    candidate = torch.where(mask.bool(), position, -1)
+    sample = expand(torch.arange(len(lengths), device=mask.device), lengths)
+    last = candidate.new_full((len(lengths),), -1).scatter_reduce(0, sample, candidate, "amax")
+    has_tokens = last >= 0
+    tokens = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
+    return tokens.index_put((last[has_tokens],), rewards.to(tokens)[has_tokens])
+
+
 def grpo(inputs: AdvantageInputs) -> Tensor:
     """GRPO: (R - mean) / (std + 1e-6) on every unmasked token of the sample. [tokens]"""
     return _spread(inputs, "normalize")
@@ -215,14 +235,7 @@ def _whitened_returns(inputs: AdvantageInputs, rewards: Tensor) -> Tensor:
     tokens = torch.zeros(len(inputs.mask), dtype=torch.float64, device=inputs.mask.device)
     if inputs.kl_coef and inputs.kl is not None:
         tokens = torch.where(inputs.mask.bool(), -inputs.kl_coef * inputs.kl.detach().double(), 0.0)
-    # The last unmasked token of a sample: the largest unmasked position, -1 where there is none.
-    position = torch.arange(len(inputs.mask), device=inputs.mask.device)
-    candidate = torch.where(inputs.mask.bool(), position, -1)
-    sample = expand(torch.arange(len(inputs.lengths), device=inputs.mask.device), inputs.lengths)
-    last = candidate.new_full((len(inputs.lengths),), -1).scatter_reduce(0, sample, candidate, "amax")
-    has_tokens = last >= 0
-    at_end = rewards.to(tokens)[has_tokens]
-    tokens = tokens.index_put((last[has_tokens],), tokens[last[has_tokens]] + at_end)
+    tokens = tokens + at_last_token(rewards, inputs.mask, inputs.lengths)
     returns = discounted_returns(tokens, inputs.mask, inputs.lengths, inputs.gamma)
     return whiten(returns, inputs.mask, inputs.sum).to(inputs.rewards.dtype)
 

@@ -82,22 +82,30 @@ Correct = Callable[[CorrectionInputs], Correction]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a correction reads, and so which passes over the batch it costs.
+    """What a correction or an advantage reads, and so which passes over the batch it costs. A function declares it as its attribute
+    ``needs``.
 
     Attributes:
         old: ``old_log_probs`` by the trainer's model. Refused together with ``--use-rollout-logprobs``, which has none.
         current: ``log_probs`` of the policy as it is now; one pass per optimiser step, except where it is the old policy.
         whole_step: the result for one sample depends on others (anything that goes through ``inputs.sum``). Where nothing does
             and a rollout is one optimiser step, old and current policy are the same; the correction is then applied to each
-            micro-batch inside the training pass, and no pass is made for it.
+            micro-batch inside the training pass, and no pass is made for it. (An advantage always sees all samples.)
+        columns: declared columns that the samples must carry (an advantage only).
     """
 
     old: bool = True
     current: bool = False
     whole_step: bool = True
+    columns: tuple[str, ...] = ()
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(self.old or other.old, self.current or other.current, self.whole_step or other.whole_step)
+        return Needs(
+            self.old or other.old,
+            self.current or other.current,
+            self.whole_step or other.whole_step,
+            tuple(dict.fromkeys((*self.columns, *other.columns))),
+        )
 
 
 NOTHING = Needs(old=False, current=False, whole_step=False)

@@ -8,7 +8,6 @@ its own: nothing is mapped, so memory is what the caller holds.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -142,7 +142,7 @@ def read_header(file: Path) -> list[Entry]:
         if len(start) < 8 or not 0 < length <= _HEADER_LIMIT:
             raise CheckpointError(f"{file} is not a safetensors file, or it is truncated; copy it again")
         try:
-            header = json.loads(source.read(length))
+            header = load_strict_json(source.read(length))
             header.pop("__metadata__", None)
             entries = [_entry(file, name, said, 8 + length) for name, said in header.items()]
             entries.sort(key=lambda e: (e.offset, e.nbytes))
@@ -164,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path.parent} holds no {path.name}, so it is not a Hugging Face checkpoint")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load_strict_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):

@@ -1,7 +1,8 @@
 """``miles``: picks the subcommand, and turns errors into sentences and exit codes.
 
-0 done, 1 a defect (with its traceback), 2 a user's mistake (one message on stderr), 130 interrupted (143 by SIGTERM, 129 by SIGHUP). A command is the
-module ``miles_core.cli.<name>`` with ``run(argv) -> int``, imported only when it is called.
+Exit codes: 0 done, 1 a defect (with its traceback), 2 a user's mistake (one message on stderr), 130 interrupted (143 by SIGTERM, 129 by
+SIGHUP). ``train`` and ``plan`` are core's commands; installed plugins add others in their manifests (``Plugin.commands``). A command is
+imported only when it is called.
 """
 
 from __future__ import annotations
@@ -9,23 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 
+from miles_core.cli.commands import Commands
 from miles_core.errors import MilesError
+from miles_core.redact import redact
 from miles_core.version import __version__
 
-COMMANDS = {
-    "train": "run a training",
-    "demo": "train a small model on this machine in minutes and write a report",
-    "plan": "what a run would consist of, or why it cannot start",
-    "plugins": "what is installed; check, explain, new",
-    "convert": "a checkpoint to a number format, or back to bf16",
-    "verify": "do engine and trainer agree about the same tokens, and if not, why",
-    "report": "an HTML report of a run",
-    "doctor": "environment, versions, hardware, and what each plugin can do here",
-    "completion": "a script that completes commands and flags in bash, zsh or fish",
-}
 DEBUG = "MILES_DEBUG"
 #: What is wrong with a path and not with the program.
 _PATHS = {getattr(errno, name) for name in ("ENAMETOOLONG", "ELOOP", "EISDIR", "ENOTDIR", "EROFS", "EACCES", "EPERM")}
@@ -45,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MilesError as error:
         if os.environ.get(DEBUG, "0") not in ("", "0"):
             raise
-        message = str(error)
+        message = redact(str(error))
         print(message if message.startswith("error:") else f"error: {message}", file=sys.stderr)
         return _told(error)
     except OSError as error:
@@ -67,7 +58,7 @@ def _of_path(error: OSError) -> str:
 def _told(error: BaseException) -> int:
     """What belongs behind an error's sentence; the exit code of a user's mistake."""
     for note in getattr(error, "__notes__", ()):
-        print(note, file=sys.stderr)
+        print(redact(str(note)), file=sys.stderr)
     return 2
 
 
@@ -79,15 +70,17 @@ def _dispatch(words: list[str]) -> int:
     if name in ("--version", "-V"):
         print(f"miles-core {__version__}")
         return 0
-    if name not in COMMANDS:
-        raise MilesError(_unknown(name))
-    code: int = import_module(f"miles_core.cli.{name}").run(rest)
-    return code
+    commands = Commands.installed()
+    if name not in commands:
+        raise MilesError(_unknown(name, commands))
+    run: Callable[[list[str]], int] = commands.load(name)
+    return run(rest)
 
 
 def _help() -> str:
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    summaries = Commands.installed().summaries
+    width = max(map(len, summaries))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in summaries.items())
     return (
         "usage: miles COMMAND [options]\n\n"
         "A plugin-based reinforcement-learning loop for language models.\n\n"
@@ -97,13 +90,13 @@ def _help() -> str:
     )
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, commands: Commands) -> str:
     from miles_core.nearest import nearest
 
     if name.startswith("-"):
         return f"unknown option {name}: a command comes first, e.g. miles train {name}"
-    close = nearest(name, COMMANDS)
-    hint = f"did you mean miles {close[0]}?" if close else f"commands are {', '.join(COMMANDS)}"
+    close = nearest(name, commands)
+    hint = f"did you mean miles {close[0]}?" if close else f"commands are {', '.join(commands)}"
     return f"unknown command {name!r}; {hint}"
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-USAGE = "miles plan [--json] [--fact NAME=VALUE] [--hardware GPU] [any option of miles train]"
+from miles_core.plugin.detect import HARDWARE
+
+USAGE = "miles plan [--json] [--fact NAME=VALUE] [--hardware [MACHINESx][GPUSx]TYPE] [any option of miles train]"
 
 
 def parser(usage: str, description: str) -> argparse.ArgumentParser:
@@ -14,14 +16,16 @@ def parser(usage: str, description: str) -> argparse.ArgumentParser:
     made.add_argument(
         "--fact", action="append", default=[], metavar="NAME=VALUE", help="plan with this value, e.g. gpu.sm=100"
     )
-    made.add_argument("--hardware", metavar="GPU", help="plan for a GPU by name, e.g. B200: --fact gpu=B200")
+    made.add_argument(
+        "--hardware", metavar="GPUS", help="plan for other machines, e.g. B200, 8xH200 or 4x8xH100 (four machines)"
+    )
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
 
 def given(options: argparse.Namespace) -> list[str]:
     """The facts to plan with, ``NAME=VALUE`` each."""
-    hardware = [f"gpu={options.hardware}"] if options.hardware else []
+    hardware = [f"{HARDWARE}={options.hardware}"] if options.hardware else []
     return [*hardware, *options.fact]
 
 

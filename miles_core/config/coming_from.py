@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from miles_core.config.elsewhere import about, others
 
@@ -16,9 +17,13 @@ everything random. Log-probabilities are those of the distribution that was samp
 taken over the whole optimiser step. [Where others differ](algorithms.md#where-others-differ) has the formulas."""
 
 
+#: Recipes of other programs and what they are here, in Markdown.
+RECIPES = Path(__file__).parents[2] / "recipes" / "qwen3-30b-a3b-one-node.md"
+
+
 def page() -> str:
-    """The Markdown page, one table a program."""
-    parts = [INTRODUCTION]
+    """The Markdown page: recipes, then one table per program."""
+    parts = [INTRODUCTION, RECIPES.read_text(encoding="utf-8").strip()]
     for program, names in others().items():
         rows = "\n".join(f"| `{theirs}` | {_marked(here)} |" for theirs, here in names.items())
         parts.append(f"## {program}\n\n{about(program)}\n\n| there | here |\n|---|---|\n{rows}")

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from miles_core.config import groups, value
+from miles_core.config import groups, policies, value
 from miles_core.config.file import DEFAULTS
+from miles_core.config.rollout_group import Rollout
 from miles_core.config.schema import CORE, ROOT, Option, Schema
 from miles_core.errors import ConfigError, PluginError
 from miles_core.nearest import did_you_mean
@@ -25,12 +26,13 @@ class Config:
     Attributes:
         requested: the plugins asked for, in order, each with what asked for it (``"--plugins mine,yours"``).
         plugins: names of the enabled plugins: those asked for and, after ``activated``, what they require.
+        policies: the policies that a file names, each with its own values (``miles_core.config.policies``); empty without.
     """
 
     run: groups.Run
     model: groups.Model
     data: groups.Data
-    rollout: groups.Rollout
+    rollout: Rollout
     reward: groups.Reward
     algorithm: groups.Algorithm
     train: groups.Train
@@ -47,6 +49,7 @@ class Config:
         requested: Mapping[str, str],
         passthrough: Mapping[str, Any],
         active: tuple[str, ...] | None = None,
+        policies: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """
         Args:
@@ -56,6 +59,7 @@ class Config:
             requested: plugin -> what asked for it.
             passthrough: ``table.key`` -> value, for tables that take any key.
             active: the plan's plugins, once there is one.
+            policies: name -> its own values: option path, ``role`` or ``generates`` -> checked value.
         """
         self._schema = schema
         self._values = {path: values.get(path, option.default) for path, option in schema.options.items()}
@@ -65,6 +69,7 @@ class Config:
         self.requested = dict(requested)
         self.plugins = tuple(requested) if active is None else active
         self._active = active
+        self.policies: dict[str, dict[str, Any]] = {name: dict(own) for name, own in (policies or {}).items()}
         self._groups: dict[str, Any] = {}
         for table, group in schema.groups.items():
             fields = {o.name: self._values[o.path] for o in schema.options.values() if o.group == table}
@@ -142,13 +147,40 @@ class Config:
             item = plain(self._values[path])
             choices = (False, True) if option.is_bool else option.choices
             fixed = option.info.fixed
+            if option.info.enables and item is False and not chosen and option.owner in self.plugins:
+                item, origin = True, self.origin("plugins")  # the switch says the same
             found.append(Fact(option.fact, item, origin, flag=option.flag, choices=choices, chosen=chosen, fixed=fixed))
         flags = {table: prefix for prefix, table in self._schema.passthrough.items()}
         for path, raw in self._passthrough.items():
             table, _, key = path.partition(".")
             flag = flags[table] + key.replace("_", "-")
             found.append(Fact(path, plain(raw), self._origins[path], flag=flag, chosen=path in self._chosen))
+        for policy, own in self.policies.items():
+            start = f"{policies.PREFIX}{policy}."
+            found.append(Fact(f"{start}role", own.get(policies.ROLE, policies.ROLES[0]), start.rstrip(".")))
+            for path in own.keys() & self._schema.options.keys():
+                origin = self._origins.get(start + path, start.rstrip("."))
+                found.append(Fact(start + self._schema.options[path].fact, plain(own[path]), origin, chosen=True))
         return found
+
+    def for_policy(self, name: str, options: Mapping[str, Any] | None = None, hf_checkpoint: str = "") -> Config:
+        """The configuration of one policy: this one with what stands under its name in force.
+
+        Args:
+            name: of the policy; one that no file names has no values of its own.
+            options: further values of its own, by a key of a configuration file (``lr`` or ``train.lr``).
+            hf_checkpoint: its checkpoint; "" leaves what the configuration says.
+
+        Raises:
+            ConfigError: no such option, one that the whole run shares, or a value it cannot take.
+        """
+        where = f"{policies.TABLE}.{name}"
+        own = {path: item for path, item in self.policies.get(name, {}).items() if path in self._schema.options}
+        for key, item in (options or {}).items():
+            own[policies.option_of(self._schema, key, where).path] = item
+        if hf_checkpoint:
+            own[policies.CHECKPOINT] = hf_checkpoint
+        return self.replace(own, origin=where)
 
     def replace(self, values: Mapping[str, Any], origin: str = "set by the program") -> Config:
         """This configuration with other values, e.g. those a plan's ``sets`` give.
@@ -173,7 +205,22 @@ class Config:
                 where = option.path
             origins[where] = origin
             chosen.discard(where)
-        return Config(self._schema, changed, origins, frozenset(chosen), self.requested, passed, self._active)
+        return Config(
+            self._schema, changed, origins, frozenset(chosen), self.requested, passed, self._active, self.policies
+        )
+
+    def with_policies(self, named: Mapping[str, Mapping[str, Any]]) -> Config:
+        """This configuration with other values under its policies' names."""
+        return Config(
+            self._schema,
+            self._values,
+            self._origins,
+            self._chosen,
+            self.requested,
+            self._passthrough,
+            self._active,
+            named,
+        )
 
     def activated(self, names: Iterable[str]) -> Config:
         """This configuration with the plugins of the accepted plan, requirements included.
@@ -188,7 +235,14 @@ class Config:
             if not ({CORE, *active} & set(owners)):
                 raise ConfigError(f"{self._origins[path]}: {owners[0]} is not part of this run; add it to --plugins")
         return Config(
-            self._schema, self._values, self._origins, self._chosen, self.requested, self._passthrough, active
+            self._schema,
+            self._values,
+            self._origins,
+            self._chosen,
+            self.requested,
+            self._passthrough,
+            active,
+            self.policies,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,6 +258,9 @@ class Config:
         for path, raw in self._passthrough.items():
             table_name, _, key = path.partition(".")
             (chosen if path in self._chosen else defaults).setdefault(table_name, {})[key] = raw
+        if self.policies:
+            tables = {name: policies.as_table(self._schema, own) for name, own in self.policies.items()}
+            chosen[policies.TABLE] = {name: _data(table) for name, table in tables.items()}
         return {**chosen, DEFAULTS: defaults}
 
     def to_yaml(self) -> str:
@@ -234,7 +291,7 @@ class Config:
     def _key(self) -> tuple[Any, ...]:
         shown = {CORE, *self.requested}
         values = {p: self._values[p] for p, o in self._schema.options.items() if o.owner in shown}
-        return tuple(self.requested), values, self._passthrough
+        return tuple(self.requested), values, self._passthrough, self.policies
 
     def __repr__(self) -> str:
         said = ", ".join(f"{path}={self.get(path)!r}" for path in sorted(self._chosen))
@@ -251,4 +308,6 @@ def plain(item: Any) -> Any:
 def _data(item: Any) -> Any:
     if isinstance(item, (list, tuple)):
         return [_data(entry) for entry in item]
+    if isinstance(item, dict):
+        return {key: _data(entry) for key, entry in item.items()}
     return str(item) if isinstance(item, Path) else item

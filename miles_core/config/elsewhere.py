@@ -31,14 +31,39 @@ def explain_flag(flag: str, schema: Schema) -> str:
         return f"unknown flag {flag}; it is spelt {spelling}"
     for plugin in schema.manifests.values():
         if spelling in plugin.elsewhere:
-            return f"{flag} does not exist here: {plugin.elsewhere[spelling]}"
+            return f"{flag} does not exist here: {_instead(plugin.elsewhere[spelling])}"
     for pattern, sentence in _table()["flags"].items():
         if fnmatchcase(spelling, pattern):
             return f"{flag} does not exist here: {sentence}"
     if known := from_elsewhere(flag):
         return known
+    if spelling in translations():
+        return f"{flag} does not exist here: {_instead(translations()[spelling])}"
     nearest = did_you_mean(flag, schema.spellings(), "; ") or "; miles train --help lists all flags"
     return f"unknown flag {flag}{nearest} (the flags of a plugin exist once it is installed)"
+
+
+def _instead(table: str | Mapping[str, str]) -> str:
+    """What to do without a flag, from a sentence or a table of ``translate``."""
+    if isinstance(table, str):
+        return table
+    ways = [
+        f"{f'with {pattern}: ' * (len(table) > 1)}{'give ' + here if here else 'drop it'}"
+        for pattern, here in table.items()
+    ]
+    return (
+        "; ".join(dict.fromkeys(ways))
+        .replace("{0}", "NAME")
+        .replace("{1}", "FILE")
+        .replace("{list}", "N,...")
+        .replace("{}", "VALUE")
+    )
+
+
+def translations() -> dict[str, dict[str, str]]:
+    """Flags of other programs -> their tables; see ``translate``."""
+    found: dict[str, dict[str, str]] = _table()["translate"]
+    return found
 
 
 def explain_word(word: str) -> str:

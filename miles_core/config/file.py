@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from miles_core.config import elsewhere
+from miles_core.config import elsewhere, policies
 from miles_core.config.flags import Assignment, Source
 from miles_core.config.schema import Schema
 from miles_core.errors import ConfigError
@@ -153,7 +153,9 @@ class _Reader:
 
     def top(self, entry: Entry, chosen: bool) -> None:
         name = entry.key.replace("-", "_")
-        if entry.children is not None and (name in self.schema.groups or name in self.schema.passthrough.values()):
+        if name == policies.TABLE:
+            self.policies(entry, chosen)
+        elif entry.children is not None and (name in self.schema.groups or name in self.schema.passthrough.values()):
             for child in entry.children:
                 self.in_table(name, child, chosen)
         elif not self.by_flag(entry, chosen):
@@ -162,6 +164,24 @@ class _Reader:
                 self.problems.append(self.unknown(entry))
             else:
                 self.add(option.path, entry, chosen)
+
+    def policies(self, entry: Entry, chosen: bool) -> None:
+        """The table ``policies``: under each name, options of that policy alone."""
+        if not entry.children or any(child.children is None and child.value is not None for child in entry.children):
+            self.problems.append(
+                f"{self.where(entry)}: policies is a table of tables: a policy's name, and under it its options"
+            )
+            return
+        for policy in entry.children:
+            own = _Reader(self.schema, self.path, self.rank)
+            own.add("", policy, chosen)
+            for option in policy.children or ():
+                if option.key in (policies.ROLE, policies.GENERATES):
+                    own.add(option.key, option, chosen)
+                else:
+                    own.top(option, chosen)
+            self.found += [replace(a, path=a.path.rstrip(".")) for a in policies.prefixed(policy.key, own.found)]
+            self.problems += [f"{problem} (of the policy {policy.key})" for problem in own.problems]
 
     def in_table(self, table: str, entry: Entry, chosen: bool) -> None:
         path = f"{table}.{entry.key.replace('-', '_')}"

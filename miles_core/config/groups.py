@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from miles_core.config.rollout_group import Rollout
 from miles_core.plugin.option import option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -45,7 +46,25 @@ class Run:
         3, help="lost engines and trainer ranks that are replaced in a run; the next one ends it", metavar="N", ge=0
     )
     worker_timeout: float = option(
-        1800.0, help="seconds in which a worker must answer a call, else it counts as lost", metavar="S", gt=0
+        1800.0,
+        help="seconds in which a worker must answer a call, else it counts as lost; longer than the longest step",
+        metavar="S",
+        gt=0,
+    )
+    worker_build_timeout: float = option(
+        1800.0, help="seconds in which a worker must start and build its engine or trainer", metavar="S", gt=0
+    )
+    worker_heartbeat: float = option(
+        10.0,
+        help="seconds without a sign of life after which a worker counts as lost, whatever it computes",
+        metavar="S",
+        gt=0,
+    )
+    stop_within: float = option(
+        20.0,
+        help="seconds in which a run ends after SIGTERM: a step that is not complete by then is given up",
+        metavar="S",
+        gt=0,
     )
     save: Path | None = option(
         None, help="run directory: configuration, plan, metrics, checkpoints, report (default: runs/<name>-<time>)"
@@ -73,6 +92,10 @@ class Run:
     verify_logprobs_tolerance: float = option(
         0.1, help="mean |difference of log-probs| a token, in nats, at which --verify-logprobs stops the run", gt=0
     )
+    allow_mismatch: bool = option(
+        False,
+        help="train although engine and trainer compute different functions after the first weight sync; a warning says so",
+    )
     log_level: LogLevel = option("info", help="how much to log")
     profile: bool = option(False, help="record a torch profiler trace of the second rollout step")
     profile_dir: Path | None = option(None, help="where traces go (default: the run directory)")
@@ -97,7 +120,7 @@ class Model:
     trust_remote_code: bool = option(False, help="run model code that comes with the checkpoint")
     self_check: bool = option(
         True,
-        help="when an engine that can is built: compare a short generation and scores of packed sequences with the plain model",
+        help="at the start, compare the embedded backend with the plain model, and after the first weight sync the engine with the trainer",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", help="dtype of the model's copy; auto is float32 on a CPU and bfloat16 on a GPU"
@@ -114,82 +137,19 @@ class Data:
     prompt_data: str | None = option(
         None, help="prompts: a JSONL or parquet file, or hf://datasets/ORG/NAME/FILE", metavar="FILE"
     )
+    prompts: str = option(
+        "file",
+        flag="--prompts",
+        help="where prompts come from: a file, or a source of a plugin, which receives --prompt-data",
+        choices=("file", "*"),
+        part="prompts",
+    )
     input_key: str = option("input", help="column with the prompt: a text, or a list of chat messages")
     label_key: str | None = option(None, help="column with the expected answer, given to the reward")
     metadata_key: str = option("metadata", help="column with a mapping that travels with each sample")
     apply_chat_template: bool = option(False, help="render prompts with the tokenizer's chat template")
     shuffle: bool = option(
         False, flag="--rollout-shuffle", help="shuffle the prompts anew every epoch (seeded by --seed)"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """How samples are generated."""
-
-    batch_size: int = option(32, flag="--rollout-batch-size", help="prompts per rollout step", ge=1, le=100_000)
-    n_samples_per_prompt: int = option(8, help="samples per prompt: one group", ge=1, le=100_000)
-    num_rollout: int = option(100, help="rollout steps in all", ge=0)
-    temperature: float = option(1.0, flag="--rollout-temperature", help="sampling temperature", gt=0)
-    top_p: float = option(
-        1.0, flag="--rollout-top-p", help="nucleus: keep the most probable tokens up to this mass; 1 is off", gt=0, le=1
-    )
-    top_k: int = option(-1, flag="--rollout-top-k", help="keep the k most probable tokens; -1 is off", ge=-1)
-    max_response_len: int = option(1024, flag="--rollout-max-response-len", help="tokens in a response at most", ge=1)
-    max_prompt_len: int | None = option(
-        None, flag="--rollout-max-prompt-len", help="leave out prompts of more tokens than this, and count them", ge=1
-    )
-    max_context_len: int | None = option(
-        None, flag="--rollout-max-context-len", help="prompt and response together at most (default: the model's)", ge=1
-    )
-    stop: tuple[str, ...] = option((), flag="--rollout-stop", help="strings that end a response", metavar="TEXT,...")
-    stop_token_ids: tuple[int, ...] = option(
-        (), flag="--rollout-stop-token-ids", help="token ids that end a response, beside the model's own", ge=0
-    )
-    over_sampling_batch_size: int | None = option(
-        None, help="prompts asked for at a time when groups may be filtered out (default: --rollout-batch-size)", ge=1
-    )
-    dynamic_sampling_filter_path: str | None = option(
-        None, help="keep(args, group) -> bool; groups for which it is false are replaced", metavar="FILE.py:FN"
-    )
-    partial_rollout: bool | None = option(
-        None,
-        help="responses that are not finished when a collection ends or weights change go on under the new weights (default: "
-        "with --schedule async)",
-    )
-    mask_offpolicy_in_partial_rollout: bool = option(
-        False, help="train only on those tokens of such a response that its newest weights generated"
-    )
-    pause_generation_mode: Literal["abort", "retract", "in_place"] = option(
-        "abort",
-        help="how the engine stops for new weights: return what there is and be asked again; keep the requests and compute their "
-        "cache anew; keep the cache of the old weights",
-    )
-    max_weight_staleness: int | None = option(
-        None,
-        help="with --schedule async: versions by which samples may be older than the weights they train (default: 1)",
-        ge=0,
-    )
-    stale_samples: Literal["drop", "train"] = option(
-        "drop",
-        help="what becomes of groups that are older all the same: their prompts are sent again, or they are trained on",
-    )
-    custom_generate_function_path: str | None = option(
-        None, help="async generate(args, sample, sampling_params) -> Sample or list of siblings", metavar="FILE.py:FN"
-    )
-    full_vocab_logprobs: bool = option(
-        False, help="log-probs over the whole vocabulary on both sides even with top-p or top-k (biased)"
-    )
-    max_running_requests: int = option(256, help="sequences the engine decodes at once", ge=1)
-    kv_cache_dtype: Literal["auto", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = option(
-        "auto", flag="--kv-cache-dtype", help="type the engine rounds cached keys and values to"
-    )
-    precision: str = option(
-        "bf16",
-        flag="--rollout-precision",
-        help="number format of the engine's weights",
-        choices=("bf16", "*"),
-        part="format",
     )
 
 
@@ -203,6 +163,7 @@ class Reward:
     custom_rm_path: str | None = option(
         None, help="async rm(args, sample) -> float or dict; instead of --rm-type", metavar="FILE.py:FN"
     )
+    concurrency: int = option(64, flag="--reward-concurrency", help="calls of the reward function at once", ge=1)
     rm_url: str | None = option(None, help="where --rm-type remote posts samples to", metavar="URL")
     reward_key: str | None = option(None, help="entry to train on when rewards are dicts")
     overlong_buffer_len: int | None = option(
@@ -250,7 +211,13 @@ class Algorithm:
         flag="--use-rollout-logprobs",
         help="take the engine's log-probs as the old policy's (bypass mode): no old-log-prob pass",
     )
-    gamma: float = option(1.0, help="discount of reinforce_plus_plus", ge=0, le=1)
+    gamma: float = option(1.0, help="discount of reinforce_plus_plus, and of a critic's GAE", ge=0, le=1)
+    lambd: float = option(1.0, help="lambda of GAE, for advantages of a critic", ge=0, le=1)
+    value_clip: float | None = option(
+        0.2,
+        help="a critic's loss: bound of how far a value may move from the one before the rollout's first step",
+        gt=0,
+    )
     normalize_advantages: bool = option(False, help="whiten advantages over all tokens of the rollout")
 
 
@@ -258,6 +225,9 @@ class Algorithm:
 class Train:
     """The optimiser and the shape of its steps."""
 
+    optimizer: str = option(
+        "adamw", help="optimizer of the weights (adam is adamw)", choices=("adamw", "adam", "*"), part="optimizer"
+    )
     lr: float = option(1e-6, help="learning rate", ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
         "constant", flag="--lr-decay-style", help="learning rate after the warm-up"
@@ -356,6 +326,12 @@ class Evaluation:
     )
     prompt_data: tuple[str, ...] = option(
         (), flag="--eval-prompt-data", help="held-out prompts: FILE or NAME=FILE", metavar="[NAME=]FILE,..."
+    )
+    prompts: tuple[str, ...] = option(
+        (),
+        flag="--eval-prompts",
+        help="where held-out prompts come from, as for --prompts: one name for all data sets, or one for each (default: file)",
+        metavar="NAME,...",
     )
     n_samples: int = option(1, flag="--n-samples-per-eval-prompt", help="samples per prompt", ge=1)
     temperature: float | None = option(None, flag="--eval-temperature", help="sampling temperature; 0 is greedy", ge=0)

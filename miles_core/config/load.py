@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.config import elsewhere, file, value
+from miles_core.config import elsewhere, file, policies, value
 from miles_core.config.config import Config
 from miles_core.config.flags import Assignment, Source, parse
 from miles_core.config.rules import broken
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
+from miles_core.config.translate import translate
 from miles_core.errors import ConfigError, PluginError
+from miles_core.plugin.activate import BACKENDS
 from miles_core.plugin.manifest import Plugin
+from miles_core.redact import MARK
 
 if TYPE_CHECKING:
     from miles_core.plugin.discovery import Catalogue
@@ -42,6 +46,67 @@ def load(
         ConfigError: everything wrong with flags, files, variables and values, in one message.
         PluginError: a plugin's manifest cannot be loaded, or two packages declare one flag differently.
     """
+    try:
+        return _load(argv, manifests, environment)
+    except _Refused as refused:
+        raise ConfigError(_explained(argv, refused, environment)) from None
+
+
+class _Refused(ConfigError):
+    """Everything wrong with a configuration.
+
+    Attributes:
+        problems: one sentence each.
+        schema: what can be configured.
+        missing: flags that enable the plugins whose options were given, flag -> value.
+    """
+
+    def __init__(self, problems: Sequence[str], schema: Schema, missing: Mapping[str, str]) -> None:
+        super().__init__(_message(problems))
+        self.problems, self.schema, self.missing = list(dict.fromkeys(problems)), schema, missing
+
+
+def _explained(argv: Sequence[str], refused: _Refused, environment: Mapping[str, str] | None) -> str:
+    """What is wrong with a command line. Where translating other programs' flags and enabling the plugins that its flags need solves
+    problems, that line, and what is wrong with it still, takes their place."""
+    line, changed = translate(argv, refused.schema)
+    rest = refused.problems
+    for _ in range(2):  # the plugins that its flags need, and those that their translation needs
+        try:
+            _load(line, refused.schema.manifests, environment)
+            rest = []
+            break
+        except _Refused as again:
+            rest = again.problems
+            line = _with_plugins(line, again.missing)
+    if len(refused.problems) < 2 or len(rest) >= len(refused.problems):
+        return _message(refused.problems)
+    dropped = [flag for flag, (_, here) in changed.items() if not here]
+    listed = [f"  {typed} -> {here}" for typed, here in changed.values() if here]
+    listed += [f"  without meaning here: {', '.join(dropped)}"] if dropped else []
+    listed += [f"  {sentence}" for flag in dropped if (sentence := elsewhere.from_elsewhere(flag))]
+    solved = "all of them" if not rest else f"{len(refused.problems) - len(rest)} of them"
+    head = f"{len(refused.problems)} problems in the configuration; the command line below solves {solved}"
+    left = "; what is left:\n" + "\n".join(f"  - {problem}" for problem in rest) if rest else ""
+    about = "translated:\n" + "\n".join(listed) + "\n\n" if listed else ""
+    return f"{head}{left}\n\n{about}with these flags, and all plugins that they need:\n  {shlex.join(line)}"
+
+
+def _with_plugins(argv: Sequence[str], missing: Mapping[str, str]) -> list[str]:
+    """A command line with flags that enable plugins; the value of ``--plugins``, which names all of them, takes the place of an earlier
+    one."""
+    line, missing = list(argv), dict(missing)
+    if "--plugins" in line and "--plugins" in missing:
+        line[line.index("--plugins") + 1] = missing.pop("--plugins")
+    return [*line, *(word for pair in missing.items() for word in pair)]
+
+
+def _load(
+    argv: Sequence[str],
+    manifests: Iterable[Plugin] | Mapping[str, Plugin] | None,
+    environment: Mapping[str, str] | None,
+) -> Config:
+    """See ``load``; raises ``_Refused``."""
     files = {path: file.read(path) for path in _peek(argv, "--config")}
     before = _continued(argv)
     schema = collect(_installed(argv, {**files, **before}) if manifests is None else manifests)
@@ -177,10 +242,17 @@ def _from_environment(schema: Schema, environment: Mapping[str, str]) -> list[As
 
 
 def _checked(schema: Schema, assignments: Sequence[Assignment], problems: list[str]) -> Config:
-    config = _Loading(schema, assignments, problems).config()
+    loading = _Loading(schema, assignments, problems)
+    config = loading.config()
+    given = {a.path for a in assignments if MARK not in str(a.raw)}
+    for a in assignments:
+        if MARK in str(a.raw) and a.path not in given:
+            problems.append(f"{a.origin}: a run directory does not keep credentials; give the value of {a.path} again")
     problems += broken(config.facts())
+    for name in config.policies:
+        problems += [f"policies.{name}: {sentence}" for sentence in broken(config.for_policy(name).facts())]
     if problems:
-        raise ConfigError(_message(problems))
+        raise _Refused(problems, schema, loading.missing)
     return config
 
 
@@ -203,16 +275,28 @@ class _Loading:
         self.chosen: set[str] = set()
         self.passthrough: dict[str, Any] = {}
         self.wrong: set[str] = set()  # flags whose value was refused
+        self.missing: dict[str, str] = {}  # flags that enable the plugins whose options were given
 
     def config(self) -> Config:
         by_path: dict[str, list[Assignment]] = {}
-        for assignment in self.assignments:
+        named = [a for a in self.assignments if a.path.startswith(policies.PREFIX)]
+        own, origins = policies.settled(self.schema, named, self.problems)
+        for assignment in [a for a in self.assignments if a not in named]:
             by_path.setdefault(assignment.path, []).append(assignment)
         for path, given in by_path.items():
             self._settle(path, given)
+        if policies.CHECKPOINT not in self.values and own:  # what is planned needs a model: the first policy's
+            first, values = next(iter(own.items()))
+            if policies.CHECKPOINT in values:
+                self.values[policies.CHECKPOINT] = values[policies.CHECKPOINT]
+                self.origins[policies.CHECKPOINT] = origins[f"{policies.PREFIX}{first}.{policies.CHECKPOINT}"]
+                self.chosen.add(policies.CHECKPOINT)
         requested = self._requested()
         self._refuse_idle_plugins(by_path, tuple(requested))
-        return Config(self.schema, self.values, self.origins, frozenset(self.chosen), requested, self.passthrough)
+        chosen = frozenset(self.chosen)
+        return Config(
+            self.schema, self.values, self.origins | origins, chosen, requested, self.passthrough, policies=own
+        )
 
     def _settle(self, path: str, given: list[Assignment]) -> None:
         """The strongest assignment wins; two flags (or two places of one file) that contradict each other do not."""
@@ -296,6 +380,7 @@ class _Loading:
 
     def _refuse_idle_plugins(self, by_path: Mapping[str, list[Assignment]], plugins: Sequence[str]) -> None:
         possible = {CORE, *_with_requirements(self.schema, plugins), *self._providers()}
+        idle: dict[tuple[str, ...], list[Assignment]] = {}
         for path, given in by_path.items():
             last = given[-1]
             option = self.schema.options.get(path)
@@ -303,15 +388,33 @@ class _Loading:
             harmless = option is not None and option.info.enables and self.values.get(path) in (None, False)
             # a value that would have enabled the plugin, had it been a right one
             refused = option is not None and option.flag in self.wrong and bool(option.info.part or option.info.enables)
-            if possible & set(owners) or not last.chosen or harmless or refused:
-                continue
-            command = ",".join([*self.values.get(PLUGINS, ()), owners[0]])
-            who = " or ".join(owners)
-            unset = " or unset it" if last.source is Source.ENVIRONMENT else ""
+            if not (possible & set(owners) or not last.chosen or harmless or refused):
+                idle.setdefault(tuple(owners), []).append(last)
+        if not idle:
+            return
+        self.missing = self._enabling([owners[0] for owners in idle])
+        flags = " ".join(word for pair in self.missing.items() for word in pair)
+        for owners, given in idle.items():
+            origins = ", ".join(assignment.origin for assignment in given)
+            they = ("they belong", "are") if len(given) > 1 else ("it belongs", "is")
+            unset = " or unset it" if given[-1].source is Source.ENVIRONMENT else ""
             self.problems.append(
-                f"{last.origin}: it belongs to the plugin {who}, which is installed but not enabled; "
-                f"add --plugins {command}{unset}"
+                f"{origins}: {they[0]} to the plugin {' or '.join(owners)}, which is installed but not enabled; add {flags}{unset}"
             )
+
+    def _enabling(self, owners: Sequence[str]) -> dict[str, str]:
+        """Flags that enable these plugins: one that selects the backend it provides, ``--plugins`` for the others."""
+        found: dict[str, str] = {}
+        names: list[str] = []
+        for owner in dict.fromkeys(owners):
+            backends = [
+                (option.flag, next(iter(self.schema.manifests[owner].provides[option.info.part])))
+                for option in self.schema.options.values()
+                if option.info.part in BACKENDS and option.info.part in self.schema.manifests[owner].provides
+            ]
+            found |= dict(backends)
+            names += [] if backends else [owner]
+        return {**found, "--plugins": ",".join([*self.values.get(PLUGINS, ()), *names])} if names else found
 
 
 def _with_requirements(schema: Schema, plugins: Iterable[str]) -> set[str]:

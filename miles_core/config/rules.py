@@ -56,11 +56,17 @@ RULES: tuple[Rule, ...] = (
         "rollout.n_samples_per_prompt >= 2",
         "its advantages compare the samples of one prompt, and those of a single one are all 0",
         when="algorithm.advantage_estimator in {grpo, dr_grpo, rloo, gspo, cispo, reinforce_plus_plus_baseline} "
-        "and rollout.custom_generate_function_path == none",
+        "and rollout.custom_generate_function_path == none and rollout.generate == turn and rollout.generate_key == none",
     ),
     Rule("reward.rm_url", "a remote reward needs its address", when="reward.rm_type == remote"),
     Rule("reward.rm_type == remote", "only a remote reward is posted", when="reward.rm_url"),
     Rule("reward.custom_rm_path == none", "a sample has one reward function", when="reward.rm_type"),
+    Rule(
+        "rollout.generate == turn",
+        "a sample has one rollout function",
+        when="rollout.custom_generate_function_path",
+    ),
+    Rule("evaluation.prompt_data", "they are the sources of its data sets", when="evaluation.prompts"),
     Rule("evaluation.prompt_data", "there is nothing to evaluate on", when="evaluation.interval"),
     Rule("evaluation.interval", "nothing says when to evaluate", when="evaluation.prompt_data"),
     Rule(

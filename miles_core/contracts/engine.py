@@ -1,7 +1,7 @@
 """The engine contract: token ids in, token ids and log-probabilities out.
 
 An engine may live in this process, or stand in front of servers that are spoken to over a socket. Every
-method may be called only between ``start`` and ``stop``. ``miles_core.testing.EngineContract`` is the executable form.
+method may be called only between ``start`` and ``stop``. ``miles_testing.EngineContract`` is the executable form.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ class Request:
     Attributes:
         tokens: the prompt, never empty.
         sampling: see ``Sampling``.
-        key: the sample's running number; random numbers depend on (run seed, key, position) alone.
+        key: of the engine call (``rollout.keys``), unique among requests in flight; random numbers depend on (run seed, key,
+            position) alone. A request that continues an aborted one has its key.
         extras: names of declared fields to record, e.g. ``{"sampling_support"}``; an engine that cannot record one
             lacks the capability and is refused at planning.
         group: requests with one number share a prompt; a front of several engines sends them to one.
+        policy: name of the policy that answers; "" is the first one that trains.
         metadata: plugin's own, passed through untouched.
     """
 
@@ -63,6 +65,7 @@ class Request:
     group: int = 0
     extras: set[str] = field(default_factory=set)
     metadata: dict[str, Any] = field(default_factory=dict)
+    policy: str = ""
 
 
 @dataclass
@@ -129,7 +132,7 @@ class Engine(ABC):
         """Take one message of a transport in another process: plain data whose meaning the two agree on (names and
         shapes of a bucket about to be broadcast, memory handles, a path). Sent between ``pause`` and ``resume``, perhaps before
         this has returned for the one before; with ``last`` the engine serves ``version``. After a failure only a complete new update
-        makes it usable. ``miles_core.backend.Arrivals`` takes buckets of encoded tensors (transport ``buckets``). SyncError: they
+        makes it usable. ``miles_transport.Arrivals`` takes buckets of encoded tensors (transport ``buckets``). SyncError: they
         did not come as they were sent."""
         raise NotImplementedError(f"{type(self).__name__} takes weights in its own process only")
 
@@ -154,6 +157,12 @@ class Engine(ABC):
     async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
         """log p(token t | tokens before) for t >= 1 of each sequence, [len - 1] float32, full vocabulary.
         Capability ``score``; a temperature other than 1 also needs ``score_temperature`` and raises MilesError without."""
+
+    async def score_each(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> Mapping[str, list[np.ndarray]]:
+        """``score`` by every engine that this one stands for: worker's name -> its scores; "" is this engine itself."""
+        return {"": await self.score(sequences, temperature)}
 
     @abstractmethod
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:

@@ -3,16 +3,17 @@
 One run, in order; every name below is a hook, indented under the moment it belongs to::
 
     start            on_start                                   every process
-      build          make_runtime make_model on_model on_further_layers make_trainer make_engine make_decoder make_transport
+      build          make_runtime make_model make_head on_model on_further_layers make_trainer make_optimizer make_engine make_decoder make_transport
                      wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (asked once, then plain functions)
-                     make_schedule wrap_rollout wrap_generate
-      first sync     wrap_weights -> encode -> transport -> on_weights_synced
+                     make_prompts make_schedule wrap_rollout wrap_generate
+      first sync     wrap_weights -> encode -> transport -> on_weights_synced -> make_check
     each step
-      rollout        wrap_rollout( groups: wrap_generate( on_request -> engine -> on_sample ) -> make_reward )
+      rollout        wrap_rollout( groups: wrap_generate( make_generate( on_request -> engine ) -> on_sample ) -> make_reward )
+      learn          wrap_learn( prepare and train ), for each policy that trains
       prepare        on_batch -> forward(old) -> forward(ref) -> make_advantage
       train          per optimiser step: correction -> per micro-batch: forward -> loss -> backward; optimizer_step
-      sync           wrap_weights -> encode -> transport -> on_weights_synced
-      finish         on_step -> [evaluation] -> [on_save]
+      sync           wrap_weights -> encode -> transport -> on_weights_synced -> each check
+      finish         [on_evaluation] -> on_step -> [on_save]
     resume           on_load
     end              on_stop
 
@@ -28,7 +29,7 @@ An implementation takes any subset of a hook's arguments, by name, without defau
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from miles_core.plugin.load import Hooks, register
 from miles_core.plugin.marker import hookspec
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from miles_core.contracts.further_layer import FurtherLayer
     from miles_core.contracts.policy import Policy
     from miles_core.contracts.run import Run
+    from miles_core.contracts.runtime import Learn, LearnerHandle
     from miles_core.contracts.trainer import Forward, LossFunction, OptimizerStep
     from miles_core.data.batch import Batch
     from miles_core.data.sample import Sample
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     Generate = Callable[[Sample], Awaitable[list[Sample]]]
     Export = Callable[[], Iterator[Unit]]
 
+#: What a stream of weights is made for.
+Purpose = Literal["sync", "export", "snapshot"]
 F = TypeVar("F", bound=Callable[..., Any])
 #: What a ``wrap_*`` hook returns: it takes the inner function and returns one with the same arguments and result.
 Wrap = Callable[[F], F]
@@ -72,8 +76,21 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "miles_core.contracts.transport.Transport",
         "every trainer rank",
     ),
-    "advantage": (("run",), "f(AdvantageInputs) -> Tensor[tokens]", "every trainer rank"),
-    "reward": (("run",), "async f(args, sample) -> float | dict", "rollout worker"),
+    "prompts": (("run", "data", "purpose"), "miles_core.PromptSource", "driver"),
+    "generate": (("run",), "miles_core.RolloutFunction, or async f(sample, ask) -> samples", "rollout worker"),
+    "reward": (("run",), "f(args, sample) -> float | dict; group_reward: f(args, samples) -> list", "rollout worker"),
+    "head": (
+        ("run", "policy", "model"),
+        "torch.nn.Module, hidden states [rows, hidden] -> values [rows] or [rows, 1]",
+        "every trainer rank",
+    ),
+    "optimizer": (
+        ("run", "policy", "groups"),
+        "an object with torch.optim.Optimizer's interface",
+        "every trainer rank",
+    ),
+    "advantage": (("run", "policy"), "f(AdvantageInputs) -> Tensor[tokens]", "every trainer rank"),
+    "check": (("run",), "async f(PolicyParts) -> metrics, or None", "driver"),
 }
 
 
@@ -111,11 +128,24 @@ class HookSpecs:
 
     @hookspec
     def on_request(self, run: Run, request: Request) -> None:
-        """A request is about to leave; add extras or metadata. Runs in: the process that awaits the engine (driver)."""
+        """A request is about to leave for the engine of ``request.policy``; add extras or metadata. Runs in: the process that
+        awaits the engine (driver)."""
 
     @hookspec
     def on_sample(self, run: Run, sample: Sample) -> None:
         """A sample is finished, its reward not yet known. Called once a sample. Runs in: the process that awaits the engine (driver)."""
+
+    @hookspec
+    def on_evaluation(self, run: Run, name: str, groups: list[list[Sample]], metrics: dict[str, float]) -> None:
+        """A data set of held-out prompts was generated and scored. ``name`` is its name ("" without one), ``groups`` its samples by
+        prompt; add or change its ``metrics`` before they are recorded. Runs in: driver."""
+
+    @hookspec
+    def wrap_learn(self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle]) -> Wrap[Learn] | None:
+        """Around ``async learn(samples, step) -> Learned``, all that a policy of the role ``train`` learns from one rollout. ``handles``
+        holds the learner of every policy by name: ask others for ``values``, ``log_probs`` or ``top_log_probs`` and attach the answers to
+        ``Sample.fields`` under declared names, let a critic ``learn`` from the same samples, or return ``Learned({}, 0)`` to leave the
+        policy as it is. Asked once, when all policies are built. Runs in: driver."""
 
     @hookspec
     def on_batch(self, run: Run, policy: Policy, batch: Batch) -> None:
@@ -128,19 +158,22 @@ class HookSpecs:
         (see ``Context``). What a recomputation needs goes into ``ctx.attached``. Runs in: every trainer rank."""
 
     @hookspec
-    def wrap_correction(self, run: Run) -> Wrap[Correct] | None:
+    def wrap_correction(self, run: Run, policy: Policy) -> Wrap[Correct] | None:
         """Around ``correct(inputs) -> Correction``, on all local tokens of one optimiser step, after old log-probs and
         advantages and before the first backward; ``compose_corrections`` does it and takes what the correction ``Needs``, which
         decides the passes made for it. Runs in: every trainer rank, once an optimiser step (without needs: a micro-batch)."""
 
     @hookspec
-    def wrap_loss(self, run: Run) -> Wrap[LossFunction] | None:
-        """Around ``loss(output, micro_batch, ctx) -> Loss``, the policy loss of a micro-batch. Runs in: every trainer rank."""
+    def wrap_loss(self, run: Run, policy: Policy) -> Wrap[LossFunction] | None:
+        """Around ``loss(output, micro_batch, ctx) -> Loss``, the loss of a micro-batch: the policy's, or a critic's (``policy.role``), whose
+        ``output`` has ``values`` and no ``log_probs``. Runs in: every trainer rank."""
 
     @hookspec
-    def wrap_weights(self, run: Run, policy: Policy) -> Wrap[Export] | None:
-        """Around ``weights() -> iterator of Unit``, the export stream of the model copy: add, drop or rename tensors, never
-        quantise. The first plugin sees what the later ones produced. Runs in: every trainer rank."""
+    def wrap_weights(self, run: Run, policy: Policy, purpose: Purpose) -> Wrap[Export] | None:
+        """Around ``weights() -> iterator of Unit``, the export stream of the model copy: add, drop, merge or rename tensors, never
+        quantise. All weights that leave a trainer pass through it. ``purpose``: ``sync`` for the engine, ``export`` for a Hugging Face
+        checkpoint (``--export-hf``), ``snapshot`` for weights that the trainer's own model is to compute with again. Asked for each
+        stream. The first plugin sees what the later ones produced. Runs in: every trainer rank."""
 
     @hookspec
     def wrap_optimizer_step(self, run: Run, policy: Policy) -> Wrap[OptimizerStep] | None:
@@ -199,4 +232,6 @@ def load_hooks(
             return None
         return plugin.config() if config is None or isinstance(config, Mapping) else config.plugin(plugin.name)
 
-    return register(plan, manifests, HookSpecs, options, facts=facts)
+    from miles_core.contracts.returned import BOUNDARIES  # which imports torch, and plans are made without it
+
+    return register(plan, manifests, HookSpecs, options, facts=facts, boundaries=BOUNDARIES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_core.config.config import Config
 from miles_core.contracts.policy import Policy
@@ -35,7 +35,7 @@ class Run:
         fields: declared columns of core and the active plugins.
         directory: where everything of this run is written.
         tokenizer: the checkpoint's; ``render`` makes a prompt's token ids with it.
-        policies: one by default; ``on_start`` may add more.
+        policies: one by default, or those of the table ``policies`` of a configuration file; ``on_start`` may add more.
         step: completed steps; during a step, the number of the step under way.
         stop_requested: the user asked to stop; honoured at once during a rollout, else after the step.
         clock: seconds by phase.
@@ -54,34 +54,57 @@ class Run:
     stop_requested: bool = False
     clock: Clock = field(default_factory=Clock)
     stash: Stash = field(default_factory=Stash)
+    _configs: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def policy(self) -> Policy:
-        """The policy of a run that has one."""
-        return self.policies[0]
+        """The first policy that trains: the one of a run that has one."""
+        return next((p for p in self.policies if p.role == "train"), self.policies[0])
 
-    def own(self, policy: Policy, groups: list[list[Sample]]) -> list[Sample]:
-        """The samples that a policy learns from: all where it is the only one, else those whose metadata names it (``policy``), or
-        names nobody.
+    def config_of(self, policy: Policy) -> Config:
+        """The configuration of one policy: the run's, with the policy's own checkpoint and options in force.
 
         Raises:
-            DataError: a sample names a policy that the run does not have, so nobody would learn from it.
+            ConfigError: ``Policy.options`` has a key that is no option of a policy, or a value that it cannot take.
         """
+        if not policy.options and policy.hf_checkpoint in ("", self.config.model.hf_checkpoint):
+            return self.config
+        key = (policy.name, policy.hf_checkpoint, tuple(policy.options.items()))
+        if self._configs.get(policy.name, (None,))[0] != key:
+            self._configs[policy.name] = (
+                key,
+                self.config.for_policy(policy.name, policy.options, policy.hf_checkpoint),
+            )
+        found: Config = self._configs[policy.name][1]
+        return found
+
+    def own(self, policy: Policy, groups: list[list[Sample]]) -> list[Sample]:
+        """The samples that name a policy (``Sample.policy``); those that name none belong to the first one that trains.
+
+        Raises:
+            DataError: a sample names a policy that does not exist or does not learn from samples, so nothing would learn from it.
+        """
+        names = {p.name: p.role for p in self.policies}
         samples = [s for group in groups for s in group]
-        if len(self.policies) == 1:
-            return samples
-        names = [p.name for p in self.policies]
         for sample in samples:
-            if (named := sample.metadata.get("policy", policy.name)) not in names:
+            if sample.policy and names.get(sample.policy) != "train":
+                known = ", ".join(name for name, role in names.items() if role == "train")
                 raise DataError(
-                    f"sample {sample.index} names the policy {named!r} in its metadata, and the run has {', '.join(names)}"
+                    f"sample {sample.index} names the policy {sample.policy!r}, and the policies of this run that learn from samples "
+                    f"are: {known}"
                 )
-        return [s for s in samples if s.metadata.get("policy", policy.name) == policy.name]
+        return [s for s in samples if (s.policy or self.policy.name) == policy.name]
 
     def text(self, tokens: list[int]) -> str:
         """Decoded token ids, special tokens included."""
         return str(self.tokenizer.decode(tokens))
 
     def named(self, policy: Policy, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics of one policy, prefixed when there are several."""
-        return metrics if len(self.policies) == 1 else {f"{policy.name}/{k}": v for k, v in metrics.items()}
+        """Metrics of one policy, with its name in front unless it is the only one that trains."""
+        if self.alone(policy):
+            return metrics
+        return {f"{policy.name}/{name}": value for name, value in metrics.items()}
+
+    def alone(self, policy: Policy) -> bool:
+        """Whether a policy is the only one of the run that trains on samples of its own (others score, or are its critics)."""
+        return [p for p in self.policies if p.role == "train"] == [policy]

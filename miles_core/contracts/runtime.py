@@ -16,7 +16,7 @@ process for each GPU (``miles_core.remote`` is all of this but for the processes
   together), every other call goes to all of them.
 - Weights never pass through the driver: ``push`` runs export, encoding and transport inside the ranks. A rank's
   transport gets the same kind of engine front, to tell the engines to receive; tensors that are handed to that front travel as bytes.
-- With ``--colocate`` both kinds run on the same devices. Core makes them take turns (``miles_core.run.colocated``); the runtime places
+- With ``--colocate`` both kinds run on the same devices. Core makes them take turns (``miles_core.remote.turns``); the runtime places
   them there and sees to it, with the same calls, that each has room while it is built.
 - A process that dies or does not answer is told as ``WorkerLost``. A lost engine is replaced behind its front. A lost rank takes the learner's
   work since the last checkpoint with it: the driver asks the runtime to ``recover`` and repeats the steps from there.
@@ -25,7 +25,7 @@ process for each GPU (``miles_core.remote`` is all of this but for the processes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +34,15 @@ import numpy as np
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.policy import Policy
-from miles_core.contracts.trainer import TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
-from miles_core.errors import WorkerLost
+from miles_core.errors import ConfigError, WorkerLost
 from miles_core.precision.quantizer import SideParity
 from miles_core.precision.schedule import Precisions
 
 Metrics = dict[str, float]
+#: ``async learn(samples, step) -> Learned``, what ``wrap_learn`` goes around.
+Learn = Callable[[Sequence[Sample], int], Awaitable["Learned"]]
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,29 @@ class Learned:
     tokens: Sequence[TrainedTokens] = ()
 
 
+@dataclass(frozen=True)
+class TopLogProbs:
+    """The most probable tokens at each response position of a sample.
+
+    Attributes:
+        tokens: [response_length, k] int32, most probable first.
+        log_probs: [response_length, k] float32 over the whole vocabulary, at the sampling temperature.
+    """
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+
+
 class LearnerHandle(ABC):
-    """What the driver asks of one policy's trainer, all ranks of it. Metrics are means over tokens and ranks."""
+    """What the driver, and a plugin in ``wrap_learn``, may ask of one policy's trainer, all ranks of it. Metrics are means over
+    tokens and ranks."""
+
+    #: the last ``learn``; the loop takes the metrics of policies that learn in another policy's ``wrap_learn`` from it
+    learned: Learned | None = None
 
     @abstractmethod
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
-        """Train on one rollout (whole groups), after ``step`` completed ones."""
+        """Train on one rollout (whole groups), after ``step`` completed ones. ConfigError for a frozen policy."""
 
     async def intact(self) -> bool:
         """Whether weights and optimiser are those of a completed ``learn``: True as well after one that failed before its
@@ -98,6 +116,16 @@ class LearnerHandle(ABC):
         """The policy's log-probabilities of each sample's response tokens, [response_length] float32, 0 where its loss
         mask is 0; computed like those of a training step (pass ``verify``), or as ``emulation`` says. Fields that the
         samples carry take part, as in training; ones that they do not carry are not missed."""
+
+    @abstractmethod
+    async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """What a critic expects of each state, [response_length] float32 for each sample: entry t is the value of the state in which
+        response token t is chosen; 0 where the loss mask is 0. MilesError where the policy has no value head."""
+
+    @abstractmethod
+    async def top_log_probs(self, samples: Sequence[Sample], k: int) -> list[TopLogProbs]:
+        """The ``k`` most probable tokens at each response position, with their log-probabilities; token 0 with log-probability 0 where
+        the loss mask is 0. MilesError where the trainer cannot tell them."""
 
     #: the version that ``take_snapshot`` put aside last
     snapshot_version: int | None = None
@@ -120,13 +148,6 @@ class LearnerHandle(ABC):
         """Bring ``version`` to the engine while it generates, as far as the transport can; ``push`` of it comes next. None forgets
         what was staged. SyncError when it did not arrive; the engine goes on with what it had."""
 
-    async def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
-        """See ``Trainer.sleep``; weights that the engine reads where they lie stay awake."""
-        raise NotImplementedError(f"{type(self).__name__} reaches no trainer that gives its memory back")
-
-    async def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
-        """See ``Trainer.wake``."""
-
     @abstractmethod
     async def save(self, directory: Path) -> None:
         """Write the trainer's state."""
@@ -147,16 +168,32 @@ class PolicyParts:
     Attributes:
         policy: whose they are.
         learner: its trainer, all ranks of it.
-        engine: where its requests go.
+        engine: where its requests go; None for a policy that does not generate.
         precisions: what the two sides compute in now.
         parity: how each side with a number format quantises, measured when it was built.
+        learn: ``learner.learn`` with what plugins wrap around it; set when all policies are built.
     """
 
     policy: Policy
     learner: LearnerHandle
-    engine: Engine
+    engine: Engine | None
     precisions: Precisions
     parity: Sequence[SideParity] = ()
+    learn: Learn | None = None
+
+    @property
+    def serving(self) -> Engine:
+        """The engine of a policy that has one.
+
+        Raises:
+            ConfigError: this policy has none.
+        """
+        if self.engine is None:
+            raise ConfigError(
+                f"the policy {self.policy.name} (role {self.policy.role}) has no engine, so it cannot generate; give it "
+                "generates=True, or name another policy"
+            )
+        return self.engine
 
 
 class Runtime(ABC):
@@ -178,6 +215,10 @@ class Runtime(ABC):
         """Rebuild what was lost: the parts stay the same objects, with the weights that they started with. Raises ``lost`` where
         that cannot be done, or not again."""
         raise lost
+
+    async def release(self) -> None:
+        """Free the learners from calls that they wait in, as far as possible: the run stops and saves what they hold. Engines are not used
+        any more."""
 
     def metrics(self) -> dict[str, float]:
         """Since the last call, ``busy/NAME`` in seconds and ``idle/NAME`` (share of the time) of each worker in a process of its

@@ -6,13 +6,13 @@ once. Core composes those three with the plugins' wrappers and hands them over i
 called on every trainer rank. All ranks of one model replica (tensor, pipeline, context parallel) are given the same samples
 and return the same complete columns and metrics; data-parallel ranks have different samples, perhaps none. A trainer may add
 micro-batches that train nothing (``loss_mask`` all 0), so that all ranks run equally many: ``forward`` and ``loss`` then
-return a zero that is connected to the model's output. ``miles_core.testing.TrainerContract`` is the executable form.
+return a zero that is connected to the model's output. ``miles_testing.TrainerContract`` is the executable form.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Pass = Literal["old", "ref", "train", "verify", "rollout"]
 #: What a trainer holds in the memory of its device, and can give back apart from each other.
 TrainerPart = Literal["weights", "optimizer"]
+ALL_PARTS: tuple[TrainerPart, ...] = ("weights", "optimizer")
 
 #: Keys of ``Context.attached`` between a wrapper that knows which experts to use and a trainer with the capability
 #: ``routing_replay``. Given: [physical tokens, layers with experts, k] int64, for all such layers of the model. The trainer's forward
@@ -62,6 +63,10 @@ class Context:
         extras: declared field name -> [physical tokens, ...] that modules recorded in this call; an engine keeps them for
             the rows of requests that asked for that field.
         metrics: (sum, weight) pairs that wrappers report; the trainer adds them to those of its step.
+        wanted: what the pass is to compute; see ``Trainer.columns``.
+        top_k: how many tokens ``top_tokens`` and ``top_log_probs`` have at each position.
+        sources: [targets] the physical row whose output predicts each target; None where a backend keeps that to itself.
+        targets: [targets] flat index of each position with a loss mask.
     """
 
     kind: Pass
@@ -71,12 +76,32 @@ class Context:
     attached: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    wanted: frozenset[str] = frozenset({"log_probs"})
+    top_k: int = 0
+    sources: Tensor | None = None
+    targets: Tensor | None = None
 
     def take(self, column: Tensor, pad: float | int) -> Tensor:
         """A column [T, ...] as this chunk's rows [physical tokens, ...]; padding rows hold ``pad``."""
         found = column[self.rows.clamp(min=0)]
         found[self.rows < 0] = pad
         return found
+
+    def at_targets(self, rows: Tensor, tokens: int) -> Tensor:
+        """What each physical row says of the tokens that it predicts, as a flat column: [tokens, ...], 0 where ``loss_mask`` is 0.
+        A prompt that samples share is computed once, and its last row then predicts a token of each of them.
+
+        Args:
+            rows: [physical tokens, ...], for example a head's output for the last hidden states.
+            tokens: how many flat tokens the micro-batch has.
+
+        Raises:
+            MilesError: this backend does not tell which row predicts which token.
+        """
+        if self.sources is None or self.targets is None:
+            raise MilesError("this trainer does not tell which row predicts which token (Context.sources)")
+        found = rows.new_zeros(tokens, *rows.shape[1:])
+        return found.index_put((self.targets,), rows.index_select(0, self.sources))
 
 
 @dataclass
@@ -87,6 +112,9 @@ class Output:
         log_probs: [T] float32 at target positions where ``loss_mask`` is not 0, else 0; None before the last stage.
             Complete on every context-parallel rank; the gradient reaches only the rows computed there.
         entropy: [T] float32 in nats, likewise; None unless asked for.
+        values: [T] float32 of a critic's head: at each target the value of the state in which it is chosen; None without a head.
+        top_tokens: [T, k] int32 most probable tokens, likewise; None unless asked for.
+        top_log_probs: [T, k] float32, theirs.
         hidden: activations for the next stage; None after the last.
         aux: auxiliary losses, name -> (sum over this micro-batch's trained tokens, coefficient included; number of
             those tokens). Divided by the whole step's token count. A backend that differentiates such a loss inside
@@ -95,6 +123,9 @@ class Output:
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    values: Tensor | None = None
+    top_tokens: Tensor | None = None
+    top_log_probs: Tensor | None = None
     hidden: Tensor | None = None
     aux: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -157,6 +188,17 @@ class Trainer(ABC):
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
         """``{"log_probs": [T], "entropy": [T]}`` without gradient, through ``callbacks.forward``. ``ref`` uses the reference weights."""
 
+    def columns(self, batch: Batch, kind: Pass, wanted: Collection[str], top_k: int = 0) -> dict[str, Tensor]:
+        """What a pass without gradient finds at each target, [T, ...] and 0 elsewhere: ``log_probs``, ``entropy``, ``values`` (of a
+        critic), ``top_tokens`` and ``top_log_probs`` (the ``top_k`` most probable tokens).
+
+        Raises:
+            MilesError: this backend, or the model's head, does not give one of them.
+        """
+        if unknown := sorted({*wanted} - {"log_probs", "entropy"}):
+            raise MilesError(f"{type(self).__name__} does not compute {', '.join(unknown)}; use --trainer embedded")
+        return self.log_probs(batch, kind, "entropy" in wanted)
+
     @abstractmethod
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
@@ -185,8 +227,17 @@ class Trainer(ABC):
         """Inverse of ``save``."""
 
     @abstractmethod
-    def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Write a Hugging Face checkpoint, with the tokenizer where one is given."""
+    def export(
+        self, directory: Path, tokenizer: PreTrainedTokenizerBase | None, units: Iterator[Unit] | None = None
+    ) -> None:
+        """Write a Hugging Face checkpoint, with the tokenizer where one is given.
+
+        Args:
+            directory: must not exist, or be empty.
+            tokenizer: None to leave it out.
+            units: the weights to write, in place of the trainer's own: what plugins made of ``units(everywhere=True)``. A collective that
+                every rank reads to its end, also after a failure.
+        """
 
     def emulating(
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miles_core.data import hub
+from miles_core.data.media import explain_media, is_empty, is_media_key
+from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import DataError
 
 SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
@@ -125,7 +127,7 @@ class JsonlFile:
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         place = f"{self.path}:{number}"
         try:
-            row = json.loads(line.decode("utf-8-sig"))
+            row = load_strict_json(line.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{place}: not UTF-8 (byte {error.start} of the line); convert the file to UTF-8"
@@ -141,7 +143,8 @@ class JsonlFile:
 
 
 class ParquetFile:
-    """A parquet file; values that JSON cannot express (dates, decimals) become their text."""
+    """A parquet file; values that JSON cannot express (dates, decimals) become their text. Columns of images are looked at only as far as
+    the first that is not empty, which is refused."""
 
     def __init__(self, path: Path, part: slice, columns: Sequence[str], check: Check) -> None:
         try:
@@ -158,9 +161,12 @@ class ParquetFile:
                     f"{path}: it has {self._names.count(twice[0])} columns {twice[0]!r}; rename all but one"
                 )
             table = file.read([name for name in columns if name in self._names])
+            self._first, stop, _ = part.indices(file.metadata.num_rows)
+            for name in self._names:
+                if name not in columns and is_media_key(name):
+                    _refuse_filled(file, name, path, range(self._first, stop))
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: not a readable parquet file: {error}") from error
-        self._first, stop, _ = part.indices(file.metadata.num_rows)
         self._count = max(0, stop - self._first)
         self._table = table.slice(self._first, self._count)
         digest = hashlib.sha256(f"{self._first}:{self._count}".encode())
@@ -190,6 +196,16 @@ class ParquetFile:
                     f"{place}: the column {name!r} cannot be read ({error}); store it as a string"
                 ) from error
         return row, place
+
+
+def _refuse_filled(file: Any, name: str, path: Path, rows: range) -> None:
+    """Raise DataError for the first of ``rows`` whose column ``name``, of images or the like, is not empty."""
+    index = 0
+    for batch in file.iter_batches(batch_size=16, columns=[name]):
+        for value in batch.column(0):
+            if index in rows and not is_empty(value.as_py()):
+                raise DataError(explain_media(f"{path} row {index}", f"the column {name!r} is not empty"))
+            index += 1
 
 
 def _text(value: Any) -> str:

@@ -1,45 +1,24 @@
-"""Prompts: the rows of one or more files in a fixed order, epoch after epoch, resumable at any row."""
+"""Prompts in files: the rows of one or more files in a fixed order, epoch after epoch, resumable at any row."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from miles_core.data.media import explain_media, find_media, is_empty, is_media_key
 from miles_core.data.prompt_file import open_prompt_file
+from miles_core.data.prompt_source import Chat, PromptSource, Row
 from miles_core.errors import DataError
 
-Chat = list[dict[str, Any]]
-Render = Callable[[str | Chat], Sequence[int]]
 
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a prompt file.
-
-    Attributes:
-        prompt: a text, or chat messages with ``role`` and ``content``.
-        label: what the reward compares with; None without ``--label-key``.
-        metadata: the row's mapping, empty if it has none.
-        index: position in the data set.
-        place: ``file:line``, for messages.
-    """
-
-    prompt: str | Chat
-    label: Any
-    metadata: dict[str, Any]
-    index: int
-    place: str
-
-
-class Prompts:
-    """A data source over JSONL and parquet files.
+class Prompts(PromptSource):
+    """The rows of JSONL and parquet files, epoch after epoch.
 
     Every row is checked when the files are opened: a missing key, a null label or a malformed line is an error then,
     not hours later. With ``shuffle`` the order of epoch e depends on (seed, e) alone.
@@ -73,6 +52,7 @@ class Prompts:
         if not self._ends or self._ends[-1] == 0:
             raise DataError(f"{', '.join(paths) or 'the list of prompt files'} has no prompts: the data set is empty")
         self._chosen: Sequence[int] = range(self._ends[-1])
+        self.length = len(self._chosen)
         self._epoch, self._offset = 0, 0
         self._order: np.ndarray | None = None
 
@@ -119,6 +99,7 @@ class Prompts:
         if not indices:
             raise DataError("no prompt is left: the data set would be empty")
         self._chosen = [self._chosen[i] for i in indices]
+        self.length = len(self._chosen)
         self._epoch, self._offset, self._order = 0, 0, None
 
     def state(self) -> dict[str, Any]:
@@ -158,6 +139,10 @@ class Prompts:
         if self.input_key not in row:
             raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {keys}")
         _check_prompt(row[self.input_key], self.input_key, place)
+        named = (self.input_key, self.label_key, self.metadata_key)
+        for key, value in row.items():
+            if key not in named and is_media_key(key) and not is_empty(value):
+                raise DataError(explain_media(place, f"the column {key!r} is not empty"))
         if self.label_key is not None:
             if self.label_key not in row:
                 raise DataError(f"{place}: no key {self.label_key!r} for the label; choose --label-key from: {keys}")
@@ -178,19 +163,26 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _check_text(value: Any, key: str, place: str) -> None:
-    """A half of a surrogate pair (``"\\ud83d"`` alone) is JSON, and no text: no tokenizer takes it and no file holds it."""
+    """Refuse half of a surrogate pair (``"\\ud83d"`` alone), which no tokenizer takes, and numbers that are not finite, which Python reads
+    as JSON and no comparison holds for."""
     try:
-        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)).encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{place}: {key!r} holds half of a surrogate pair (character {error.start} of it), which is no text; correct or "
             "remove the row"
+        ) from error
+    except ValueError as error:
+        raise DataError(
+            f"{place}: {key!r} holds NaN or an infinite number, which is no JSON and equals nothing; correct or remove the row"
         ) from error
 
 
 def _check_prompt(prompt: Any, key: str, place: str) -> None:
     if isinstance(prompt, str) and prompt:
         return
+    if media := find_media(prompt):
+        raise DataError(explain_media(place, f"the prompt {key!r} holds {media}"))
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         return
     wanted = "a text, or a list of messages with 'role' and 'content'"

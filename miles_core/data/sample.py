@@ -42,9 +42,10 @@ class Sample:
             sampled from (temperature and sampling support included); 0.0 where ``loss_mask`` is 0.
         weight_versions: (first token index it holds for, weight version), in order.
         group_index: samples of one prompt in one rollout share it.
-        index: running number over the whole run; also the key of its random numbers.
+        index: running number over the whole run; its random numbers depend on it and on the number of the engine call.
         rollout_id: siblings made by one custom generation share it and count as one rollout in the loss.
         remove_sample: keep it in every normaliser but give it no gradient.
+        policy: name of the policy that generates it and learns from it; "" is the first one that trains.
         fields: declared extra fields, name -> numpy array (or list of arrays when ragged).
     """
 
@@ -63,6 +64,7 @@ class Sample:
     index: int = 0
     rollout_id: int | None = None
     remove_sample: bool = False
+    policy: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from miles_core.data.renderer import Renderer
 from miles_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ class PromptTemplate:
     With the chat template, a text becomes one user message and the special tokens are those the template writes.
     Without it, a text gets the special tokens the tokenizer adds by itself, except an end-of-sequence token after the
     text, which a prompt to be continued must not have.
+
+    Attributes:
+        renderer: the chat template, for rollout functions too; None where the tokenizer has none.
 
     Args:
         tokenizer: of the model that is trained.
@@ -33,6 +37,7 @@ class PromptTemplate:
                 f"--apply-chat-template: the tokenizer of {name} has no chat template; leave the flag out (prompts are "
                 "then taken as they are), or add chat_template.jinja to the checkpoint"
             )
+        self.renderer = Renderer(tokenizer) if tokenizer.chat_template else None
 
     def __call__(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Token ids of ``prompt``, never empty.
@@ -41,29 +46,16 @@ class PromptTemplate:
             DataError: a chat without the chat template, messages the template refuses, or no token at all.
         """
         if self.apply_chat_template:
-            tokens: list[int] = self.tokenizer.encode(self.text(prompt), add_special_tokens=False)
-        else:
-            tokens = self._plain(self.text(prompt))
+            assert self.renderer is not None  # checked
+            return self.renderer.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        if not isinstance(prompt, str):
+            raise DataError(
+                f"the prompt {prompt!r:.80} is a list of chat messages; give --apply-chat-template to render it"
+            )
+        tokens = self._plain(prompt)
         if not tokens:
             raise DataError(f"the prompt {prompt!r:.80} has no token; remove it from the data")
         return tokens
-
-    def text(self, prompt: str | list[dict[str, Any]]) -> str:
-        """What the model is shown, before special tokens are added to a plain text."""
-        if not self.apply_chat_template:
-            if not isinstance(prompt, str):
-                raise DataError(
-                    f"the prompt {prompt!r:.80} is a list of chat messages; give --apply-chat-template to render it"
-                )
-            return prompt
-        import jinja2
-
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise DataError(f"the chat template refuses the prompt {messages!r:.200}: {error}") from error
-        return str(rendered)
 
     def _plain(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text)

@@ -15,27 +15,29 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
-from miles_core.mismatch.budget import budget, in_this_process
+from miles_core.mismatch.budget import BUDGET_FILE, budget, in_this_process
 from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure, ordinary
 from miles_core.mismatch.probe import bare, probe, probe_prompts
-from miles_core.observe.budget_table import BUDGET_FILE
 from miles_core.rollout.partial import partial_rollout
 from miles_core.stash import StashKey
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
     from miles_core.contracts.policy import Policy
     from miles_core.contracts.run import Run
     from miles_core.contracts.runtime import PolicyParts
 
 log = logging.getLogger(__name__)
 
-#: An engine that moved by less than this part of the trainer's movement (medians) did not move.
+#: An engine that moved by less than this part of the way did not move.
 _STILL = 0.1
 #: ... and where the two agreed ten times better than they moved, it must have moved so far along.
 _ALMOST = 0.9
@@ -62,42 +64,45 @@ _PROMPTS = StashKey[Sequence[Sequence[int]]]()
 _EARLIER = StashKey[dict[str, Earlier]]()
 
 
+def make_check(run: Run) -> Callable[[PolicyParts], Awaitable[Mapping[str, float]]] | None:
+    """The check named ``verify_logprobs``; None without ``--verify-logprobs``."""
+    return partial(verify_sync, run) if run.config.run.verify_logprobs else None
+
+
 async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
-    """Check the weights that were synced last; returns metrics, nothing without ``--verify-logprobs``.
+    """Check the weights that were synced last; returns metrics.
 
     Raises:
         MismatchError: the engine serves other weights, or the two sides disagree by more than the tolerance.
     """
     options, policy = run.config.run, parts.policy
-    if not options.verify_logprobs:
-        return {}
     check_version(parts)
     if _PROMPTS not in run.stash:
         run.stash[_PROMPTS] = probe_prompts(run)
     earlier = run.stash.setdefault(_EARLIER, {})
     last = earlier.get(policy.name)
     moved = None if last is None else await movement(run, parts, last)
-    samples = await probe(run, parts.engine, run.stash[_PROMPTS], key=policy.version * len(run.stash[_PROMPTS]))
+    samples = await probe(run, parts.serving, run.stash[_PROMPTS], key=policy.version * len(run.stash[_PROMPTS]))
     check_versions_of(samples, policy)
     gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.text)
     if gap.mean_abs > options.verify_logprobs_tolerance:
         raise MismatchError(await _sentence(run, parts, gap, options.verify_logprobs_tolerance), gap)
     older = trains_on_older(run)
     if last is None:
-        await write_budget(run, parts, await probe(run, parts.engine, run.stash[_PROMPTS], support=True))
+        await write_budget(run, parts, await probe(run, parts.serving, run.stash[_PROMPTS], support=True))
     elif older and last.first and parts.precisions == last.formats:
         await write_budget(run, parts, last.recorded)  # of samples as old as those of most steps
     alone = [bare(s) for s in samples]
     trainer, engine = await parts.learner.log_probs(alone), await score(run, parts, alone)
     earlier[policy.name] = Earlier(samples, alone, trainer, engine, parts.precisions, first=last is None)
-    if older or not in_this_process(parts.engine):  # else the engine is asked for its weights
+    if older or not in_this_process(parts.serving):  # else the engine is asked for its weights
         await parts.learner.take_snapshot(policy.version)
     return gap.metrics("verify") | ({} if moved is None else {"verify/moved": moved})
 
 
 def check_version(parts: PolicyParts) -> None:
     """The engine must report the version that was synced."""
-    engine, policy = parts.engine, parts.policy
+    engine, policy = parts.serving, parts.policy
     if engine.version != policy.version:
         raise MismatchError(
             f"stale weights: the engine serves version {engine.version} although version {policy.version} was synced; "
@@ -118,7 +123,7 @@ def check_versions_of(samples: Sequence[Sample], policy: Policy) -> None:
 
 async def score(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> list[np.ndarray] | None:
     """The engine's log-probabilities of the samples' response tokens over the whole vocabulary; None when it cannot."""
-    engine, temperature = parts.engine, run.config.rollout.temperature
+    engine, temperature = parts.serving, run.config.rollout.temperature
     needed = {"score"} if temperature == 1 else {"score", "score_temperature"}
     if not needed <= engine.capabilities:
         return None
@@ -147,7 +152,8 @@ async def movement(run: Run, parts: PolicyParts, last: Earlier) -> float | None:
     if size < _SMALLEST or size < _VISIBLE * mismatch:
         return None
     moved, error = along(change, step)
-    still = float(np.median(np.abs(change))) < _STILL * float(np.median(np.abs(step)))
+    # By the coefficient, as medians may be the rounding of a few tokens' last place while other tokens moved.
+    still = moved + 3 * error < _STILL
     if still or (mismatch < _VISIBLE * size and moved + 3 * error < _ALMOST):
         what = "it still serves the previous weights" if still else "part of the update is missing"
         raise MismatchError(
@@ -172,7 +178,7 @@ async def write_budget(run: Run, parts: PolicyParts, samples: Sequence[Sample]) 
 
 
 async def _sentence(run: Run, parts: PolicyParts, gap: Gap, tolerance: float) -> str:
-    found = await budget(run, parts, await probe(run, parts.engine, run.stash[_PROMPTS], support=True))
+    found = await budget(run, parts, await probe(run, parts.serving, run.stash[_PROMPTS], support=True))
     causes = ", ".join(f"{c.name} {c.share:.0%}" for c in found.ordered()[:3])
     worst = "\n  ".join(map(str, gap.worst[:4]))
     return (

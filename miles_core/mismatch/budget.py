@@ -43,6 +43,10 @@ KERNELS = "kernels and batching"
 UNEXPLAINED = "kernels and unexplained"
 
 
+#: In a run directory: the budget at the first sync of the run.
+BUDGET_FILE = "budget.json"
+
+
 @dataclass(frozen=True)
 class Cause:
     """One cause of the gap, and its part of it.
@@ -122,16 +126,16 @@ class _Chain:
         await self.recorded()
         if self.quantised:
             await self.switch(WEIGHTS, encoded=True)
-        here = not self.older() and await self.switch(STALE, held=self.parts.engine)
-        if here and self.mixed and self.parts.engine.native_products:
-            await self.switch(ACTIVATIONS, through=self.parts.engine, emulated_products=True)
+        here = not self.older() and await self.switch(STALE, held=self.parts.serving)
+        if here and self.mixed and self.parts.serving.native_products:
+            await self.switch(ACTIVATIONS, through=self.parts.serving, emulated_products=True)
             await self.switch(PRODUCTS, emulated_products=False)
         elif here:
-            await self.switch(ACTIVATIONS, through=self.parts.engine)
+            await self.switch(ACTIVATIONS, through=self.parts.serving)
         else:
             await self.elsewhere()
-        if self.parts.engine.kv_cache_dtype:
-            await self.switch(CACHE, kv_dtype=self.parts.engine.kv_cache_dtype)
+        if self.parts.serving.kv_cache_dtype:
+            await self.switch(CACHE, kv_dtype=self.parts.serving.kv_cache_dtype)
         remaining = [field.name for field in self._fields() if self._corrected(field.name)]
         trained = await self.parts.learner.log_probs([bare(s, remaining) for s in self.samples])
         return self.result(start, trained, KERNELS if here else UNEXPLAINED)
@@ -173,7 +177,7 @@ class _Chain:
                 else f"the weights kept are version {kept}'s"
             )
             of = f", and the samples are of version {strange[0]}" if strange else ""
-            here = in_this_process(self.parts.engine)
+            here = in_this_process(self.parts.serving)
             why = "the engine serves other weights by now" if here else "the engine runs in another process"
             raise MilesError(f"{why}, {have}{of}")
         stamped = np.array([v == {kept} and kept != self.parts.policy.version for v in versions])

@@ -160,8 +160,8 @@ def check_sides(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> l
         MilesError: a side declares nothing, or is worse than it declares.
     """
     sides: tuple[tuple[Side, str, Callable[[Format], Quantizer | None]], ...] = (
-        ("engine", run.config.rollout.precision, engine.quantizer),
-        ("trainer", run.config.train.precision, trainer.quantizer),
+        ("engine", run.config_of(policy).rollout.precision, engine.quantizer),
+        ("trainer", run.config_of(policy).train.precision, trainer.quantizer),
     )
     real: dict[str, Tensor] | None = None
     found = []

@@ -16,9 +16,10 @@ from miles_core.contracts.engine import Request
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError
-from miles_core.rollout.record import Record
+from miles_core.rollout.keys import FIRST_PROBE
 from miles_core.rollout.sampling import training_sampling
 from miles_core.rollout.source import open_prompts
+from miles_core.rollout.transcript import Transcript
 
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
@@ -41,7 +42,7 @@ PLAIN_PROMPTS = (
 
 def probe_prompts(run: Run, count: int = PROMPTS) -> list[list[int]]:
     """Token ids of the first ``count`` prompts of the run's data; of texts of our own where it has none."""
-    if not run.config.data.prompt_data:
+    if not run.config.data.prompt_data or run.config.data.prompts != "file":
         return [run.tokenizer(text)["input_ids"] for text in PLAIN_PROMPTS[:count]]
     rows = open_prompts(run.config, run.config.data.prompt_data, "--prompt-data").next(count)
     longest = run.config.rollout.max_context_len or run.plan.fact("model.context")
@@ -66,7 +67,7 @@ async def probe(
         engine: of the policy.
         prompts: token ids.
         response_tokens: at most so many.
-        key: of the first one's random numbers; the others follow.
+        key: number of the first one among probes, which its random numbers depend on; the others follow.
         support: have the sampling support recorded even where training uses the whole vocabulary.
     """
     sampling = training_sampling(run.config)
@@ -75,14 +76,14 @@ async def probe(
     extras = {SAMPLING_SUPPORT.name} if wanted and "sampling_support" in engine.capabilities else set()
 
     async def one(i: int, tokens: Sequence[int]) -> Sample:
-        request = Request(list(tokens), sampling, key=key + i, group=i, extras=set(extras))
+        request = Request(list(tokens), sampling, key=FIRST_PROBE + key + i, group=i, extras=set(extras))
         run.hooks.on("on_request", run=run, request=request)
         response = await engine.generate(request)
         sample = Sample(tokens=list(tokens) + response.tokens, response=response.text, index=i, group_index=i)
         sample.response_length = len(response.tokens)
-        record = Record()
-        record.add(list(tokens), response)
-        record.finish(sample, run.fields)
+        transcript = Transcript(i, run.text)
+        transcript.add(None, tokens, response, "")
+        transcript.fill(sample, run.fields)
         sample.validate(run.fields)
         return sample
 

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from miles_core.redact import redact_values
+
 PACKAGES = ("miles-core", "torch", "transformers", "numpy", "safetensors", "pluggy", "tokenizers")
 FILE = "environment.json"
 
@@ -74,7 +76,7 @@ def environment() -> Environment:
 
 def write_environment(run_dir: Path | str) -> None:
     """Record the environment of a run in its directory, for the report."""
-    text = json.dumps({**environment().to_dict(), "command": sys.argv}, indent=1)
+    text = json.dumps(redact_values({**environment().to_dict(), "command": sys.argv}), indent=1)
     (Path(run_dir) / FILE).write_text(text + "\n", encoding="utf-8")
 
 

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import MismatchError, NonFiniteError
 from miles_core.observe.metrics import RESERVED
-from miles_core.plugin.hint import Hint, above, fell, jumped, not_finite
+from miles_core.plugin.hint import Hint, above, below, fell, jumped, not_finite
 
 if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
 
 SOLVED = ("reward/mean", above(0.9))
+#: Gradient norms below it come from rounding alone.
+ZERO_GRADIENT = 1e-10
+LEARNING = ("train/grad_norm", above(ZERO_GRADIENT))
 MISMATCH = "miles verify --budget tells by cause; watch every sync (--verify-logprobs)"
 UNSTABLE = (
     "lower --lr, keep --clip-grad at 1, look at the samples of that step; in a low precision, use block-wise scales "
@@ -68,10 +71,19 @@ HINTS = (
         "no-signal",
         "reward/all_equal",
         above(0.9, 5),
-        "in {percent} of the groups all rewards are equal, and no gradient comes from those",
+        "in {percent} of the groups all rewards are equal, and the gradient is zero",
         "check the reward on some responses (miles report shows them), use easier or harder prompts, or raise "
         "--n-samples-per-prompt",
-        unless=SOLVED,
+        unless=LEARNING,  # a loss that does not come from the reward, as in distillation
+    ),
+    Hint(
+        "no-gradient",
+        "train/grad_norm",
+        below(ZERO_GRADIENT, 3),
+        "the gradient norm has been {value} for three steps although rewards differ: the run cannot learn",
+        "check that weights to train have requires_grad, that the loss depends on output.log_probs, and that no correction or loss "
+        "mask removes every token",
+        unless=("reward/all_equal", above(0.9)),
     ),
     Hint(
         "truncated",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_core.errors import ConfigError
+from miles_core.redact import redact
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +28,13 @@ FILE_ONLY = {"file_only": True}
 def debugging() -> bool:
     """True when ``MILES_DEBUG`` asks for debug output and for tracebacks of user errors."""
     return os.environ.get("MILES_DEBUG", "0") not in ("", "0")
+
+
+class RedactingFormatter(logging.Formatter):
+    """A formatter whose lines, tracebacks included, hold no credentials."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
 
 
 class _File(logging.FileHandler):
@@ -75,7 +83,7 @@ def configure(
     if run_dir is not None:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         file = _File(Path(run_dir) / "run.log", encoding="utf-8", errors="backslashreplace")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        file.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         file.setLevel(min(number, logging.INFO))
         handlers.append(file)
     for handler in handlers:
@@ -95,8 +103,8 @@ def _terminal(console: Console) -> logging.Handler:
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=debugging(), log_time_format="[%X]", markup=False)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(RedactingFormatter("%(message)s"))
     else:
         handler = logging.StreamHandler(console.file)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     return handler

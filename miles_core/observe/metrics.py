@@ -159,7 +159,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
             record = json.loads(line)
             record["step"] = int(record["step"])
             for name in record.keys() - {"nonfinite"}:
-                float(record[name] or 0)
+                float(0 if record[name] is None else record[name])
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError) as error:
             raise MilesError(
                 f"line {number} of {path} is not a metrics record ({line[:40].decode(errors='replace').strip()!r}); "

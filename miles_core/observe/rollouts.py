@@ -64,6 +64,6 @@ def read_file(path: Path) -> list[dict[str, Any]]:
     try:
         with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
             return [dict(json.loads(line)) for line in file]
-    except (OSError, EOFError, zlib.error, ValueError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, RecursionError) as error:
         log.warning("%s cannot be read (%s); the samples of that step are left out", path, error)
         return []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.errors import MilesError
+from miles_core.redact import redact_values
 
 #: Keeps the id that a run has at Weights & Biases.
 WANDB_ID = "wandb_id"
@@ -57,7 +58,7 @@ class WeightsAndBiases:
             name=name,
             id=known or None,
             dir=str(directory),
-            config=dict(config),
+            config=redact_values(dict(config)),
             resume="allow",
         )
         file.write_text(f"{self._run.id}\n", encoding="utf-8")

@@ -1,18 +1,29 @@
-"""Composing functions that plugins wrap around core's own, so that an exception says whose it is.
+"""Compose functions that plugins wrap around core's own, so that an exception names the plugin that caused it.
 
-Ordinary function calls: one ``try`` a layer and nothing else, so the result can be compiled and a profiler shows every
-layer under its own name.
+Ordinary function calls: each layer adds one ``try`` and the check of its result, so the composition can be compiled and a profiler
+shows every layer under its own name.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from miles_core.errors import PluginError
+from miles_core.plugin.guard import UNCHECKED, Boundary, describe, refuse
 
 _OWNER = "__miles_owner__"
 
@@ -26,9 +37,13 @@ class Wrapper:
     plugin: str
     hook: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    boundary: Boundary = UNCHECKED
 
     def __call__(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """The function around ``inner``; an exception raised in it carries a note naming plugin and hook."""
+        seen: dict[str, Any] = {}
+        if self.boundary.shapes is not None:
+            inner = _recorded(inner, self.boundary.shapes, seen)
         try:
             function = self.wrap(inner)
         except Exception as error:
@@ -39,6 +54,8 @@ class Wrapper:
                 f"plugin {self.plugin}: {self.hook} wrapped with something that returned {function!r}; "
                 "it takes the inner function and returns a function with the same arguments"
             )
+        if self.boundary.call is not None:
+            return checked(function, self.plugin, self.hook, self.boundary, seen)
         return guarded(function, self.plugin, self.hook)
 
 
@@ -98,6 +115,82 @@ def guarded(function: Callable[..., Any], plugin: str, hook: str) -> Callable[..
             return _awaited(value, plugin, hook) if isinstance(value, Coroutine) else value
 
     return functools.wraps(function)(result) if hasattr(function, "__name__") else result
+
+
+def checked(
+    function: Callable[..., Any], plugin: str, hook: str, boundary: Boundary, seen: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``function`` with its exceptions noted and every result checked; ``seen``: shapes that the inner stream had so far.
+
+    Raises:
+        PluginError: from a call, when the result is not what the hook's contract says; names plugin, hook and result.
+    """
+    check = boundary.call
+    assert check is not None
+    result: Callable[..., Any]
+    if boundary.kind == "async":
+
+        async def result(*args: Any, **kwargs: Any) -> Any:
+            try:
+                awaitable = function(*args, **kwargs)
+                if not inspect.isawaitable(awaitable):
+                    raise refuse(
+                        plugin, hook, f"the function returned {describe(awaitable)} at once; write `async def`"
+                    )
+                value = await awaitable
+            except Exception as error:
+                note(error, plugin, hook)
+                raise
+            if wrong := check(value, args):
+                raise refuse(plugin, hook, wrong)
+            return value
+
+    elif boundary.kind == "stream":
+
+        def result(*args: Any, **kwargs: Any) -> Any:
+            try:
+                items = function(*args, **kwargs)
+                if not isinstance(items, Iterable):
+                    raise refuse(plugin, hook, f"the function returned {describe(items)}; expected an iterator")
+                for item in items:
+                    if wrong := check(item, args):
+                        raise refuse(plugin, hook, wrong)
+                    if seen and boundary.shapes is not None:
+                        for name, shape in boundary.shapes(item).items():
+                            if seen.get(name, shape) != shape:
+                                raise refuse(plugin, hook, f"{name} has shape {shape}; expected {seen[name]}")
+                    yield item
+            except Exception as error:
+                note(error, plugin, hook)
+                raise
+
+    else:
+
+        def result(*args: Any, **kwargs: Any) -> Any:
+            try:
+                value = function(*args, **kwargs)
+            except Exception as error:
+                note(error, plugin, hook)
+                raise
+            if wrong := check(value, args):
+                raise refuse(plugin, hook, wrong)
+            return value
+
+    return functools.update_wrapper(result, function)
+
+
+def _recorded(
+    inner: Callable[..., Any], shapes: Callable[[Any], Mapping[str, Any]], seen: dict[str, Any]
+) -> Callable[..., Iterator[Any]]:
+    """``inner`` with the shapes of its items kept in ``seen``."""
+
+    def recording(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        seen.clear()
+        for item in inner(*args, **kwargs):
+            seen.update(shapes(item))
+            yield item
+
+    return recording
 
 
 def _iterated(items: Generator[Any, Any, Any], plugin: str, hook: str) -> Generator[Any, Any, Any]:

@@ -8,18 +8,20 @@ and keeps those this checker accepts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from importlib.util import find_spec
+from typing import Any
 
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, backends_of, provider
 from miles_core.plugin.conflicts import BASE, claims, collisions, order, precision
 from miles_core.plugin.core import CORE, NEEDS
-from miles_core.plugin.detect import model_config
-from miles_core.plugin.facts import COMES_WITH, Facts, State
+from miles_core.plugin.facts import COMES_WITH, PACKAGE, Facts, State
+from miles_core.plugin.installed import ASSUMED, installed
 from miles_core.plugin.manifest import Plugin, Rule
+from miles_core.plugin.memory import Usage, review_memory
+from miles_core.plugin.model_config import model_config
 from miles_core.plugin.plan import Active, Deferred, HookTarget, Plan, Setting, plain
 from miles_core.plugin.problem import Problem, Review, described
 from miles_core.plugin.rule import Compare, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
@@ -27,6 +29,8 @@ from miles_core.version import __version__
 
 #: Kinds of parts that no option chooses among.
 UNNAMED = ("model", "decoder")
+#: Layers of a model beyond which ``config.json`` is taken to be wrong.
+MOST_LAYERS = 10_000
 
 
 @dataclass
@@ -78,7 +82,7 @@ def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, 
     checked.problems += activation.problems
     for plugin in active.values():
         _version(checked, plugin)
-        _modules(checked, plugin)
+        _packages(checked, plugin)
         for rule in plugin.requires:
             _rule(checked, plugin.name, rule, checked.facts)
         for rule in plugin.recommends:
@@ -86,7 +90,7 @@ def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, 
         _notes(checked, plugin)
         _uses(checked, plugin)
         _hooks(checked, plugin)
-        _review(checked, plugin)
+    _reviews(checked)
     _orphans(checked, facts)
     _warm_up(checked)
     _core_needs(checked)
@@ -179,12 +183,19 @@ def _version(checked: Checked, plugin: Plugin) -> None:
         checked.problems.append(Problem(plugin.name, f"miles-core {plugin.core}", because, values))
 
 
-def _modules(checked: Checked, plugin: Plugin) -> None:
+def _packages(checked: Checked, plugin: Plugin) -> None:
     """Software that a plugin needs and whose absence would otherwise be found when the run is built."""
-    for module, install in plugin.modules.items():
-        if find_spec(module) is None:
-            because = f"Python finds no module of that name here; to install it: {install}"
-            checked.problems.append(Problem(plugin.name, f"the module {module}", because))
+    for package in plugin.packages:
+        if evaluate(package.when, checked.facts.lookup) is not Truth.TRUE:
+            continue
+        needs = f"{package.name} {package.versions}".strip()
+        fact = checked.facts.get(f"{PACKAGE}.{package.name}") or installed(package, elsewhere=False)
+        if fact.value == ASSUMED:
+            checked.consulted.add(fact.name)
+            checked.advice.append(f"{plugin.name} needs {needs} where the run starts: {package.install}")
+        elif not package.fits(fact.value):
+            problem = Problem(plugin.name, needs, package.install, (described(fact),))
+            checked.problems.append(problem)
 
 
 def _uses(checked: Checked, plugin: Plugin) -> None:
@@ -284,15 +295,33 @@ def _hooks(checked: Checked, plugin: Plugin) -> None:
                 checked.hooks.append(HookTarget(plugin.name, target, condition, deferred=truth is Truth.UNKNOWN))
 
 
-def _review(checked: Checked, plugin: Plugin) -> None:
-    """What a plugin works out by arithmetic. The facts at issue count as consulted."""
-    if plugin.review:
-        module, _, function = plugin.review.partition(":")
-        model = model_config(checked.facts.value("model.hf_checkpoint"))
-        found: Review = getattr(import_module(module), function)(checked.facts, model)
-        checked.reviews += found.notes
-        checked.problems += found.problems
-        checked.consulted.update(n for p in found.problems for n in p.choices)
+def _reviews(checked: Checked) -> None:
+    """What plugins work out by arithmetic, and whether the run fits into its GPUs. The facts at issue count as consulted."""
+    layers = checked.facts.lookup("model.layers")
+    if isinstance(layers.value, int) and layers.value > MOST_LAYERS:
+        because = "no model has as many, and a plan counts them one by one; put the number right in config.json"
+        checked.problems.append(Problem("this run", f"at most {MOST_LAYERS:,} layers", because, (described(layers),)))
+        return
+    model = model_config(checked.facts.value("model.hf_checkpoint"))
+    usages: list[Usage] = []
+    for plugin in checked.activation.active.values():
+        if plugin.review:
+            found: Review = _function(plugin.review)(checked.facts, model)
+            checked.reviews += found.notes
+            checked.problems += found.problems
+            checked.consulted.update(n for p in found.problems for n in p.choices)
+        if plugin.memory and model is not None:
+            usages += _function(plugin.memory)(checked.facts, model)
+    notes, problems = review_memory(usages, checked.facts)
+    checked.reviews += notes
+    checked.problems += problems
+
+
+def _function(target: str) -> Callable[..., Any]:
+    """The function that a manifest names as ``module:function``."""
+    module, _, name = target.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function
 
 
 def _orphans(checked: Checked, facts: Facts) -> None:

@@ -39,6 +39,13 @@ NEEDS = (
         "a truncated sampler", _TRUNCATED, "engine", "sampling_support", f"it says which tokens it kept, for {_SUPPORT}"
     ),
     Need("a truncated sampler", _TRUNCATED, "trainer", "sampling_support", f"it takes {_SUPPORT}"),
+    Need(
+        "--optimizer",
+        "train.optimizer not in {adamw, adam}",
+        "trainer",
+        "optimizers",
+        "it is made by a plugin, and this trainer steps with an optimizer of its own",
+    ),
     Need("--entropy-coef", "algorithm.entropy_coef > 0", "trainer", "entropy", "the loss has the entropy in it"),
     Need(
         "--pause-generation-mode",
@@ -60,13 +67,19 @@ CORE = Plugin(
     core=f"=={__version__}",
     fields=CORE_FIELDS,
     provides={
-        "runtime": {"inline": "miles_core.run.inline:make_runtime"},
+        "runtime": {"inline": "miles_core.remote.inline:make_runtime"},
         "schedule": {
             "sync": "miles_core.schedule.sync:make_schedule",
             "ahead": "miles_core.schedule.ahead:make_schedule",
             "async": "miles_core.schedule.continuous:make_schedule",
         },
+        "generate": {"turn": "miles_core.rollout.function:make_turn"},
+        "optimizer": dict.fromkeys(("adamw", "adam"), "miles_core.train.adamw:make_optimizer"),
         "transport": {"copy": "miles_core.sync.copy:make_transport"},
+        "check": {
+            "first_sync": "miles_core.mismatch.first_sync:make_check",
+            "verify_logprobs": "miles_core.mismatch.at_sync:make_check",
+        },
     },
     capabilities={"runtime": ()},
     pairs=(Pair("bf16", "bf16"),),

@@ -14,7 +14,19 @@ from miles_core.plugin.manifest import Plugin, Rule
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: The kinds of parts that core and its backends ask for; plugins may have more among themselves.
-PARTS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward")
+PARTS = (
+    "runtime",
+    "model",
+    "trainer",
+    "engine",
+    "decoder",
+    "transport",
+    "schedule",
+    "advantage",
+    "reward",
+    "check",
+    "report",
+)
 
 
 def mistakes(plugin: Plugin) -> Iterator[str]:
@@ -34,6 +46,10 @@ def mistakes(plugin: Plugin) -> Iterator[str]:
     for kind in plugin.provides:
         if kind not in PARTS and (near := difflib.get_close_matches(kind, PARTS, 1, 0.8)):
             yield f"it provides {kind!r}, which nobody asks for; did you mean {near[0]}?"
+    if plugin.standard and (
+        plugin.hooks or plugin.config or plugin.requires or plugin.claims or plugin.sets or plugin.pairs
+    ):
+        yield "it is standard, so no plan lists it, but it has hooks, options, rules, claims, sets or pairs"
     rules: list[Rule] = [
         *plugin.requires,
         *plugin.recommends,

@@ -6,7 +6,6 @@ that later forks or places workers. A model is read from its ``config.json``, wi
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import Fact, Facts, State
+from miles_core.plugin.model_config import EXPERTS, EXPERTS_PER_TOKEN, model_config
 from miles_core.plugin.rule import literal
 
 #: GPU -> (compute capability x 10, memory in GB); for ``--fact gpu=NAME``. AMD GPUs have no compute capability: 0.
@@ -40,13 +40,24 @@ KNOWN_GPUS: dict[str, tuple[int, int]] = {
     "GB300": (103, 279),
     "RTX-5090": (120, 32),
     "RTX-PRO-6000": (120, 96),
+    "MI300A": (0, 128),
     "MI300X": (0, 192),
+    "MI325X": (0, 256),
+    "MI350X": (0, 288),
+    "MI355X": (0, 288),
 }
+#: GPUs of a machine where only the number of all GPUs of several machines is given.
+GPUS_PER_MACHINE = 8
+#: ``[[MACHINESx]GPUSx]TYPE``.
+_HARDWARE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?(.+)", re.IGNORECASE)
+#: Name of a fact for planning that stands for ``gpu`` and is ``--hardware``.
+HARDWARE = "hardware"
 _MEANINGS = {
     "gpu": "the GPU's name, none without one",
     "gpu.sm": "compute capability x 10, 0 without an NVIDIA GPU",
     "gpu.count": "GPUs this process may use",
     "gpu.memory_gb": "memory of the smallest one",
+    "gpu.machines": "machines with such GPUs, known where a plan names them",
 }
 _MODEL_NAMES = (
     "type",
@@ -64,16 +75,8 @@ _MODEL_NAMES = (
 #: fact -> the keys of config.json that mean it, by model family.
 _KEYS: dict[str, tuple[str, ...]] = {
     "type": ("model_type",),
-    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
-    "top_k": (
-        "num_experts_per_tok",
-        "num_experts_per_token",
-        "experts_per_token",
-        "moe_top_k",
-        "moe_topk",
-        "moe_k",
-        "top_k_experts",
-    ),
+    "num_experts": EXPERTS,
+    "top_k": EXPERTS_PER_TOKEN,
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd"),
@@ -87,6 +90,7 @@ _COUNTS = ("layers", "vocab_size", "hidden_size", "context")
 #: The least that a fact of host or model can be, where it is a whole number.
 _LEAST = {
     **dict.fromkeys(("gpu.sm", "gpu.count", "gpu.memory_gb"), 0),
+    "gpu.machines": 1,
     **{f"model.{name}": 1 for name in _COUNTS},
     **{f"model.{name}": 0 for name in ("num_experts", "top_k", "moe_layers", "mtp_layers")},
 }
@@ -156,7 +160,13 @@ def _text(value: str | bytes) -> str:
 
 
 def _gpus(name: str, sm: int, count: int, memory: int, origin: str) -> list[Fact]:
-    return [Fact(n, v, origin) for n, v in zip(_MEANINGS, (name, sm, count, memory), strict=True)]
+    values = {"gpu": name, "gpu.sm": sm, "gpu.count": count, "gpu.memory_gb": memory}
+    return [*(Fact(n, v, origin) for n, v in values.items()), _machines(origin)]
+
+
+def _machines(origin: str) -> Fact:
+    """How many machines there are is never detected: a cluster is known once a run has joined it."""
+    return Fact("gpu.machines", None, origin, State.UNKNOWN)
 
 
 def _no_gpu(origin: str) -> list[Fact]:
@@ -170,7 +180,8 @@ def _unknown(origin: str) -> list[Fact]:
 def _amd() -> list[Fact]:
     origin = "detected: an AMD GPU (/dev/kfd), which has no CUDA compute capability"
     known = [Fact("gpu", "AMD", origin), Fact("gpu.sm", 0, origin)]
-    return known + [Fact(n, None, "not read from AMD drivers", State.UNKNOWN) for n in ("gpu.count", "gpu.memory_gb")]
+    unread = ("gpu.count", "gpu.memory_gb", "gpu.machines")
+    return known + [Fact(n, None, "not read from AMD drivers", State.UNKNOWN) for n in unread]
 
 
 def model_facts(checkpoint: str | None) -> list[Fact]:
@@ -193,59 +204,17 @@ def model_facts(checkpoint: str | None) -> list[Fact]:
         raise CheckpointError(f"--hf-checkpoint {checkpoint}: its config.json cannot be used ({error})") from error
 
 
-def model_config(checkpoint: str | None) -> dict[str, Any] | None:
-    """The ``config.json`` of a checkpoint, as it is; None where there is no checkpoint or a hub name is not in the local
-    cache.
-
-    Raises:
-        CheckpointError: as ``model_facts``.
-    """
-    if not checkpoint:
-        return None
-    directory = Path(checkpoint).expanduser()
-    if not directory.is_dir():
-        if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
-            raise CheckpointError(f"--hf-checkpoint {checkpoint}: no such directory")
-        cached = _cached(checkpoint)
-        if cached is None:
-            return None
-        directory = cached
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"--hf-checkpoint {checkpoint}: it holds no config.json, so it is not a Hugging Face checkpoint"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"--hf-checkpoint {checkpoint}: its config.json cannot be read ({error})") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            f"--hf-checkpoint {checkpoint}: its config.json holds {type(config).__name__}, not an object"
-        )
-    return config
-
-
 def _unknown_model(why: str) -> list[Fact]:
     return [Fact(f"model.{name}", None, why, State.UNKNOWN) for name in _MODEL_NAMES]
 
 
-def _cached(name: str) -> Path | None:
-    """The snapshot of a hub name that ``main`` points to in the local cache."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    repository = cache / f"models--{name.replace('/', '--')}"
-    reference = repository / "refs" / "main"
-    if not reference.is_file():
-        return None
-    snapshot = repository / "snapshots" / reference.read_text().strip()
-    return snapshot if (snapshot / "config.json").exists() else None
-
-
 def config_facts(config: Mapping[str, Any]) -> list[Fact]:
-    """``model.*`` of a parsed ``config.json``, or of a Transformers configuration as a dictionary."""
-    text = config.get("text_config")
-    inner = {**config, **text} if isinstance(text, dict) else dict(config)
+    """``model.*`` of a parsed ``config.json``, or of a Transformers configuration as a dictionary.
+
+    With a ``text_config`` the numbers are those of the language model, and the type that of the whole checkpoint: it names the class
+    that loads it.
+    """
+    inner = language_model(config)
     found: dict[str, tuple[Any, str]] = {}
     for name, keys in _KEYS.items():
         key = next((k for k in keys if inner.get(k) is not None), None)
@@ -269,6 +238,15 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
         state = State.KNOWN if value is not None else State.NOT_APPLICABLE if name == "top_k" else State.UNKNOWN
         facts.append(Fact(f"model.{name}", value, origin, state))
     return facts
+
+
+def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a ``config.json`` with those of its ``text_config`` over them, and ``model_type`` of the whole."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return dict(config)
+    inner = {**config, **text}
+    return inner | ({"model_type": config["model_type"]} if config.get("model_type") else {})
 
 
 #: Rotary embeddings whose frequencies depend on how long a sequence has become.
@@ -314,9 +292,9 @@ def override(facts: Facts, given: Sequence[str]) -> Facts:
 
     Args:
         facts: everything detected and configured.
-        given: ``NAME=VALUE`` each; ``gpu=B200`` brings compute capability and memory along, ``gpu=none`` is no GPU,
-        the value
-            ``unknown`` declares a fact unknown on this host.
+        given: ``NAME=VALUE`` each. ``gpu=B200`` brings compute capability and memory along, ``gpu=8xB200`` the number of GPUs of a
+            machine and ``gpu=4x8xB200`` the number of machines too; ``hardware`` stands for ``gpu``. ``gpu=none`` is no GPU, and the
+            value ``unknown`` declares a fact unknown on this host.
 
     Raises:
         ConfigError: no such fact, one that an option sets, or not of the form NAME=VALUE.
@@ -324,7 +302,9 @@ def override(facts: Facts, given: Sequence[str]) -> Facts:
     replaced: list[Fact] = []
     for item in given:
         name, sign, word = (part.strip() for part in item.partition("="))
-        origin = f"--fact {item}"
+        origin = f"--hardware {word}" if name == HARDWARE else f"--fact {item}"
+        if name == HARDWARE:
+            name = "gpu"
         if not sign or not word:
             raise ConfigError(f"{origin}: write NAME=VALUE, for example gpu=B200")
         known = facts.lookup(name)
@@ -355,15 +335,43 @@ def _value(name: str, word: str, origin: str) -> Any:
 
 
 def _named_gpu(word: str, origin: str) -> list[Fact]:
+    """The facts of ``[[MACHINESx]GPUSx]TYPE``."""
     if word == "unknown":
         return [Fact(name, None, origin, State.UNKNOWN, chosen=True) for name in _MEANINGS]
     if word == "none":
-        return [Fact(f.name, f.value, origin, chosen=True) for f in _no_gpu(origin)]
-    name = next((known for known in KNOWN_GPUS if known.lower() == word.lower()), None)
+        return [Fact(f.name, f.value, origin, f.state, chosen=True) for f in _no_gpu(origin)]
+    found = _HARDWARE.fullmatch(word)
+    assert found is not None  # the word is not empty
+    machines, count = (int(number) if number else None for number in (found[1], found[2]))
+    typed = found[3]
+    name = next((known for known in KNOWN_GPUS if known.lower() == typed.lower()), None)
     if name is None:
-        hint = did_you_mean(word.upper(), KNOWN_GPUS) or f"known ones are {', '.join(KNOWN_GPUS)}"
+        hint = did_you_mean(typed.upper(), KNOWN_GPUS) or f"known ones are {', '.join(KNOWN_GPUS)}"
         raise ConfigError(f"{origin}: no GPU of that name is known; {hint} (any other: --fact gpu.sm=N)")
+    if machines == 0 or count == 0:
+        raise ConfigError(
+            f"{origin}: write TYPE, GPUSxTYPE or MACHINESxGPUSxTYPE with numbers from 1 on, for example 8x{name}"
+        )
     sm, memory = KNOWN_GPUS[name]
-    found = [Fact("gpu", name, origin, chosen=True), Fact("gpu.sm", sm, origin, chosen=True)]
-    found.append(Fact("gpu.memory_gb", memory, origin, chosen=True))
-    return [*found, Fact("gpu.count", None, origin, State.UNKNOWN)]
+    about = f"{origin}: an AMD GPU has no CUDA compute capability" if not sm else origin
+    facts = [Fact("gpu", name, origin, chosen=True), Fact("gpu.sm", sm, about, chosen=True)]
+    facts.append(Fact("gpu.memory_gb", memory, origin, chosen=True))
+    return [*facts, *_counts(machines, count, origin)]
+
+
+def _counts(machines: int | None, count: int | None, origin: str) -> list[Fact]:
+    """``gpu.count`` and ``gpu.machines``. More GPUs than a machine usually has are assumed to be in machines of eight."""
+    if count is None:
+        return [Fact("gpu.count", None, origin, State.UNKNOWN), _machines(origin)]
+    if machines is None and count > GPUS_PER_MACHINE:
+        if count % GPUS_PER_MACHINE:
+            raise ConfigError(
+                f"{origin}: {count} GPUs are no whole machines of {GPUS_PER_MACHINE}: write MACHINESxGPUSxTYPE, "
+                f"for example 2x{GPUS_PER_MACHINE}xH200"
+            )
+        assumed = f"{origin}, assumed to be machines of {GPUS_PER_MACHINE}"
+        return [
+            Fact("gpu.count", GPUS_PER_MACHINE, assumed, chosen=True),
+            Fact("gpu.machines", count // GPUS_PER_MACHINE, assumed, chosen=True),
+        ]
+    return [Fact("gpu.count", count, origin, chosen=True), Fact("gpu.machines", machines or 1, origin, chosen=True)]

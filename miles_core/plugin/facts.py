@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 COMES_WITH = "others come with plugins; install the package that brings it"
 
 
+#: First part of the names of facts about installed software.
+PACKAGE = "package"
+
+
 class State(Enum):
     """What is known of a fact on this host."""
 
@@ -107,6 +111,12 @@ class Facts(Mapping[str, Fact]):
         """The value of a known fact, else ``default``."""
         fact = self.lookup(name)
         return fact.value if fact.state is State.KNOWN else default
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the plan is for other machines than this one: facts of hosts were given (``--hardware``, ``--fact``)."""
+        hosts = (f for f in self._facts.values() if f.chosen and not f.flag)
+        return any(fact.name.partition(".")[0] not in ("env", "model", PACKAGE) for fact in hosts)
 
     def having(self, facts: Iterable[Fact], inactive: Iterable[str] | None = None) -> Facts:
         """These facts with others added or replaced."""

@@ -16,7 +16,7 @@ from miles_core.nearest import nearest
 from miles_core.plugin.activate import BACKENDS, SIDES
 from miles_core.plugin.check import Checked, check
 from miles_core.plugin.core import CORE
-from miles_core.plugin.facts import Facts, State, show
+from miles_core.plugin.facts import Fact, Facts, State, show
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.rule import Compare, RuleError, conjuncts, parse, same
 
@@ -67,7 +67,7 @@ def fixes(
     search = _Search(asked, manifests, facts, refused, startable)
     accepted, partial = [], []
     before = {p.headline for p in refused.problems}
-    for change in [*_options(refused), *_plugins(asked, refused), *_precisions(asked, refused)]:
+    for change in [*_proposed(refused), *_options(refused), *_plugins(asked, refused), *_precisions(asked, refused)]:
         fix, left = search.attempt(change)
         if not left:
             accepted.append((change, fix))
@@ -95,7 +95,7 @@ class _Search:
         requested |= {name: "--plugins" for name in change.add if name not in requested}
         changed = []
         for name, value in change.values.items():
-            fact = self.refused.facts.lookup(name)
+            fact = self.refused.facts.get(name) or self.refused.facts.lookup(name)
             origin = _typed(fact.flag, value)
             changed.append(replace(fact, value=value, origin=origin, state=State.KNOWN, chosen=True))
         fix = Fix(change.text, requested, self.facts.having(changed))
@@ -133,6 +133,29 @@ class _Search:
                     fix if listed else replace(fix, text=f"{_dropped(name, self.asked[name])}, and {fix.text}")
                 )
         return found
+
+
+def _proposed(refused: Checked) -> Iterator[Change]:
+    """What the problems themselves propose; an option that is not installed here cannot be changed."""
+    known = dict(refused.facts)
+    for values in (values for problem in refused.problems for values in problem.tries()):
+        if values.keys() <= known.keys():
+            values = {name: value for name, value in values.items() if known[name].value != value}
+            yield Change(_typed_together(values, known), values=values, keeps=True)
+
+
+def _typed_together(values: Mapping[str, Any], known: Mapping[str, Fact]) -> str:
+    """Options as typed, after the machines that they need."""
+    machines, count = values.get("gpu.machines"), values.get("gpu.count")
+    words = [
+        _typed(known[name].flag, value) if known[name].flag else f"--fact {name}={show(value)}"
+        for name, value in values.items()
+        if name not in ("gpu.machines", "gpu.count")
+    ]
+    if machines is None and count is None:
+        return " ".join(words)
+    of = f" with {count} GPUs" if count else ""
+    return f"on {machines or 1} machine{'s' * ((machines or 1) > 1)}{of}: {' '.join(words)}"
 
 
 def _options(refused: Checked) -> Iterator[Change]:

@@ -1,21 +1,73 @@
-"""What an implementation of a hook must look like, checked before it is registered.
+"""What an implementation of a hook must look like, and where its results are checked.
 
-pluggy accepts each of these silently or reports it without the plugin's name: a misspelt hook, a method whose mark was
-forgotten, an argument with a default (never passed by some pluggy versions), ``tryfirst`` and ``trylast`` (they beat
-the plan's order), wrappers (they cannot be compiled).
+Implementations are checked before they are registered. pluggy accepts each of these silently or reports it without the plugin's name:
+a misspelt hook, a method whose mark was forgotten, an argument with a default (never passed by some pluggy versions), ``tryfirst`` and
+``trylast`` (they beat the plan's order), wrappers (they cannot be compiled), ``async`` methods (hooks are called, not awaited).
+
+Results are checked when they cross from a plugin into core, by the ``Boundary`` of the hook; ``miles_core.contracts.returned`` holds the
+table. A check compares types and shapes, and reads values only where a hook runs once per step.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 
 _FORBIDDEN = ("tryfirst", "trylast", "wrapper", "hookwrapper", "optionalhook")
 MARK = "miles_impl"  # what hookimpl leaves on a function
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What is checked when a hook's results cross from a plugin into core. Each check returns what is wrong, or "".
+
+    Attributes:
+        part: of ``make_*``: checks the part that was built.
+        call: of ``wrap_*`` and of functions that ``make_*`` built: checks (result, arguments) of every call.
+        kind: how that function is called: ``sync``, ``async``, or ``stream`` (``call`` then checks each item).
+        shapes: of a ``stream``: what an item must keep, name -> value. An item may leave out, add or rename entries of the inner stream,
+            but not change the value of a name.
+        before: of ``on_*``: computes a state from the hook's arguments before an implementation is called.
+        after: of ``on_*``: checks (state, arguments) after each implementation.
+    """
+
+    part: Callable[[Any], str] | None = None
+    call: Callable[[Any, tuple[Any, ...]], str] | None = None
+    kind: Literal["sync", "async", "stream"] = "sync"
+    shapes: Callable[[Any], Mapping[str, Any]] | None = None
+    before: Callable[[Mapping[str, Any]], Any] | None = None
+    after: Callable[[Any, Mapping[str, Any]], str] | None = None
+
+
+UNCHECKED = Boundary()
+
+
+def refuse(plugin: str, hook: str, wrong: str) -> PluginError:
+    """The error for a result that is wrong."""
+    return PluginError(f"plugin {plugin}, hook {hook}: {wrong}")
+
+
+def describe(value: Any) -> str:
+    """A value's type, and its shape or beginning, in a few words."""
+    if value is None:
+        return "None"
+    if inspect.iscoroutine(value):
+        value.close()  # it is never awaited, and Python would warn
+        return "a coroutine (from an async function)"
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        return "a generator (from a function with yield)"
+    kind = type(value).__name__
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a {kind} of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, (list, tuple, dict, set)):
+        inside = sorted({type(item).__name__ for item in value})
+        return f"a {kind} of {len(value)}" + (f" ({', '.join(inside)})" if inside else "")
+    return f"a {kind}, {value!r:.60}"
 
 
 def specified(specs: type) -> dict[str, tuple[str, ...]]:
@@ -53,6 +105,10 @@ def check_implementation(plugin: str, holder: Any, specs: Mapping[str, tuple[str
             raise PluginError(
                 f"{where}: there is no hook {hook!r}; {did_you_mean(hook, specs) or 'see miles_core.contracts.hooks'}"
             )
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise PluginError(f"{where} is async; a hook is called and never awaited: write `def {name}`")
+        if inspect.isgeneratorfunction(function):
+            raise PluginError(f"{where} is a generator, so calling it runs nothing; remove `yield` from it")
         used = [flag for flag in _FORBIDDEN if marks.get(flag)]
         if used:
             raise PluginError(

@@ -15,11 +15,11 @@ import pluggy
 
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.chain import Wrapper, compose, guarded, note
+from miles_core.plugin.chain import Wrapper, checked, compose, guarded, note
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.failure import import_failure
-from miles_core.plugin.guard import check_implementation, specified
+from miles_core.plugin.guard import UNCHECKED, Boundary, check_implementation, refuse, specified
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.marker import PROJECT
 from miles_core.plugin.plan import Plan
@@ -37,9 +37,18 @@ class Hooks:
         implemented: hook -> plugins that implement it, in plan order (outermost first).
     """
 
-    def __init__(self, plan: Plan, manifests: Mapping[str, Plugin], manager: pluggy.PluginManager, specs: type) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        manifests: Mapping[str, Plugin],
+        manager: pluggy.PluginManager,
+        specs: type,
+        boundaries: Mapping[str, Boundary],
+    ) -> None:
         self._specs = specified(specs)
-        self._active = [*(manifests[name] for name in plan.order), CORE]
+        self._boundaries = boundaries
+        standard = [plugin for plugin in manifests.values() if plugin.standard]
+        self._active = [*(manifests[name] for name in plan.order), *standard, CORE]
         self._calls: dict[str, list[Implementation]] = {}
         for hook in self._specs:
             # pluggy calls the last registered first
@@ -47,16 +56,20 @@ class Hooks:
             self._calls[hook] = [(_owner(i.plugin_name), i.function, tuple(i.argnames)) for i in implementations]
         self.implemented = {hook: tuple(c[0] for c in calls) for hook, calls in self._calls.items()}
 
-    def on(self, name: str, **arguments: Any) -> None:
-        """Tell every implementation of an ``on_*`` hook, in plan order."""
+    def on(self, name: str, /, **arguments: Any) -> None:
+        """Call every implementation of an ``on_*`` hook, in plan order, and check what each left behind."""
+        boundary = self._boundaries.get(name, UNCHECKED)
         for plugin, function, taken in self._chosen(name, arguments):
+            state = boundary.before(arguments) if boundary.before is not None else None
             try:
                 function(*[arguments[a] for a in taken])
             except Exception as error:
                 note(error, plugin, name)
                 raise
+            if boundary.after is not None and (wrong := boundary.after(state, arguments)):
+                raise refuse(plugin, name, wrong)
 
-    def chain(self, name: str, **arguments: Any) -> list[Wrapper]:
+    def chain(self, name: str, /, **arguments: Any) -> list[Wrapper]:
         """Ask every implementation of a ``wrap_*`` hook once; compose what comes back with ``compose`` (the first is
         the outermost). A plugin that returns None stays out."""
         found = []
@@ -70,7 +83,7 @@ class Hooks:
                 continue
             if not callable(wrap):
                 raise PluginError(f"plugin {plugin}: {name} returned {wrap!r}, not a function to wrap with (or None)")
-            found.append(Wrapper(plugin, name, wrap))
+            found.append(Wrapper(plugin, name, wrap, self._boundaries.get(name, UNCHECKED)))
         return found
 
     def make(self, kind: str, name: str, **arguments: Any) -> Any:
@@ -84,14 +97,23 @@ class Hooks:
             if target is None:
                 continue
             build = import_target(plugin.name, target)
+            hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
             try:
-                made = build(**_taken(build, arguments))
-                # an error in a function is told with its plugin too; an object is used in too many ways
-                return guarded(made, plugin.name, f"the {kind} {name}") if inspect.isfunction(made) else made
+                made = build(**accepted(build, arguments))
             except Exception as error:
-                note(error, "" if plugin is CORE else plugin.name, f"make_{kind} ({name})")
+                note(error, "" if plugin is CORE else plugin.name, hook)
                 raise
+            if boundary.part is not None and (wrong := boundary.part(made)):
+                raise refuse(plugin.name, hook, wrong)
+            if boundary.call is not None:
+                return checked(made, plugin.name, hook, boundary)
+            # errors inside a function are noted too; objects are used in too many ways
+            return guarded(made, plugin.name, hook) if inspect.isfunction(made) else made
         raise PluginError(f"no active plugin provides the {kind} {name!r}; {_known(self.provided(kind), name)}")
+
+    def provider(self, kind: str, name: str) -> str:
+        """The plugin that ``make`` takes the part ``name`` of a kind from; "" where none has it."""
+        return next((p.name for p in self._active if name in p.provides.get(kind, {})), "")
 
     def provided(self, kind: str) -> tuple[str, ...]:
         """Names of the parts of a kind (``format`` for number formats) that active plugins provide; core's come
@@ -125,6 +147,7 @@ def register(
     options: Callable[[Plugin], Any],
     *,
     facts: Facts | None = None,
+    boundaries: Mapping[str, Boundary] | None = None,
 ) -> Hooks:
     """Import, instantiate and register every hook class of a plan.
 
@@ -134,6 +157,7 @@ def register(
         specs: the class of specifications.
         options: a plugin's options, for hooks classes that take one argument.
         facts: this worker's facts, to decide hooks whose condition the driver could not.
+        boundaries: hook -> how its results are checked; a hook without an entry is not.
 
     Raises:
         PluginError: a class cannot be imported or made, or implements a hook wrongly; names plugin, class and hook.
@@ -149,7 +173,7 @@ def register(
         check_implementation(wanted.plugin, holder, known)
         manager.register(holder, f"{wanted.plugin}#{index}")
     manager.check_pending()
-    return Hooks(plan, manifests, manager, specs)
+    return Hooks(plan, manifests, manager, specs, boundaries or {})
 
 
 def import_target(plugin: str, target: str) -> Any:
@@ -202,7 +226,7 @@ def _decided(condition: str, plugin: str, facts: Facts | None) -> bool:
     return truth is Truth.TRUE
 
 
-def _taken(build: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(build: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(build).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(arguments)

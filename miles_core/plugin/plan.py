@@ -20,6 +20,7 @@ from miles_core.errors import CheckpointError, PlanError
 from miles_core.plugin.facts import Fact, Facts, State, show
 from miles_core.plugin.problem import Problem, described, refusal
 from miles_core.plugin.rule import Truth, UnknownFact, evaluate, names, parse
+from miles_core.redact import redact_values
 
 if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
@@ -140,6 +141,11 @@ class Plan:
     def to_json(self) -> str:
         """The plan as one JSON object, its digest included."""
         return self._text
+
+    def record(self) -> dict[str, Any]:
+        """The plan as a run keeps it and compares it with later ones: without credentials."""
+        found: dict[str, Any] = redact_values(json.loads(self._text))
+        return found
 
     @cached_property
     def _text(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from miles_core.plugin.facts import Fact, State, show
 
@@ -19,6 +20,8 @@ class Problem:
         values: the facts at issue, each (name, value, origin).
         verb: what joins ``who`` and ``needs``.
         choices: names of facts a fix may change.
+        tries: returns changes of facts that may solve it, fact -> value each; those that the checker accepts are shown. Called once,
+            for a run that is refused.
     """
 
     who: str
@@ -27,6 +30,7 @@ class Problem:
     values: tuple[tuple[str, str, str], ...] = ()
     verb: str = "needs"
     choices: tuple[str, ...] = ()
+    tries: Callable[[], Iterable[Mapping[str, Any]]] = field(default=tuple, compare=False)
 
     @property
     def headline(self) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.data.world import ALONE, World
-from miles_core.errors import MismatchError, WorkerLost
+from miles_core.errors import MismatchError, SyncError, WorkerLost
 from miles_core.remote.mailbox import Mailbox
 from miles_core.remote.workers import Workers, gathered
 
@@ -32,6 +32,7 @@ class EngineFront(Engine):
     Attributes:
         serving: the numbers of those that may be asked to generate.
         renewed: how many were replaced; ranks have to be connected again after each.
+        push: number of the push that weights are sent in; a rank's front is given the driver's.
     """
 
     def __init__(self, engines: Workers, said: Mapping[str, Any], bucket_size: int, world: World = ALONE) -> None:
@@ -41,7 +42,7 @@ class EngineFront(Engine):
         self.native_products = said["native_products"]
         self.receivers = len(engines)
         self.serving = set(range(len(engines)))
-        self.renewed = 0
+        self.renewed = self.push = 0
         self._alive = set(self.serving)
         self._version = -1
         self._mail = [Mailbox(engines, number) for number in range(len(engines))]
@@ -49,6 +50,7 @@ class EngineFront(Engine):
         self._groups: dict[int, list[int]] = {}
         self._state: dict[str, tuple[Any, ...]] = {}
         self._asleep: set[EnginePart] = set()
+        self._senders: tuple[str, ...] = ()
         self._replace: Callable[[int, WorkerLost], Awaitable[None]] | None = None
         self._resend: Callable[[], Awaitable[None]] | None = None
         self._gone: dict[int, WorkerLost] = {}
@@ -71,6 +73,20 @@ class EngineFront(Engine):
         if self._mending is not None:
             self._mending.cancel()
             await asyncio.wait([self._mending])
+            self._mending = None
+
+    async def abandon(self) -> None:
+        """End all engines, without replacing any: the run stops and only what the ranks hold is needed."""
+        self._replace = None
+        await self.stop()
+        ended = WorkerLost(", ".join(self.engines.names), "it was ended because the run stops")
+        for number in range(len(self.engines)):
+            self.engines.unwatch(number)
+            self._mail[number].close(ended)
+        self._alive, self.serving = set(), set()
+        await asyncio.gather(
+            *(self.engines.declare_lost(n, "it was ended because the run stops") for n in range(len(self.engines)))
+        )
 
     async def generate(self, request: Request) -> Response:
         while True:
@@ -97,10 +113,25 @@ class EngineFront(Engine):
             except WorkerLost as lost:
                 self.lost(lost)
 
+    async def score_each(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> Mapping[str, list[np.ndarray]]:
+        found: dict[str, list[np.ndarray]] = {}
+
+        async def one(number: int) -> None:
+            try:
+                scores = await self.engines.call(number, "score", sequences, temperature)
+                found[self.engines.names[number]] = scores
+            except WorkerLost as lost:
+                self.lost(lost)
+
+        await gathered(one(number) for number in sorted(self.serving))
+        return found
+
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
         """Send this rank's units; returns when every engine serves those of all ranks."""
         number, bucket = 0, bytearray()
-        error: WorkerLost | None = None
+        error: Exception | None = None
         for unit in units:  # to the end also after an error: other ranks may wait in its collectives
             unit.write(bucket)
             if len(bucket) >= self.bucket_size:
@@ -110,17 +141,19 @@ class EngineFront(Engine):
             error = error or await self._take(number, bucket)
         if error is not None:
             raise error
-        await self.engines.call_all("update", version, self.world.rank, self.world.size)
+        count = number + bool(bucket)
+        await self.engines.call_all("update", self.push, version, self.world.rank, self.world.size, count)
 
-    async def _take(self, number: int, bucket: bytearray) -> WorkerLost | None:
+    async def _take(self, number: int, bucket: bytearray) -> Exception | None:
         try:
-            await self.engines.call_all("take", self.world.rank, number, self.engines.share(bucket))
-        except WorkerLost as lost:
-            return lost
+            shared = self.engines.share(bucket)
+            await self.engines.call_all("take", self.push, self.world.rank, number, shared)
+        except (WorkerLost, SyncError) as error:
+            return error
         return None
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
-        await self.engines.call_all("receive", message, version, last)
+        await self.engines.call_all("receive", self.push, {**message, "push": self.push}, version, last)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._state["pause"] = (mode,)
@@ -147,9 +180,15 @@ class EngineFront(Engine):
         self._state["rebuild"] = (precision,)
         await self._all("rebuild", precision)
 
-    async def give_up(self) -> None:
-        """Forget what ranks have sent of an update that will not be completed."""
-        await self._all("give_up")
+    async def begin_push(self, ranks: Sequence[str] = ()) -> int:
+        """Number the next push. Engines discard what an earlier one sent, and refuse whatever of it still arrives.
+
+        Args:
+            ranks: names of the workers that will send it.
+        """
+        self.push, self._senders = self.push + 1, tuple(ranks)
+        await self._all("begin_push", self.push, self._senders)
+        return self.push
 
     def replace_with(
         self, replace: Callable[[int, WorkerLost], Awaitable[None]], resend: Callable[[], Awaitable[None]]
@@ -163,7 +202,7 @@ class EngineFront(Engine):
         self._replace, self._resend = replace, resend
 
     def lost(self, lost: WorkerLost) -> None:
-        """Have a lost engine replaced; raises ``lost`` where nobody replaces it."""
+        """Have a lost engine replaced; raises ``lost`` where it is not to be replaced."""
         if self._replace is None or lost.worker not in self.engines.names:
             raise lost
         number = self.engines.names.index(lost.worker)
@@ -223,7 +262,7 @@ class EngineFront(Engine):
         await self._replace(number, lost)
         self.renewed += 1
         self._alive.add(number)
-        for method, args in self._state.items():
+        for method, args in [*self._state.items(), ("begin_push", (self.push, self._senders))]:
             await self._all(method, *args, to={number})
         if self._asleep:
             await self._all("sleep", sorted(self._asleep), to={number})

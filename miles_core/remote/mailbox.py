@@ -37,7 +37,7 @@ class Mailbox:
         self._collecting: asyncio.Task[None] | None = None
 
     async def ask(self, request: Request) -> Response:
-        """The response to a request, or what the engine raised; WorkerLost as ``Workers.answered`` says it."""
+        """The response to a request, or what the engine raised; WorkerLost as for ``Workers.in_time``."""
         ticket = next(self._tickets)
         if not self._outgoing:
             post = asyncio.create_task(self._post())  # when all that is asked at this moment has been written down
@@ -48,7 +48,8 @@ class Mailbox:
         if self._collecting is None or self._collecting.done():
             self._collecting = asyncio.create_task(self._collect())
         try:
-            response: Response = await self._engines.answered(self._number, answer, "generate")
+            with self._engines.naming(self._number), self._engines.busy.at(self._engines.names[self._number]):
+                response: Response = await answer
             return response
         finally:
             self._open.pop(ticket, None)
@@ -65,16 +66,19 @@ class Mailbox:
         letters, self._outgoing = self._outgoing, {}
         try:
             if letters:
-                await self._engines.send(self._number, "post", letters)
+                await self._engines.in_time(self._number, self._engines.send(self._number, "post", letters), "generate")
         except Exception as error:
             self._fail(list(letters), error)
 
     async def _collect(self) -> None:
         try:
+            # each wait begins anew: an engine that answers is not lost, however many requests are queued
             while self._open:
-                for ticket, (response, error) in (await self._engines.send(self._number, "answers")).items():
-                    if error is not None:
-                        self._fail([ticket], error)
+                coming = self._engines.send(self._number, "answers")
+                answers: Answers = await self._engines.in_time(self._number, coming, "generate")
+                for ticket, (response, error) in answers.items():
+                    if response is None:
+                        self._fail([ticket], error or RuntimeError("an answer without a response"))
                     elif (answer := self._open.pop(ticket, None)) is not None and not answer.done():
                         answer.set_result(response)
         except Exception as error:

@@ -12,8 +12,12 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+
+from miles_core.observe.log import RedactingFormatter
+from miles_core.redact import redact
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +29,11 @@ INTERVAL = 0.5
 HEARD = 1000
 #: Time and process, as some libraries begin their lines.
 _STAMP = re.compile(r"[DIWEF]\d{4} \S+ +\d+ ")
+_BRACKETED = re.compile(r"\[\d{4}-\d\d-\d\d [\d:,]+ [DIW] ")
+_ERROR = re.compile(r"Error|Exception|Traceback|FATAL|CRITICAL|[Kk]illed|[Ss]egmentation")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
+#: The first line of every process.
+_PROCESS = f"INFO {__name__}: process"
 #: Lines that a message about a lost worker shows, bytes from the end in which they are looked for, and characters of each.
 LAST, TAIL, WIDTH = 8, 8192, 240
 
@@ -39,7 +47,7 @@ def write_there(directory: Path | str, worker: str, level: str) -> None:
     """From now on, everything that this process writes and logs goes into its file."""
     path = path_of(directory, worker)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)
@@ -47,21 +55,45 @@ def write_there(directory: Path | str, worker: str, level: str) -> None:
     os.close(descriptor)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s", force=True)
+    logging.basicConfig(stream=sys.stderr, force=True)
+    logging.getLogger().handlers[0].setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("miles_core").setLevel(level.upper())
-    print(f"INFO {__name__}: process {os.getpid()} on {socket.gethostname()}", file=sys.stderr)  # whatever the level
+    print(f"{_PROCESS} {os.getpid()} on {socket.gethostname()}", file=sys.stderr)  # whatever the level
 
 
 def last_lines(directory: Path | str, worker: str) -> tuple[str, ...]:
-    """What a worker wrote last; nothing where no file is."""
+    """The last lines that a worker's process wrote, without what libraries have every worker write; nothing where no file is."""
+    path = path_of(directory, worker)
+    lines = _tail(path)
+    starts = [at for at, line in enumerate(lines) if _PROCESS in line]
+    lines = lines[starts[-1] + 1 :] if starts else lines  # those before it are of the process that this one replaced
+    others = {line for other in path.parent.glob("*.log") if other != path for line in _tail(other)}
+    own = [line for line in lines if not _is_noise(line, others)]
+    return tuple(redact(line)[:WIDTH] for line in own)[-LAST:]
+
+
+def _tail(path: Path) -> list[str]:
+    """The last lines of a file that are not empty; of progress bars, which write over themselves, the last state."""
     try:
-        with path_of(directory, worker).open("rb") as file:
+        with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             text = file.read().decode(errors="replace")
     except OSError:
-        return ()
-    return tuple(line[:WIDTH] for line in text.splitlines() if line.strip())[-LAST:]
+        return []
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return [line for line in lines if line.strip()]
+
+
+def _is_noise(line: str, others: Collection[str]) -> bool:
+    """Whether a line is a library's remark below the level of an error, or one that another worker wrote too. Parts of a traceback are
+    kept."""
+    if _ERROR.search(line) or line[0].isspace():
+        return False
+    level = _LEVEL.match(line)
+    if _STAMP.match(line) or _BRACKETED.match(line):
+        return True
+    return line in others or (level is not None and not line.startswith("miles_", level.end()))
 
 
 class Output:

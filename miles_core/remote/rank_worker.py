@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import os
+import socket
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -12,16 +16,16 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.world import World
 from miles_core.mismatch.parity import check_side, real_layer
 from miles_core.precision.quantizer import SideParity
-from miles_core.remote.engine_front import EngineFront
-from miles_core.remote.worker import Worker
-from miles_core.remote.workers import Workers
+from miles_core.remote.rank import Rank
+from miles_core.remote.worker import Order, Worker
 from miles_core.run.parts import settle
-from miles_core.run.rank import Pairs, Rank, Share
 from miles_core.sync.precision import make_codec
+
+#: The interface of a machine with itself.
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class RankWorker(Worker):
@@ -29,20 +33,46 @@ class RankWorker(Worker):
 
     part: Rank
 
-    async def at(self, step: int, method: str, *args: Any) -> Any:
-        """``answer``, with the run of this process where the driver's is: ``step`` completed steps."""
-        self.run.step = step
-        return await self.answer(method, *args)
+    def __init__(self, order: Order, policy: str) -> None:
+        super().__init__(order, policy)
+        self._turn = asyncio.Lock()
+
+    async def at(self, step: int, method: str, *args: Any) -> tuple[Any, dict[str, float]]:
+        """``answer``, after ``step`` completed steps of the driver's run, and the seconds of this rank's clock by phase."""
+        async with self._turn:  # a call that the driver gave up may still be under way
+            self.run.step = step
+            self.run.clock.metrics()
+            found = await self.answer(method, *args)
+            seconds = self.run.clock.metrics()
+        return found, {name.removeprefix("time/"): s for name, s in seconds.items() if name != "time/step"}
+
+    def beat(self) -> tuple[str, ...]:
+        """The engines that have not answered this rank yet."""
+        front = None if self.part is None else self.part.front
+        return () if front is None else tuple(name for name in front.engines.names if front.engines.busy.open(name))
 
     def listen(self, host: str, ranks: int, patience: float) -> int:
-        """Rank 0 opens the place where all ranks meet, on a port that is free; returns the port."""
-        self._store = TCPStore(host, 0, ranks, True, timeout=timedelta(seconds=patience), wait_for_workers=False)
-        return int(self._store.port)
+        """Open the store where all ranks meet, on a free port of this address alone; rank 0. Returns the port."""
+        place = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = int(place.getsockname()[1])
+        self._store = TCPStore(
+            host,
+            port,
+            ranks,
+            True,
+            timeout=timedelta(seconds=patience),
+            wait_for_workers=False,
+            master_listen_fd=place.detach(),  # by itself the store listens on every interface
+        )
+        return port
 
     def join(self, host: str, port: int, rank: int, ranks: int, patience: float) -> None:
         """Initialise torch.distributed's default process group: gloo for tensors on a CPU, NCCL for those on a GPU."""
         if rank:
             self._store = TCPStore(host, port, ranks, False, timeout=timedelta(seconds=patience))
+        if ipaddress.ip_address(host).is_loopback:  # all ranks are on this machine
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, LOOPBACK)
         gpu = torch.cuda.is_available() and self.run.config.model.device != "cpu"
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")  # of the GPUs it sees only its own
         distributed.init_process_group(
@@ -69,25 +99,6 @@ class RankWorker(Worker):
         """See ``mismatch.parity.check_side``."""
         layer = {name: torch.tensor(values) for name, values in real.items()}
         return check_side(self.run, self.policy, "trainer", precision, self.part.trainer.quantizer, layer)
-
-    def connect(self, engines: Workers, said: Mapping[str, Any]) -> None:
-        """Weights go to these engines from now on; ``said`` is what they told about themselves."""
-        bucket = self.run.config.run.sync_bucket_size
-        self.part.connect(EngineFront(engines, said, bucket, self.part.world))
-
-    def learn(self, share: Share, step: int) -> tuple[Pairs, dict[str, float], list[TrainedTokens]]:
-        """(sum, weight) pairs, the seconds of this rank's clock by phase, and what training saw of each sample (nothing on a rank
-        that computes no loss)."""
-        self.run.clock.metrics()
-        pairs = self.part.learn(share, step)
-        seconds = self.run.clock.metrics()
-        seen = self.part.learner.tokens
-        told = [] if any(tokens.log_probs is None for tokens in seen) else seen
-        return pairs, {name.removeprefix("time/"): s for name, s in seconds.items() if name != "time/step"}, told
-
-    def reset_optimizer(self) -> None:
-        """See ``Trainer.reset_optimizer``."""
-        self.part.trainer.reset_optimizer()
 
     async def close(self) -> None:
         if self.part is not None:

@@ -85,6 +85,10 @@ class Worker:
         result = found(*args) if callable(found) else found
         return await result if inspect.isawaitable(result) else result
 
+    def beat(self) -> tuple[str, ...]:
+        """The names of the workers that this one waits for. Called in another thread while the worker computes."""
+        return ()
+
     def digest(self) -> str:
         """Of the plan that was accepted here."""
         return self.run.plan.digest

@@ -120,8 +120,12 @@ def load_function(spec: str, *, flag: str, default: str, parameters: tuple[str, 
     if not callable(function):
         raise ConfigError(f"{flag} {spec}: {name} in {origin} is a {type(function).__name__}, not a function")
     _check_signature(function, name, origin, flag, parameters)
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    return UserFunction(function, name, origin, is_async)
+    return UserFunction(function, name, origin, is_async(function))
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling ``function`` (a function, or an object with ``__call__``) returns a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _check_signature(

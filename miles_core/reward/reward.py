@@ -1,11 +1,11 @@
-"""Scoring samples: which function, how many at once, and what counts as a reward."""
+"""Scoring samples: which function, how many calls at once, and what counts as a reward."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from miles_core.data.reward_value import number
@@ -20,15 +20,32 @@ RM_TYPES = (*RULES, "math", "remote")
 LABELLED = (*RULES, "math")
 DEFAULT_CONCURRENCY = 64
 
+#: What a reward function receives: one sample, or all samples of one prompt.
+Scope = Literal["sample", "group"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def group_reward(function: F) -> F:
+    """Declare that a reward function scores whole groups: ``function(args, samples)`` returns one reward per sample, in order.
+
+    ``samples`` are all samples of one prompt, of every policy, except those that failed.
+    """
+    function.scope = "group"  # type: ignore[attr-defined]
+    return function
+
 
 class RewardFunction:
-    """``function(args, sample)`` gives a number or a dict of numbers; this says how to call it, and how often at once.
+    """How to call a reward function, and how many calls may run at once.
+
+    A function with the scope ``sample`` is called as ``function(args, sample)`` and returns a number or a dict of numbers. One
+    with the scope ``group`` is called as ``function(args, samples)`` and returns a sequence of those.
 
     Attributes:
         name, origin: for messages: the function, and the file or flag it comes from.
         how: ``async``, awaited; ``thread``, in a thread because it may block (several calls run at once); ``inline``,
             fast and called directly.
         concurrency: calls at once, over all callers of one event loop.
+        scope: what the function declares, with ``group_reward`` or as its attribute ``scope``.
     """
 
     def __init__(
@@ -42,20 +59,28 @@ class RewardFunction:
         if concurrency < 1:
             raise ConfigError(f"reward concurrency is {concurrency}; at least one call must be allowed")
         self.function, self.name, self.origin, self.how, self.concurrency = function, name, origin, how, concurrency
+        self.scope = _scope(function, f"the reward function {name} ({origin})")
         if how != "inline" and not isinstance(function, UserFunction):
             self.function = UserFunction(function, name, origin, how == "async")
         # Threads start when needed. The default executor has only a few of them, too few for calls that wait.
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="reward") if how == "thread" else None
         self._limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
-    async def __call__(self, args: Any, sample: Any) -> Any:
+    async def __call__(self, args: Any, scored: Any) -> Any:
         if self.how == "inline":
-            return self.function(args, sample)
+            return self.function(args, scored)
         loop = asyncio.get_running_loop()
         async with self._limits.setdefault(loop, asyncio.Semaphore(self.concurrency)):
             if self._pool is not None:
-                return await loop.run_in_executor(self._pool, self.function, args, sample)
-            return await self.function(args, sample)
+                return await loop.run_in_executor(self._pool, self.function, args, scored)
+            return await self.function(args, scored)
+
+
+def _scope(function: Any, who: str) -> Scope:
+    declared = getattr(function.function if isinstance(function, UserFunction) else function, "scope", "sample")
+    if declared not in ("sample", "group"):
+        raise ConfigError(f"{who} declares the scope {declared!r:.80}; a reward's scope is 'sample' or 'group'")
+    return cast(Scope, declared)
 
 
 def make_reward(
@@ -67,7 +92,7 @@ def make_reward(
     """The reward of a run: ``--custom-rm-path`` if given, else ``--rm-type``.
 
     A custom function is ``async reward(args, sample) -> float | dict``, or the same without ``async``: then it runs in
-    threads and must allow several calls at once.
+    threads and must allow several calls at once. With ``group_reward`` it scores whole groups.
 
     Raises:
         ConfigError: neither is given, or it cannot be loaded.
@@ -89,22 +114,25 @@ def make_reward(
 
 
 async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> None:
-    """Set ``sample.reward`` of every sample that has none yet, and check it in all of them.
+    """Set ``sample.reward`` of every sample of a group that has none yet, and check it in all of them.
 
     A number is stored as a float; a dict stays a dict and must hold ``args.reward_key``. The first failure cancels the
-    calls that are still waiting.
+    calls that are still waiting. A function with the scope ``group`` is called once, unless every sample has a reward.
 
     Args:
-        samples: with attributes ``response, label, metadata, reward, index, prompt``.
+        samples: of one group, with attributes ``response, label, metadata, reward, index, prompt``.
         reward: what ``make_reward`` returned.
         args: passed to the reward function.
 
     Raises:
-        DataError: the function raised, or returned something that is not a finite number; names the sample, the
-            value, the function and its file.
+        DataError: the function raised, or returned something that is not a finite number for each sample; names the
+            sample, the value, the function and its file.
     """
-    reward_key = getattr(args, "reward_key", None)
-    tasks = [asyncio.ensure_future(_score_one(sample, reward, args, reward_key)) for sample in samples]
+    samples = list(samples)
+    if reward.scope == "group":
+        await _score_group(samples, reward, args)
+        return
+    tasks = [asyncio.ensure_future(_score_one(sample, reward, args)) for sample in samples]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -113,26 +141,62 @@ async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> No
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _score_one(sample: Any, reward: RewardFunction, args: Any, reward_key: str | None) -> None:
-    who = f"the reward function {reward.name} ({reward.origin})"
-    value = sample.reward
-    tokens = list(getattr(sample, "tokens", ()))
-    if value is None:
-        try:
-            value = await reward(args, sample)
-        except DataError as error:
-            raise DataError(f"sample {sample.index}, scored by {who}: {error}") from error
-        except Exception as error:
-            text = f": {error}" if str(error) else ""
-            raise DataError(f"{who} raised {type(error).__name__} on sample {sample.index}{text}") from error
-    else:
-        who = "the generate function that set it"
-    if list(getattr(sample, "tokens", ())) != tokens:
-        raise DataError(
-            f"{who} changed the tokens of sample {sample.index}, which the engine's log-probs belong to; copy them first"
-        )
+async def _score_one(sample: Any, reward: RewardFunction, args: Any) -> None:
+    if sample.reward is not None:
+        _keep(sample, sample.reward, _PRESET, args)
+        return
+    value = await _call(reward, args, sample, [sample], f"sample {sample.index}")
+    _keep(sample, value, _who(reward), args)
+
+
+async def _score_group(samples: list[Any], reward: RewardFunction, args: Any) -> None:
+    missing = [sample for sample in samples if sample.reward is None]
+    if missing:
+        group = f"the group of sample {samples[0].index}"
+        values = await _call(reward, args, list(samples), samples, group)
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(samples):
+            got = f"{len(values)} rewards" if isinstance(values, (list, tuple)) else f"{values!r:.80}"
+            raise DataError(
+                f"{_who(reward)} returned {got} for {group}, which has {len(samples)} samples; a group reward returns a list "
+                "with one reward per sample"
+            )
+    for i, sample in enumerate(samples):
+        if sample.reward is None:
+            _keep(sample, values[i], _who(reward), args)
+        else:
+            _keep(sample, sample.reward, _PRESET, args)
+
+
+_PRESET = "the generate function that set it"
+
+
+def _who(reward: RewardFunction) -> str:
+    return f"the reward function {reward.name} ({reward.origin})"
+
+
+async def _call(reward: RewardFunction, args: Any, scored: Any, samples: list[Any], what: str) -> Any:
+    """Call the function on ``scored``, which holds ``samples``; their tokens must stay as they are."""
+    tokens = [list(getattr(sample, "tokens", ())) for sample in samples]
     try:
-        checked = number(value, reward_key)
+        value = await reward(args, scored)
+    except DataError as error:
+        raise DataError(f"{what}, scored by {_who(reward)}: {error}") from error
+    except Exception as error:
+        text = f": {error}" if str(error) else ""
+        raise DataError(f"{_who(reward)} raised {type(error).__name__} on {what}{text}") from error
+    for sample, before in zip(samples, tokens, strict=True):
+        if list(getattr(sample, "tokens", ())) != before:
+            raise DataError(
+                f"{_who(reward)} changed the tokens of sample {sample.index}, which the engine's log-probs belong to; copy "
+                "them first"
+            )
+    return value
+
+
+def _keep(sample: Any, value: Any, who: str, args: Any) -> None:
+    try:
+        checked = number(value, getattr(args, "reward_key", None))
     except DataError as error:
         raise DataError(f"the reward of sample {sample.index}, from {who}, {error}") from error
     sample.reward = value if isinstance(value, dict) else checked

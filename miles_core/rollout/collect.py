@@ -39,10 +39,10 @@ class Collector:
         prompts: where they come from; unused ones go back.
         generate: ``async (sample) -> [samples]``.
         score: ``async (samples) -> None``, sets rewards.
-        abort: ``async (keys) -> None``, makes the engines drop these requests.
+        abort: ``async (samples) -> None``, makes the engines drop all requests of the samples with these numbers.
         progress: told about every finished group.
         accept: group filter, or None to take every group.
-        answers: what engines say about requests, as (sum, number) pairs; read by ``metrics``.
+        answers: numbers about requests and rollouts, metric -> (sum, count); read by ``metrics``.
 
     Attributes:
         pending: groups in flight and their prompts.
@@ -73,6 +73,7 @@ class Collector:
         self.popped: list[Prompt] = []
         self._refused = 0
         self._news = asyncio.Event()
+        self._done: list[asyncio.Task[Group]] = []
 
     async def rollout(self, step: int) -> list[Group]:
         """``--rollout-batch-size`` groups that passed the filter, ordered by group number.
@@ -101,8 +102,12 @@ class Collector:
         for prompt in self.prompts.next(max(0, count - len(self.pending) - len(self.ready))):
             samples = prompt.samples(self.run.config.rollout.n_samples_per_prompt)
             task = asyncio.create_task(self._group(samples))
-            task.add_done_callback(lambda _: self._news.set())
+            task.add_done_callback(self._finished)
             self.pending[task] = prompt
+
+    def _finished(self, task: asyncio.Task[Group]) -> None:
+        self._done.append(task)
+        self._news.set()
 
     async def advance(self) -> None:
         """Wait until some group in flight finishes (or a moment); those the filter accepts are ready then."""
@@ -114,7 +119,10 @@ class Collector:
         except TimeoutError:
             return
         self._news.clear()
-        for task in sorted((t for t in self.pending if t.done()), key=lambda t: self.pending[t].group_index):
+        done = [task for task in self._done if task in self.pending]
+        self._done = sorted(done, key=lambda task: self.pending[task].group_index, reverse=True)
+        while self._done:
+            task = self._done.pop()
             prompt, group = self.pending[task], task.result()
             del self.pending[task]
             if self.accept is None or self.accept(self.run.config.args, group):
@@ -132,8 +140,9 @@ class Collector:
 
     def take_out(self, numbers: Collection[int]) -> list[Group]:
         """Take the ready groups with these numbers."""
-        taken = [item for item in self.ready if item[0].group_index in numbers]
-        self.ready = [item for item in self.ready if item[0].group_index not in numbers]
+        wanted = set(numbers)
+        taken = [item for item in self.ready if item[0].group_index in wanted]
+        self.ready = [item for item in self.ready if item[0].group_index not in wanted]
         self.popped += [prompt for prompt, _ in taken]
         return [group for _, group in taken]
 
@@ -150,16 +159,17 @@ class Collector:
                 task.cancel()
             await asyncio.gather(*gone, return_exceptions=True)
             count = self.run.config.rollout.n_samples_per_prompt
-            await self.abort([key for prompt in gone.values() for key in prompt.indexes(count)])
+            await self.abort([index for prompt in gone.values() for index in prompt.indexes(count)])
             self.prompts.put_back(sorted(gone.values(), key=_number))
         left, self.ready = [prompt for prompt, _ in self.ready], []
         self.prompts.put_back(sorted(left, key=_number))
 
     def metrics(self) -> dict[str, float]:
-        """``engine/NAME``: the mean of what engines said about each request since the last call (``Response.metrics``)."""
+        """Means of the numbers about requests and rollouts since the last call: ``engine/NAME`` (``Response.metrics``) and those of
+        rollout functions."""
         found = means(self.answers)
         self.answers.clear()
-        return {f"engine/{name}": value for name, value in found.items()}
+        return found
 
     def state(self, taken: Sequence[Group] = ()) -> Position:
         """What a checkpoint keeps: ready groups, and ``taken`` ones that no step has trained on yet, with their samples;

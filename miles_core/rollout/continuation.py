@@ -1,7 +1,7 @@
-"""Going on from what an engine returned before it was done.
+"""Continuing a response that an engine returned before it was complete.
 
-An aborted response is part of a sample: its tokens, log-probabilities and recorded rows stay, and the next request goes on
-behind them with the same key. Sampling keyed on (seed, key, position) then gives the tokens of a response that was never
+An aborted response is part of a sample: its tokens, log-probabilities and recorded rows stay, and the next request continues
+after them with the same key. Sampling keyed on (seed, key, position) then gives the tokens of a response that was never
 aborted, as long as the weights are the same.
 """
 
@@ -18,26 +18,45 @@ from miles_core.data.field import Field
 
 Decode = Callable[[list[int]], str]
 
+#: Replacement characters that the parts of a character at the ends of a piece of text can become.
+_PARTIAL = 8
+
 
 def usable(response: Response, request: Request) -> bool:
-    """Whether a further request can go on from an aborted response. One without a field that was asked for is of no use: its
-    rows could only be made up."""
+    """Whether another request can continue an aborted response. One that lacks a requested field cannot be continued: the
+    missing rows are unknown."""
     return bool(response.tokens) and request.extras <= response.extras.keys()
 
 
 def cut_at_stop(parts: list[Response], stop: Sequence[str], declared: Sequence[Field], decode: Decode) -> None:
-    """Let the last part end where a stop string is complete that began in a part before it, which no engine saw whole."""
+    """End the last part at the token that completes a stop string which began in a part before it: no engine saw it whole.
+
+    Decodes a few tokens on each side of the boundary, so the cost does not depend on the length of the response.
+    """
     last = parts[-1]
     before = [token for part in parts[:-1] for token in part.tokens]
-    for count in range(1, len(last.tokens) + 1) if stop and before else ():
-        text = decode([*before, *last.tokens[:count]])
+    if not stop or not before or not last.tokens:
+        return
+    reach = max(map(len, stop))
+    context = before[-_token_count(before[::-1], reach, decode) :]
+    for count in range(1, _token_count(last.tokens, reach, decode) + 1):
+        text = decode([*context, *last.tokens[:count]])
         if any(s in text for s in stop):
-            parts[-1] = _first_tokens(last, count, declared)
+            parts[-1] = first_tokens(last, count, declared)
             return
 
 
+def _token_count(tokens: Sequence[int], characters: int, decode: Decode) -> int:
+    """How many of the first ``tokens`` surely hold more than ``characters`` characters of text: tokens may be parts of a
+    character, or special ones without text."""
+    count = characters + 1
+    while count < len(tokens) and len(decode(list(tokens[:count]))) <= characters + _PARTIAL:
+        count *= 2
+    return min(count, len(tokens))
+
+
 def joined(parts: Sequence[Response], stop: Sequence[str], declared: Sequence[Field], decode: Decode) -> Response:
-    """The parts of one response as the one that it would have been; each part began where the one before it ended."""
+    """Join the parts of a response; each part begins where the one before it ended."""
     last = parts[-1]
     if len(parts) == 1:
         return last
@@ -59,8 +78,8 @@ def joined(parts: Sequence[Response], stop: Sequence[str], declared: Sequence[Fi
     )
 
 
-def _first_tokens(response: Response, count: int, declared: Sequence[Field]) -> Response:
-    """``response`` as it was after ``count`` tokens, ended by a stop string."""
+def first_tokens(response: Response, count: int, declared: Sequence[Field]) -> Response:
+    """``response`` as it was after ``count`` tokens, with the finish ``stop``."""
     gone = len(response.tokens) - count
     aligned = {spec.name: spec.align for spec in declared}
     extras = {
@@ -79,7 +98,7 @@ def _first_tokens(response: Response, count: int, declared: Sequence[Field]) -> 
 
 
 def _joined_rows(name: str, parts: Sequence[Response], declared: Sequence[Field]) -> Any:
-    """A field's rows: response rows follow each other; of rows that several parts report, the earliest stays in force."""
+    """Join a field's rows: ``response`` rows follow each other; of rows that several parts report, the earliest is kept."""
     aligned = next((spec.align for spec in declared if spec.name == name), "response")
     found = parts[0].extras[name]
     for part in parts[1:]:

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample, Status
+from miles_core.rollout.keys import FIRST_EVALUATION
 from miles_core.rollout.queue import Prompt
-from miles_core.rollout.summary import reward_parts
+from miles_core.rollout.summary import by_policy, reward_parts
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
-    from miles_core.data.prompts import Prompts
+    from miles_core.data.prompt_source import PromptSource, Row
     from miles_core.observe.progress import Progress
     from miles_core.rollout.collect import Group, Score
     from miles_core.rollout.generate import Generate
-
-#: Evaluation samples are numbered from here, so that they share no random number with training samples.
-FIRST_INDEX = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -37,62 +36,79 @@ class Evaluator:
     """Scores the data sets of ``--eval-prompt-data``.
 
     Args:
-        run: for configuration and rendering.
-        sets: the data sets by name; the one without a name has the empty one.
+        run: for configuration and hooks.
+        sets: the data sets by name, each finite; the one without a name has the empty one.
+        render: row -> token ids, or None to leave the row out.
         generate, score: as in training, with evaluation's sampling parameters.
         progress: told about every finished group; None when it shows something else meanwhile.
     """
 
     def __init__(
-        self, run: Run, sets: dict[str, Prompts], generate: Generate, score: Score, progress: Progress | None
+        self,
+        run: Run,
+        sets: dict[str, PromptSource],
+        render: Callable[[Row], list[int] | None],
+        generate: Generate,
+        score: Score,
+        progress: Progress | None,
     ) -> None:
-        self.run, self.sets = run, sets
+        self.run, self.sets, self.render = run, sets, render
         self.generate, self.score, self.progress = generate, score, progress
+        self._starts = {name: source.state() for name, source in sets.items()}
 
     @property
     def count(self) -> int:
         """Samples of one evaluation."""
-        return sum(map(len, self.sets.values())) * self.run.config.evaluation.n_samples
+        return sum(source.length or 0 for source in self.sets.values()) * self.run.config.evaluation.n_samples
 
     async def __call__(self) -> Evaluated:
         """``eval/reward`` (mean over samples), ``eval/accuracy`` (fraction with reward >= 1) and ``eval/length_mean`` over
-        all samples, and ``eval/NAME/...`` for each named data set."""
+        all samples, and ``eval/NAME/...`` for each named data set; with several policies also ``POLICY/eval/...``."""
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         answers: dict[str, list[Sample]] = {}
-        for name, source in self.sets.items():
-            answers[name] = found = await self._samples(source, first=FIRST_INDEX + len(samples))
+        for name in self.sets:
+            groups = await self._groups(name, first=FIRST_EVALUATION + len(samples))
+            answers[name] = found = [sample for group in groups for sample in group]
             samples += found
-            if name:
-                metrics |= self._metrics(found, f"eval/{name}")
-        return Evaluated(self._metrics(samples, "eval") | metrics, answers)
+            own = self._metrics(found, f"eval/{name}" if name else "eval")
+            self.run.hooks.on("on_evaluation", run=self.run, name=name, groups=groups, metrics=own)
+            metrics |= own
+        if set(self.sets) != {""}:
+            metrics |= self._metrics(samples, "eval")
+        return Evaluated(metrics, answers)
 
-    async def _samples(self, source: Prompts, first: int) -> list[Sample]:
+    async def _groups(self, name: str, first: int) -> list[Group]:
+        source, count = self.sets[name], self.run.config.evaluation.n_samples
+        source.load_state(self._starts[name])
         groups: list[Group] = []
-        count = self.run.config.evaluation.n_samples
-        for number, row in enumerate(source):
-            prompt = Prompt(row.prompt, tuple(self.run.render(row.prompt)), row.label, dict(row.metadata), number)
-            samples = prompt.samples(count)
-            for i, sample in enumerate(samples):
+        for number, row in enumerate(source.next(source.length or 0)):
+            tokens = self.render(row)
+            if tokens is None:
+                continue
+            prompt = Prompt(row.prompt, tuple(tokens), row.label, dict(row.metadata), number, row.policy)
+            groups.append(prompt.samples(count))
+            for i, sample in enumerate(groups[-1]):
                 sample.index = first + number * count + i
-            groups.append(samples)
-        done = await asyncio.gather(*(self._one(group) for group in groups))
-        return [sample for group in done for sample in group]
+        return list(await asyncio.gather(*(self._one(group) for group in groups)))
 
     async def _one(self, group: Group) -> Group:
         made = [s for siblings in await asyncio.gather(*(self.generate(s) for s in group)) for s in siblings]
         for sample in made:
             if sample.status is Status.FAILED:
                 sample.reward = 0.0
-        await self.score(made)
+        await self.score([sample for sample in made if sample.status is not Status.FAILED])
         if self.progress is not None:
             self.progress.advance(len(group))
         return made
 
     def _metrics(self, samples: list[Sample], prefix: str) -> dict[str, float]:
         rewards = [s.reward_value(self.run.config.reward.reward_key) for s in samples]
-        return {
+        found = {
             f"{prefix}/reward": statistics.fmean(rewards),
             f"{prefix}/accuracy": sum(r >= 1.0 for r in rewards) / len(rewards),
             f"{prefix}/length_mean": statistics.fmean(s.response_length for s in samples),
         } | reward_parts(samples, prefix)
+        for policy, own in by_policy(self.run, samples).items():
+            found |= {f"{policy}/{name}": value for name, value in self._metrics(own, prefix).items()}
+        return found

@@ -1,46 +1,63 @@
-"""Generating one sample: a single turn, or a user's own function.
-
-A custom function is ``async generate(args, sample, sampling_params) -> Sample | list[Sample]``. ``args`` reads like the
-command line's flat namespace and ``await args.generate(tokens, sampling_params)`` asks the engine; it works on every engine, lets
-plugins see the request, and records log-probabilities and declared fields call by call.
-"""
+"""Generating the samples of one prompt: a rollout function answers through ``ask``, and what engines reported is recorded."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 from miles_core.contracts.engine import Request, Response, Sampling
+from miles_core.contracts.returned import check_response
 from miles_core.data.means import add
 from miles_core.data.sample import Sample, Status
-from miles_core.errors import ConfigError, DataError, MilesError
-from miles_core.reward.custom import load_function, said
+from miles_core.errors import DataError, MilesError
+from miles_core.reward.custom import said
+from miles_core.rollout.ask import Ask
 from miles_core.rollout.continuation import cut_at_stop, joined, usable
-from miles_core.rollout.generated import check_samples, sampling_of
+from miles_core.rollout.function import RolloutFunction, SingleTurn
+from miles_core.rollout.generated import check_samples
+from miles_core.rollout.keys import RequestKeys
 from miles_core.rollout.partial import partial_rollout
-from miles_core.rollout.record import Record
 from miles_core.rollout.versions import mask_older
 
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
     from miles_core.contracts.run import Run
+    from miles_core.rollout.transcript import Transcript
 
 Generate = Callable[[Sample], Awaitable[list[Sample]]]
 
-#: Answers in a row from which a request cannot go on, before the run gives up.
+#: Aborted answers in a row from which a request cannot continue, before the run gives up.
 FRUITLESS = 100
 
 
-class Args:
-    """The flat option namespace plus ``generate`` and the model's ``tokenizer``, made anew for every sample."""
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """The rollout functions of a run.
 
-    def __init__(self, options: Any, generate: Callable[..., Awaitable[Response]], tokenizer: Any) -> None:
-        self._options = options
-        self.generate, self.tokenizer = generate, tokenizer
+    Attributes:
+        default: name of the one that generates samples which name no other.
+        by_name: all of them; the name is what a user wrote (``--generate NAME``, or a path).
+        key: entry of a sample's metadata that names its function (``--generate-key``); "" for none.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._options, name)
+    default: str
+    by_name: Mapping[str, RolloutFunction]
+    key: str = ""
+
+    def of(self, sample: Sample) -> tuple[str, RolloutFunction]:
+        """Name and function of a sample.
+
+        Raises:
+            DataError: its metadata names a function that does not exist.
+        """
+        name = sample.metadata.get(self.key, self.default) if self.key else self.default
+        if not isinstance(name, str) or name not in self.by_name:
+            raise DataError(
+                f"sample {sample.index}: its metadata names the rollout function {name!r:.80} (--generate-key {self.key}), and there "
+                f"are: {', '.join(self.by_name)}"
+            )
+        return name, self.by_name[name]
 
 
 class Generator:
@@ -48,51 +65,132 @@ class Generator:
 
     Args:
         run: for hooks, fields and configuration.
-        engine: where requests go.
+        engines: policy name -> where its requests go, for the policies that generate.
         sampling: the default sampling parameters.
-        custom: the user's function, or None for one turn.
-        answers: takes what the engine says about each request (``Response.metrics``).
+        functions: the rollout functions.
+        answers: takes numbers about requests and rollouts, metric -> (sum, count).
     """
 
     def __init__(
         self,
         run: Run,
-        engine: Engine,
+        engines: Mapping[str, Engine],
         sampling: Sampling,
-        custom: Callable[..., Any] | None = None,
+        functions: Functions,
         answers: dict[str, tuple[float, float]] | None = None,
     ) -> None:
-        self.run, self.engine, self.sampling, self.custom = run, engine, sampling, custom
+        self.run, self.engines, self.sampling, self.functions = run, engines, sampling, functions
         self.answers = {} if answers is None else answers
         extras = {"sampling_support"} if sampling.truncated and not run.config.rollout.full_vocab_logprobs else set()
-        self.extras = extras
+        self.extras, self.keys = extras, RequestKeys()
+
+    def release_keys(self, generate: Generate) -> Generate:
+        """``generate``, which calls this generator once or several times per sample, and after it the sample's keys are free."""
+
+        async def generate_and_release(sample: Sample) -> list[Sample]:
+            number = sample.index
+            samples = await generate(sample)
+            self.keys.forget([number])
+            return samples
+
+        return generate_and_release
+
+    async def abort(self, samples: Collection[int]) -> None:
+        """Make the engines drop all requests of these samples, whose tasks have been cancelled."""
+        keys = self.keys.issued(samples)
+        for engine in self.engines.values():
+            await engine.abort(keys)
+        self.keys.forget(samples)
 
     async def __call__(self, sample: Sample) -> list[Sample]:
         """Generate; every returned sample is validated and has been shown to ``on_sample``."""
-        record = Record()
-        if self.custom is None:
-            samples = [await self._single_turn(sample, record)]
-        else:
-            samples = await self._custom(sample, record)
+        name, function = self.functions.of(sample)
+        sample.policy = sample.policy or self.run.policy.name
+        ask = self._ask(sample)
+        samples = await self._called(function, name, sample, ask)
         for one in samples:
-            record.finish(one, self.run.fields)
+            ask.transcript.fill(one, self.run.fields)
             if self.run.config.rollout.mask_offpolicy_in_partial_rollout:
                 mask_older(one)
             one.validate(self.run.fields)
             if one.status not in (Status.ABORTED, Status.FAILED):
                 self.run.hooks.on("on_sample", run=self.run, sample=one)
+        self._count(function, ask, samples)
         return samples
 
-    async def ask(self, sample: Sample, record: Record, tokens: list[int], sampling: Sampling) -> Response:
-        """One response for ``sample``, whole also where the engine aborts it: what came back stays, and a further request
-        goes on behind it. With ``--partial-rollout`` it may go on under new weights; else a response comes from one version,
-        and a request whose weights changed starts again. Plugins see every request first."""
+    def _ask(self, sample: Sample) -> Ask:
+        number, group = sample.index, sample.group_index
+
+        def generation(tokens: list[int], sampling: Sampling, policy: str) -> Awaitable[Response]:
+            key = self.keys.next(number)  # in the order of the calls, however they run
+            return self._answer(number, group, tokens, sampling, policy, key)
+
+        roles = {policy.name: policy.role for policy in self.run.policies}
+        tokenizer, renderer = self.run.tokenizer, self.run.render.renderer
+        return Ask(
+            sample,
+            sample.policy,
+            generation,
+            self.sampling,
+            tokenizer,
+            renderer,
+            self._decode,
+            lambda policy: roles.get(policy) == "train",
+        )
+
+    async def _called(self, function: RolloutFunction, name: str, sample: Sample, ask: Ask) -> list[Sample]:
+        """What the function makes of ``sample``, checked; errors name the function and the sample."""
+        if type(function) is SingleTurn:
+            return [await function(sample, ask)]
+        number, group, label = sample.index, sample.group_index, f"the rollout function {name}"
+        try:
+            made = await function(sample, ask)
+        except DataError as error:
+            raise DataError(f"{label}, on sample {number}: {error}") from error
+        except Exception as error:
+            if any(error is each for each in ask.failures):  # the engine's, and not the function's
+                raise
+            raise DataError(f"{label}, on sample {number}: it raised {said(error)}") from error
+        vocabulary = int(self.run.plan.fact("model.vocab_size") or len(self.run.tokenizer))
+        samples = check_samples(made, number, label, vocabulary)
+        for one in samples:
+            one.group_index, one.rollout_id = group, number
+            one.policy = one.policy or ask.policy
+        return samples
+
+    def _count(self, function: RolloutFunction, ask: Ask, samples: list[Sample]) -> None:
+        """Numbers about a rollout that can have several turns."""
+        if type(function) is SingleTurn:
+            return
+        transcript: Transcript = ask.transcript
+        counts = {
+            "rollout/turns": len(transcript.turns),
+            "rollout/branches": transcript.branches,
+            "rollout/unused_turns": transcript.unused(samples),
+        }
+        add(self.answers, {name: (float(value), 1.0) for name, value in (counts | ask.metrics).items()})
+
+    async def _answer(
+        self, number: int, group: int, tokens: list[int], sampling: Sampling, policy: str, key: int
+    ) -> Response:
+        """One response, whole also where the engine aborts it: what came back stays, and a further request continues it. With
+        ``--partial-rollout`` it may continue under new weights; else a response comes from one version, and a request whose
+        weights changed starts again. All of them draw their random numbers from ``key``. Plugins see every request first."""
+        engine = self._engine(number, policy)
         parts: list[Response] = []
         fruitless = 0
         while fruitless < FRUITLESS:
             known = [token for part in parts for token in part.tokens]
-            rest = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(known))
-            response, request = await self._request(sample, [*tokens, *known], rest if known else sampling)
+            rest = (
+                dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(known))
+                if known
+                else sampling
+            )
+            request = Request([*tokens, *known], rest, key=key, group=group, extras=set(self.extras), policy=policy)
+            self.run.hooks.on("on_request", run=self.run, request=request)
+            response = await engine.generate(request)
+            check_response(self.run, request, response)
+            add(self.answers, {self._engine_metric(policy, n): (v, 1.0) for n, v in response.metrics.items()})
             if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
                 response.finish = "length"
             if response.finish == "abort" and not usable(response, request):
@@ -105,79 +203,23 @@ class Generator:
                 parts.clear()
                 fruitless += 1
             elif parts[-1].finish != "abort":
-                return self._recorded(record, tokens, parts, sampling.stop)
+                return joined(parts, sampling.stop, self.run.fields, self._decode)
             else:
                 fruitless = 0
         raise MilesError(
-            f"the engine aborted the request of sample {sample.index} {FRUITLESS} times in a row without a token to go on from; "
+            f"the engine aborted the request of sample {number} {FRUITLESS} times in a row without a token to continue from; "
             "look at its own log"
         )
 
-    async def _request(self, sample: Sample, tokens: list[int], sampling: Sampling) -> tuple[Response, Request]:
-        request = Request(tokens, sampling, key=sample.index, group=sample.group_index, extras=set(self.extras))
-        self.run.hooks.on("on_request", run=self.run, request=request)
-        response = await self.engine.generate(request)
-        add(self.answers, {name: (value, 1.0) for name, value in response.metrics.items()})
-        return response, request
+    def _engine(self, number: int, policy: str) -> Engine:
+        if policy not in self.engines:
+            raise DataError(
+                f"sample {number} asks the policy {policy!r}, and the policies of this run that generate are: {', '.join(self.engines)}"
+            )
+        return self.engines[policy]
 
-    def _recorded(self, record: Record, tokens: list[int], parts: list[Response], stop: tuple[str, ...]) -> Response:
-        """Keep every part for the sample; the whole response."""
-        so_far = list(tokens)
-        for part in parts:
-            record.add(so_far, part)
-            so_far += part.tokens
-        return joined(parts, stop, self.run.fields, self._decode)
+    def _engine_metric(self, policy: str, name: str) -> str:
+        return f"engine/{name}" if len(self.engines) == 1 else f"{policy}/engine/{name}"
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.run.tokenizer.decode(tokens, skip_special_tokens=True))
-
-    async def _single_turn(self, sample: Sample, record: Record) -> Sample:
-        prompt = list(sample.tokens)
-        response = await self.ask(sample, record, prompt, self.sampling)
-        sample.tokens = prompt + response.tokens
-        sample.response_length = len(response.tokens)
-        sample.response = response.text
-        return sample
-
-    async def _custom(self, sample: Sample, record: Record) -> list[Sample]:
-        assert self.custom is not None
-
-        failures: list[Exception] = []
-
-        async def ask(tokens: list[int], sampling_params: Any = None) -> Response:
-            try:
-                if isinstance(tokens, str):
-                    raise DataError("args.generate takes token ids, not text: args.tokenizer.encode(text)")
-                return await self.ask(sample, record, tokens, sampling_of(sampling_params, self.sampling))
-            except Exception as error:
-                failures.append(error)
-                raise
-
-        where = str(self.run.config.rollout.custom_generate_function_path)
-        try:
-            made = await self.custom(
-                Args(self.run.config.args, ask, self.run.tokenizer), sample, dataclasses.asdict(self.sampling)
-            )
-        except DataError as error:
-            raise DataError(f"{where}, on sample {sample.index}: {error}") from error
-        except Exception as error:
-            if any(error is each for each in failures):  # the engine's, and not the function's
-                raise
-            raise DataError(f"{where}, on sample {sample.index}: it raised {said(error)}") from error
-        vocabulary = int(self.run.plan.fact("model.vocab_size") or len(self.run.tokenizer))
-        samples = check_samples(made, sample.index, where, vocabulary)
-        for one in samples:
-            one.group_index = sample.group_index
-            one.rollout_id = sample.index
-        return samples
-
-
-def load_generate(spec: str) -> Callable[..., Any]:
-    """The function of ``--custom-generate-function-path``; ConfigError when it cannot be loaded or is not async."""
-    flag = "--custom-generate-function-path"
-    function = load_function(spec, flag=flag, default="generate", parameters=("args", "sample", "sampling_params"))
-    if not function.is_async:
-        raise ConfigError(
-            f"{flag} {spec}: {function.name} must be async (async def {function.name}(args, sample, sampling_params))"
-        )
-    return function

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
+from miles_core.data.prompt_source import PromptSource, Row
 from miles_core.data.sample import Sample
+from miles_core.errors import DataError
+
+#: Rows left out in succession until the run gives up.
+GIVE_UP = 1000
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,7 @@ class Prompt:
     label: Any
     metadata: dict[str, Any]
     group_index: int
+    policy: str = ""
 
     def samples(self, count: int) -> list[Sample]:
         """``count`` pending samples, numbered from ``group_index * count``."""
@@ -30,67 +37,90 @@ class Prompt:
                 metadata=copy.deepcopy(self.metadata),
                 group_index=self.group_index,
                 index=index,
+                policy=self.policy,
             )
             for index in self.indexes(count)
         ]
 
     def indexes(self, count: int) -> range:
-        """The running numbers of its ``count`` samples, which are the keys of their requests."""
+        """The running numbers of its ``count`` samples."""
         return range(self.group_index * count, (self.group_index + 1) * count)
 
     def to_json(self) -> dict[str, Any]:
         """Everything but its number."""
-        return {"text": self.text, "tokens": list(self.tokens), "label": self.label, "metadata": self.metadata}
+        data = {"text": self.text, "tokens": list(self.tokens), "label": self.label, "metadata": self.metadata}
+        return data | ({"policy": self.policy} if self.policy else {})
 
     @classmethod
     def from_json(cls, data: dict[str, Any], group_index: int = -1) -> Prompt:
         """Inverse of ``to_json``, under this number."""
-        return cls(data["text"], tuple(data["tokens"]), data["label"], data["metadata"], group_index)
-
-
-class Source(Protocol):
-    """Rows of a prompt file in order, epoch after epoch; ``miles_core.data.prompts.Prompts`` is one."""
-
-    def next(self, n: int) -> list[Any]: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
+        tokens, policy = tuple(data["tokens"]), data.get("policy", "")
+        return cls(data["text"], tokens, data["label"], data["metadata"], group_index, policy)
 
 
 class PromptQueue:
     """Numbers prompts, and remembers each until it is used or given back.
 
     Args:
-        source: rows with ``prompt``, ``label`` and ``metadata``.
-        render: prompt -> token ids.
+        source: where rows come from.
+        render: row -> token ids, or None to leave the row out.
+        kind: name of the source (``--prompts``); a state of another one is refused.
 
     Attributes:
         waiting: given back; handed out again first.
         out: handed out, by number: neither used nor given back yet.
+        left_out: rows that ``render`` left out.
     """
 
-    def __init__(self, source: Source, render: Callable[[Any], list[int]]) -> None:
-        self.source, self.render = source, render
-        self.waiting: list[Prompt] = []
+    def __init__(self, source: PromptSource, render: Callable[[Row], list[int] | None], kind: str = "file") -> None:
+        self.source, self.render, self.kind = source, render, kind
+        self.waiting: deque[Prompt] = deque()
         self.out: dict[int, Prompt] = {}
         self.next_group = 0
+        self.left_out = 0
+        self._left_out_since = 0
 
     def next(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts, returned ones first; each gets a new group number."""
-        again, self.waiting = self.waiting[:count], self.waiting[count:]
-        made = [Prompt(p.text, p.tokens, p.label, p.metadata, self._number()) for p in again]
-        for row in self.source.next(count - len(again)):
-            made.append(
-                Prompt(row.prompt, tuple(self.render(row.prompt)), row.label, dict(row.metadata), self._number())
-            )
+        again = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
+        made = [replace(prompt, group_index=self._number()) for prompt in again]
+        while len(made) < count:
+            made += self._rendered(count - len(made))
         self.out |= {p.group_index: p for p in made}
+        return made
+
+    def _rendered(self, count: int) -> list[Prompt]:
+        """Prompts of the next ``count`` rows, fewer where rows are left out.
+
+        Raises:
+            DataError: the source returned no rows, or a thousand rows in a row were left out.
+        """
+        rows = self.source.next(count)
+        if not isinstance(rows, list) or len(rows) != count or not all(isinstance(row, Row) for row in rows):
+            raise DataError(
+                f"the prompt source {type(self.source).__name__} was asked for {count} rows and returned {rows!r:.80}; next(n) returns "
+                "a list of n miles_core.Row"
+            )
+        made = []
+        for row in rows:
+            tokens = self.render(row)
+            if tokens is not None:
+                prompt = Prompt(row.prompt, tuple(tokens), row.label, dict(row.metadata), self._number(), row.policy)
+                made.append(prompt)
+                self._left_out_since = 0
+                continue
+            self.left_out += 1
+            self._left_out_since += 1
+            if self._left_out_since >= GIVE_UP:
+                raise DataError(
+                    f"the last {GIVE_UP} prompts of the source are all longer than --rollout-max-prompt-len; raise it, or correct the source"
+                )
         return made
 
     def put_back(self, prompts: list[Prompt]) -> None:
         """Generate these first next time."""
         self.used(prompts)
-        self.waiting = prompts + self.waiting
+        self.waiting.extendleft(reversed(prompts))
 
     def used(self, prompts: Iterable[Prompt]) -> None:
         """These are done with: trained on, or refused by a filter."""
@@ -102,13 +132,22 @@ class PromptQueue:
         numbers in ``held``, whose samples are kept elsewhere."""
         out = [prompt for number, prompt in sorted(self.out.items()) if number not in held]
         waiting = [prompt.to_json() for prompt in (*out, *self.waiting)]
-        return {"source": self.source.state(), "next_group": self.next_group, "waiting": waiting}
+        return {"kind": self.kind, "source": self.source.state(), "next_group": self.next_group, "waiting": waiting}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Inverse of ``state``."""
+        """Inverse of ``state``.
+
+        Raises:
+            DataError: the state is of another source.
+        """
+        if (kind := state.get("kind", self.kind)) != self.kind:
+            raise DataError(
+                f"cannot resume: the prompts came from --prompts {kind} when the checkpoint was saved, and come from {self.kind} now; give "
+                "the same source, or start a new run from the saved weights"
+            )
         self.source.load_state(state["source"])
         self.next_group = state["next_group"]
-        self.waiting = [Prompt.from_json(prompt) for prompt in state["waiting"]]
+        self.waiting = deque(Prompt.from_json(prompt) for prompt in state["waiting"])
         self.out = {}
 
     def _number(self) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_core.config.config import Config
-from miles_core.data.prompts import Prompts, Row
+from miles_core.data.prompt_source import Row
+from miles_core.data.prompts import Prompts
 from miles_core.data.template import PromptTemplate
 from miles_core.errors import ConfigError, DataError, MilesError
 
@@ -39,6 +40,9 @@ class Limits:
 
 NO_LIMITS = Limits()
 
+#: The prompt source of core: ``--prompts file``.
+FILE = "file"
+
 
 def encoded(render: PromptTemplate, row: Row, limits: Limits) -> list[int]:
     """Token ids of a row's prompt.
@@ -62,7 +66,25 @@ def encoded(render: PromptTemplate, row: Row, limits: Limits) -> list[int]:
     return tokens
 
 
-def open_prompts(config: Config, paths: Any, flag: str) -> Prompts:
+def fitting(render: PromptTemplate, row: Row, config: Config, limits: Limits) -> list[int] | None:
+    """Token ids of a row's prompt; None where they are more than ``--rollout-max-prompt-len``.
+
+    Raises:
+        DataError: see ``encoded``; no token of a response fits after it.
+    """
+    tokens = encoded(render, row, limits)
+    longest = config.rollout.max_prompt_len
+    if longest is not None and len(tokens) > longest:
+        return None
+    if limits.context is not None and len(tokens) >= limits.context:
+        raise DataError(
+            f"{row.place}: the prompt of {len(tokens)} tokens leaves no room for a response within {limits.context} tokens "
+            f"({limits.origin}); shorten it, or leave such prompts out with --rollout-max-prompt-len"
+        )
+    return tokens
+
+
+def open_prompts(config: Config, paths: Any, flag: str, shuffle: bool = False) -> Prompts:
     """The rows of ``paths``, keys and values checked; ``flag`` is what names them, for messages."""
     data = config.data
     if not paths:
@@ -72,7 +94,7 @@ def open_prompts(config: Config, paths: Any, flag: str) -> Prompts:
         input_key=data.input_key,
         label_key=data.label_key,
         metadata_key=data.metadata_key,
-        shuffle=data.shuffle,
+        shuffle=shuffle,
         seed=config.train.seed,
     )
 

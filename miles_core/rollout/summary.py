@@ -18,8 +18,30 @@ if TYPE_CHECKING:
 
 def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
     """Rewards, lengths and endings. ``reward/all_equal`` is the fraction of groups without a learning signal,
-    ``reward/part/NAME`` the mean of an entry of rewards that are dicts."""
+    ``reward/part/NAME`` the mean of an entry of rewards that are dicts. With several policies in the groups there are also
+    ``POLICY/reward/...`` and ``POLICY/rollout/...``."""
     samples = [s for group in groups for s in group]
+    found = _metrics(run, groups, samples)
+    for policy, own in by_policy(run, samples).items():
+        theirs = [[s for s in group if policy_of(run, s) == policy] for group in groups]
+        found |= {f"{policy}/{k}": v for k, v in _metrics(run, [g for g in theirs if g], own).items()}
+    return found
+
+
+def policy_of(run: Run, sample: Sample) -> str:
+    """Name of the policy that generated a sample."""
+    return sample.policy or run.policy.name
+
+
+def by_policy(run: Run, samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """The samples of each policy; nothing in a run of one policy, or where all samples are of one."""
+    found: dict[str, list[Sample]] = {}
+    for sample in samples if len(run.policies) > 1 else ():
+        found.setdefault(policy_of(run, sample), []).append(sample)
+    return found if len(found) > 1 else {}
+
+
+def _metrics(run: Run, groups: list[Group], samples: list[Sample]) -> dict[str, float]:
     key = run.config.reward.reward_key
     rewards = [s.reward_value(key) for s in samples]
     lengths = [s.response_length for s in samples]

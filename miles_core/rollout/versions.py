@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from miles_core.data.sample import Sample
+from miles_core.rollout.summary import by_policy
+
+if TYPE_CHECKING:
+    from miles_core.contracts.run import Run
 
 
 def trained_versions(sample: Sample) -> np.ndarray:
@@ -39,13 +44,24 @@ def mask_older(sample: Sample) -> None:
         sample.rollout_log_probs = [0.0] * first + list(log_probs[first:])
 
 
-def staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    """Of the samples that are trained on while ``version`` is the newest: mean and largest age in versions, and the
-    fraction of tokens that older weights generated."""
-    ages = [age(sample, version) for sample in samples]
-    versions = np.concatenate([np.zeros(0, np.int64), *map(trained_versions, samples)])
-    return {
+def current_version(run: Run, sample: Sample) -> int:
+    """The version that the sample's policy serves now."""
+    named = sample.policy or run.policy.name
+    return next((policy.version for policy in run.policies if policy.name == named), run.policy.version)
+
+
+def staleness(run: Run, samples: Sequence[Sample]) -> dict[str, float]:
+    """Of the samples that the policies train on now: mean and largest age in versions, and the fraction of tokens that older weights
+    generated; with several policies also for each of them."""
+    newest = [current_version(run, sample) for sample in samples]
+    ages = [age(sample, version) for sample, version in zip(samples, newest, strict=True)]
+    stale = [trained_versions(sample) < version for sample, version in zip(samples, newest, strict=True)]
+    tokens = np.concatenate([np.zeros(0, bool), *stale])
+    found = {
         "rollout/staleness_mean": statistics.fmean(ages),
         "rollout/staleness_max": float(max(ages)),
-        "rollout/stale_tokens": float((versions < version).mean()) if len(versions) else 0.0,
+        "rollout/stale_tokens": float(tokens.mean()) if len(tokens) else 0.0,
     }
+    for policy, own in by_policy(run, samples).items():
+        found |= {f"{policy}/{name}": value for name, value in staleness(run, own).items()}
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -63,7 +62,9 @@ class RunCheckpoints:
                 self._mark()
             elif not intact or self._trained != [policy.trained for policy in run.policies]:
                 log.warning(
-                    "step %d was trained in part and is lost, and with it what no checkpoint holds", run.step + 1
+                    "step %d was under way, and the weights are no longer those of step %d: what no checkpoint holds is lost",
+                    run.step + 1,
+                    self._step,
                 )
                 return
             if self.saved_step != run.step and (run.step > 0 or run.config.sft.data):
@@ -79,12 +80,15 @@ class RunCheckpoints:
         """Write what a finished or interrupted run leaves behind."""
         if self.saved_step != self.run.step:
             await self.save()
-        if self.run.config.run.export_hf:
-            await self.parts[0].learner.export(Path(self.run.config.run.export_hf))
+        if target := self.run.config.run.export_hf:
+            for each in self.parts:
+                if each.policy.role == "train":
+                    alone = self.run.alone(each.policy)
+                    await each.learner.export(Path(target) if alone else Path(target) / each.policy.name)
 
     async def save(self) -> None:
         """Write the checkpoint of the last completed step."""
-        run, plan = self.run, json.loads(self.run.plan.to_json())
+        run, plan = self.run, self.run.plan.record()
         with run.clock.phase("save"), self.directories.save(run.step, plan) as directory:
             for each in self.parts:
                 await each.learner.save(directory / each.policy.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -14,17 +13,12 @@ from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.checkpoint.placed import gathering, taken
 from miles_core.config.config import Config
 from miles_core.contracts.run import Run
-from miles_core.convert.encode import to_format
-from miles_core.convert.json_files import quantization_block
 from miles_core.errors import CheckpointError, ConfigError, PlanError
-from miles_core.plugin.activate import SIDES, provider
+from miles_core.plugin.activate import provider
 from miles_core.plugin.discovery import Catalogue
-from miles_core.plugin.load import import_target
+from miles_core.plugin.load import accepted, import_target
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
-from miles_core.precision.installed import format_class
-from miles_core.precision.options import codec_for
-from miles_core.precision.schedule import PLAIN
 from miles_core.run.directory import refuse_to_overwrite, refuse_unwritable, run_directory
 from miles_core.run.inputs import Inputs
 from miles_core.run.make import make_run
@@ -72,7 +66,7 @@ def check_start(config: Config, plan: Plan, manifests: Mapping[str, Plugin], wei
         refuse_unwritable(f"--save {run_directory(config)}", run_directory(config))
     with problems():
         if config.run.load is not None:
-            locate_checkpoint(config.run.load, json.loads(plan.to_json()))
+            locate_checkpoint(config.run.load, plan.record())
     run, _ = checked(config, plan, manifests, run_directory(config), problems, weights)
     return run
 
@@ -125,7 +119,7 @@ def _inputs(config: Config, problems: Problems) -> Inputs:
                     f"--load {load}: it holds no config.yaml, so it is no run directory, or a part of one; give the directory that a run "
                     "was saved in, or all flags of that run"
                 )
-            if value is None:
+            if value is None and (config.data.prompts == "file" or flag != "--prompt-data FILE"):
                 raise ConfigError(f"miles train needs {flag}; miles demo makes a small model and prompts of its own")
     with problems():
         _check_export(config)
@@ -139,8 +133,7 @@ def _inputs(config: Config, problems: Problems) -> Inputs:
 
 
 def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin], weights: bool) -> None:
-    """What the headers of the weights say: all are there, whoever builds the model can fill it with them, and the formats of the plan
-    can store them.
+    """Check the headers of the weights: all are there, and every plugin with an ``examine`` function accepts them.
 
     Args:
         weights: they must be there.
@@ -149,18 +142,11 @@ def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin], wei
         CheckpointError, ConfigError: they are not, or they cannot.
     """
     _check_weights(config, plan)
-    for builder in _builders(plan, manifests):
-        if builder.examine:
-            import_target(builder.name, builder.examine)(config, weights)
-    directory = Path(config.model.hf_checkpoint or "")
-    if not config.model.hf_checkpoint or not any(directory.glob("*.safetensors")):
-        return
-    files = CheckpointFiles(directory, "--hf-checkpoint")
-    if quantization_block(directory, files.config) is not None:
-        return  # stored in a format: whoever reads it says what is wrong
-    for name in dict.fromkeys(plan.fact(side) for side in SIDES):
-        if name is not None and name != PLAIN:
-            to_format(files, codec_for(format_class(name, manifests), config, str(directory)))
+    standard = [plugin for plugin in manifests.values() if plugin.standard]
+    for plugin in [*_builders(plan, manifests), *standard]:
+        if plugin.examine:
+            examine = import_target(plugin.name, plugin.examine)
+            examine(**accepted(examine, {"config": config, "weights": weights, "manifests": manifests}))
 
 
 def _builders(plan: Plan, manifests: Mapping[str, Plugin]) -> list[Plugin]:

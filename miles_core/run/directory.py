@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -47,17 +48,19 @@ def claimed(config: Config) -> Iterator[Path]:
         ConfigError: another process writes there, another run is there, or the directory cannot be made.
     """
     directory = run_directory(config)
+    refuse_links(directory)  # first: reading a named pipe would wait for ever
     refuse_to_overwrite(config)
     made = [p for p in (directory, *directory.parents) if not p.exists()]
     locked_before = (directory / LOCK).exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
         _remove(made)
         raise ConfigError(f"--save {directory}: the directory cannot be made or written ({error.strerror})") from error
     try:
         _lock(descriptor, directory)
+        refuse_links(directory)  # again, now that no other run writes
         refuse_to_overwrite(config)  # again, now that nobody else writes
         Checkpoints(directory / "checkpoints").recover()
         yield directory
@@ -68,6 +71,33 @@ def claimed(config: Config) -> Iterator[Path]:
         raise
     finally:
         os.close(descriptor)
+
+
+def refuse_links(directory: Path) -> None:
+    """Refuse a run directory that holds anything but files and directories of its own, at any depth.
+
+    Through a symbolic link, or a second name of a file, a run would write over files elsewhere. The directory itself may be a link.
+
+    Raises:
+        ConfigError: names the first such entry.
+    """
+    for root, directories, files in os.walk(directory):
+        for name in (*directories, *files):
+            entry = Path(root) / name
+            found = entry.lstat()
+            if stat.S_ISLNK(found.st_mode):
+                if entry.resolve().is_relative_to(directory.resolve()):  # such as "latest" of a metrics service
+                    continue
+                what = f"is a symbolic link to {os.readlink(entry)}"
+            elif stat.S_ISREG(found.st_mode) and found.st_nlink > 1 and Path(root) == directory:
+                what = "is a hard link: the file has another name elsewhere"
+            elif not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+                what = "is neither a file nor a directory"
+            else:
+                continue
+            raise ConfigError(
+                f"--save {directory}: {entry} {what}; a run writes no such entry: remove it, or choose another directory"
+            )
 
 
 def _lock(descriptor: int, directory: Path) -> None:

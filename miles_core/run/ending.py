@@ -10,11 +10,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from miles_core.checkpoint.directory import Checkpoints
+from miles_core.checkpoint.directory import Checkpoints, checkpoint_step
 from miles_core.contracts.run import Run
-from miles_core.observe.report import ENDING
+from miles_core.redact import redact
 
 log = logging.getLogger(__name__)
+
+#: The file of a run directory that says how the run ended.
+ENDING = "ending.json"
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,11 @@ class Ending:
 
     def lines(self) -> list[str]:
         """The last lines of a run: where everything is, and the command that goes on."""
-        held = self.checkpoint or "none: no step was completed, so the same command starts again"
+        saved = checkpoint_step(Path(self.checkpoint)) if self.checkpoint else 0
+        held = self.checkpoint or "none: the same command starts again"
+        if self.step > saved:
+            steps = f"step {self.step}" if self.step == saved + 1 else f"steps {saved + 1} to {self.step}"
+            held += f"; {steps} could not be saved"
         lines = [f"{self.why}; {self.step} of {self.of} steps are complete", f"checkpoint: {held}"]
         lines += [f"export: {self.export}"] if self.export else []
         directory = shlex.quote(self.directory)
@@ -58,9 +65,9 @@ def ending(run: Run, signal: str | None = None, error: BaseException | None = No
         why = f"stopped by {signal}"
     checkpoints = Checkpoints(run.directory / "checkpoints")
     last, target = checkpoints.latest(), run.config.run.export_hf
-    exported = target is not None and (Path(target) / "config.json").is_file()
+    exported = target is not None and any(Path(target).glob("**/config.json"))
     found = Ending(
-        why=" ".join(why.split()),
+        why=redact(" ".join(why.split())),
         step=run.step,
         of=run.config.rollout.num_rollout,
         directory=str(run.directory),

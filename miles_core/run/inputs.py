@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Literal
 
 from miles_core.config.config import Config
 from miles_core.contracts.engine import Sampling
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Schedule
-from miles_core.data.prompts import Prompts, Row
+from miles_core.data.prompt_source import PromptSource, Row
+from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
-from miles_core.errors import ConfigError, DataError
+from miles_core.errors import ConfigError, DataError, PluginError
 from miles_core.observe.progress import Progress
 from miles_core.plugin.chain import compose
+from miles_core.reward.custom import is_async
 from miles_core.reward.reward import LABELLED, RM_TYPES, RewardFunction, make_reward, score
 from miles_core.reward.rules import labels_of
 from miles_core.rollout.collect import Collector, Pairs, Score
+from miles_core.rollout.custom_generate import CustomGenerate, load_generate
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import GroupFilter, load_filter
-from miles_core.rollout.generate import Generate, Generator, load_generate
+from miles_core.rollout.function import TURN, RolloutFunction, check_roles, rollout_function
+from miles_core.rollout.generate import Functions, Generate, Generator
 from miles_core.rollout.queue import PromptQueue
 from miles_core.rollout.sampling import evaluation_sampling, training_sampling
-from miles_core.rollout.source import Limits, examine, open_prompts
+from miles_core.rollout.source import FILE, Limits, examine, fitting, open_prompts
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
 from miles_core.run.problems import Problems
@@ -32,49 +36,67 @@ from miles_core.run.warm_start import open_pairs, supervised_samples
 
 
 class Inputs:
-    """Prompts, held-out prompts, pairs of the warm start, and the user's functions.
+    """Prompts, held-out prompts, pairs of the warm start, rewards and rollout functions.
 
-    Making it opens the files and loads the functions; ``check`` looks at every row with the run's tokenizer. Rewards that a plugin
-    provides are made later, when the run has begun.
+    Creating it opens the files and loads the functions; ``check`` looks at every row with the run's tokenizer. What plugins provide
+    is made later, by ``make``, when the run has begun.
 
     Args:
         config: of the run.
-        problems: takes what is wrong, so that all of it is told together.
+        problems: takes what is wrong, so that all of it is reported together.
     """
 
     def __init__(self, config: Config, problems: Problems) -> None:
         options, rollout = config.reward, config.rollout
-        self.prompts: Prompts | None = None
-        self.held_out: dict[str, Prompts] = {}
+        self.prompts: PromptSource | None = None
+        self.held_out: dict[str, PromptSource] = {}
         self.pairs: Prompts | None = None
         self.supervised: list[Sample] = []
         self.reward: RewardFunction | None = None
+        self.functions: Functions | None = None
         self.generate: Callable[..., Any] | None = None
         self.accept: GroupFilter | None = None
-        if config.data.prompt_data:
+        self.limits = Limits()
+        self._starts: dict[int, dict[str, Any]] = {}
+        self._names: list[str] = []
+        self._elsewhere: list[tuple[str, str, str]] = []  # (data set, source, what it receives) of plugins' sources
+        if config.data.prompts == FILE and config.data.prompt_data:
             with problems():
-                self.prompts = open_prompts(config, config.data.prompt_data, "--prompt-data")
-                self._first = self.prompts.state()
-        for entry in config.evaluation.prompt_data:
-            with problems():
-                name, _, path = entry.rpartition("=")
-                if name in self.held_out:
-                    raise ConfigError(
-                        f"--eval-prompt-data {entry}: two data sets have the name {name!r}; write NAME=FILE"
-                    )
-                self.held_out[name] = open_prompts(config, path, "--eval-prompt-data")
+                self.prompts = open_prompts(config, config.data.prompt_data, "--prompt-data", config.data.shuffle)
+        with problems():
+            self._open_held_out(config)
         if config.sft.data and config.run.load is None:
             with problems():
                 self.pairs = open_pairs(config)
         with problems():
             if options.rm_type is None or options.rm_type in RM_TYPES or options.custom_rm_path is not None:
-                self.reward = make_reward(options.rm_type, options.custom_rm_path, options.rm_url)
+                self.reward = make_reward(options.rm_type, options.custom_rm_path, options.rm_url, options.concurrency)
         with problems():
             turns = rollout.custom_generate_function_path
             self.generate = load_generate(turns) if turns else None
         with problems():
             keep = rollout.dynamic_sampling_filter_path
             self.accept = load_filter(keep) if keep else None
+
+    def _open_held_out(self, config: Config) -> None:
+        """Open the files of ``--eval-prompt-data``; note the data sets that plugins' sources make."""
+        options = config.evaluation
+        sources = options.prompts or (FILE,)
+        sources = sources * len(options.prompt_data) if len(sources) == 1 else sources
+        if len(sources) != len(options.prompt_data):
+            raise ConfigError(
+                f"--eval-prompts {','.join(sources)} names {len(sources)} sources for the {len(options.prompt_data)} data sets of "
+                "--eval-prompt-data; give one name for all, or one for each"
+            )
+        for entry, source in zip(options.prompt_data, sources, strict=True):
+            name, _, data = entry.rpartition("=")
+            if name in self._names:
+                raise ConfigError(f"--eval-prompt-data {entry}: two data sets have the name {name!r}; write NAME=FILE")
+            self._names.append(name)
+            if source == FILE:
+                self.held_out[name] = open_prompts(config, data, "--eval-prompt-data")
+            else:
+                self._elsewhere.append((name, source, data))
 
     def check(self, run: Run, problems: Problems) -> None:
         """Render every prompt and pair: none may be refused, too long, or in tokens that the model does not have."""
@@ -88,8 +110,10 @@ class Inputs:
                     f"{run.tokenizer.eos_token_id}, and the model knows {limits.vocabulary} (vocab_size in its config.json), so no "
                     "response could end: tokenizer and model do not belong together"
                 )
-        # A generate function may set labels of its own.
-        label = None if config.reward.rm_type not in LABELLED or self.generate is not None else _check_label
+        self.limits = limits
+        # A rollout function or a prompt source may set labels of its own.
+        own = self.generate is not None or config.rollout.generate != TURN or config.data.prompts != FILE
+        label = None if config.reward.rm_type not in LABELLED or own else _check_label
         with problems():
             if label is not None and config.data.label_key is None:
                 raise ConfigError(f"--rm-type {config.reward.rm_type} compares with a label: give --label-key COLUMN")
@@ -97,68 +121,119 @@ class Inputs:
         sets = [("--prompt-data", self.prompts), *(("--eval-prompt-data", rows) for rows in self.held_out.values())]
         for flag, rows in sets:
             with problems():
-                if rows is not None:
+                if isinstance(rows, Prompts):
                     examine(rows, run.render, config, limits, flag, label)
         with problems():
             if self.pairs is not None:
                 self.supervised = supervised_samples(run, self.pairs, limits)
 
-    def make_reward(self, run: Run) -> None:
-        """Make the reward that a plugin provides; it may count on ``on_start``."""
-        name = run.config.reward.rm_type
+    def make(self, run: Run) -> None:
+        """Make the reward, prompt sources and rollout functions that plugins provide; they may count on ``on_start``.
+
+        Raises:
+            ConfigError: a source or a rollout function does not fit the run.
+            PluginError: no active plugin provides it, or the provider returned something else.
+        """
+        options = run.config
+        name = options.reward.rm_type
         if name is not None and name in run.hooks.provided("reward"):
             made = run.hooks.make("reward", name, run=run)
-            self.reward = RewardFunction(made, name, f"--rm-type {name}", "async")
+            how: Literal["async", "thread"] = "async" if is_async(made) else "thread"
+            self.reward = RewardFunction(made, name, f"--rm-type {name}", how, options.reward.concurrency)
+        if options.data.prompts != FILE:
+            self.prompts = _source(run, options.data.prompts, options.data.prompt_data or "", "train")
+        for data_set, source, data in self._elsewhere:
+            self.held_out[data_set] = made = _source(run, source, data, "evaluation")
+            if not made.length:
+                raise ConfigError(
+                    f"--eval-prompts {source}: the data set {data_set or data!r} has the length {made.length}; evaluation needs a source "
+                    "with an end"
+                )
+        self.held_out = {name: self.held_out[name] for name in self._names}
+        self.functions = _functions(run, self.generate)
 
     @asynccontextmanager
     async def scheduled(
         self, run: Run, log: RunLog, parts: list[PolicyParts]
     ) -> AsyncIterator[tuple[Schedule, Evaluation]]:
-        """Who says when samples are generated and when held-out prompts are scored; both are stopped in every case."""
-        schedule: Schedule = run.hooks.make(
-            "schedule", run.config.run.schedule, run=run, collector=self._collector(run, log, parts), parts=parts
-        )
-        evaluator = self._evaluator(run, None if schedule.beside else log.progress, parts)
-        evaluation = Evaluation(run, log, evaluator, schedule.beside)
-        try:
+        """Start prompt sources and rollout functions, and make what decides when samples are generated and when held-out prompts are
+        scored; everything is stopped in every case."""
+        assert self.prompts is not None and self.functions is not None  # checked, or made
+        async with AsyncExitStack() as stack:
+            sources = [self.prompts, *self.held_out.values()]
+            lasting: list[PromptSource | RolloutFunction] = [*sources, *self.functions.by_name.values()]
+            for each in lasting:
+                stack.push_async_callback(each.stop)
+                await each.start()
+            for i, source in enumerate(sources):  # a run that lost its work and has no checkpoint begins again
+                source.load_state(self._starts.setdefault(i, source.state()))
+            schedule: Schedule = run.hooks.make(
+                "schedule", run.config.run.schedule, run=run, collector=self._collector(run, log, parts), parts=parts
+            )
+            stack.push_async_callback(schedule.close)
+            evaluator = self._evaluator(run, None if schedule.beside else log.progress, parts)
+            evaluation = Evaluation(run, log, evaluator, schedule.beside)
+            stack.push_async_callback(evaluation.close)
             yield schedule, evaluation
-        finally:
-            await evaluation.close()
-            await schedule.close()
 
     def _collector(self, run: Run, log: RunLog, parts: list[PolicyParts]) -> Collector:
-        assert self.prompts is not None  # checked
+        assert self.prompts is not None  # checked, or made
         answers: Pairs = {}
-        generate, score = self._generation(run, parts, training_sampling(run.config), answers)
-
-        async def abort(keys: Collection[int]) -> None:
-            for each in parts:
-                await each.engine.abort(keys)
-
-        self.prompts.load_state(self._first)  # a run that lost its work and has no checkpoint begins again
-        queue = PromptQueue(self.prompts, run.render)
-        return Collector(run, queue, generate, score, abort, log.progress, self.accept, answers)
+        generator = self._generator(run, parts, training_sampling(run.config), answers)
+        queue = PromptQueue(self.prompts, self._render(run), run.config.data.prompts)
+        return Collector(
+            run, queue, chained(run, generator), self._score(run), generator.abort, log.progress, self.accept, answers
+        )
 
     def _evaluator(self, run: Run, progress: Progress | None, parts: list[PolicyParts]) -> Evaluator | None:
         if not self.held_out:
             return None
-        return Evaluator(run, self.held_out, *self._generation(run, parts, evaluation_sampling(run.config)), progress)
+        generator = self._generator(run, parts, evaluation_sampling(run.config))
+        return Evaluator(run, self.held_out, self._render(run), chained(run, generator), self._score(run), progress)
 
-    def _generation(
+    def _render(self, run: Run) -> Callable[[Row], list[int] | None]:
+        return lambda row: fitting(run.render, row, run.config, self.limits)
+
+    def _generator(
         self, run: Run, parts: list[PolicyParts], sampling: Sampling, answers: Pairs | None = None
-    ) -> tuple[Generate, Score]:
-        generate = compose(
-            Generator(run, parts[0].engine, sampling, self.generate, answers),
-            run.hooks.chain("wrap_generate", run=run),
-        )
+    ) -> Generator:
+        assert self.functions is not None  # made
+        engines = {each.policy.name: each.engine for each in parts if each.engine is not None}
+        return Generator(run, engines, sampling, self.functions, answers)
 
+    def _score(self, run: Run) -> Score:
         reward = self.reward
         assert reward is not None  # checked, or made
 
         async def score_all(samples: list[Sample]) -> None:
             await score(samples, reward, run.config.args)
 
-        return generate, score_all
+        return score_all
+
+
+def chained(run: Run, generator: Generator) -> Generate:
+    """A generator with the plugins' ``wrap_generate`` around it."""
+    return generator.release_keys(compose(generator, run.hooks.chain("wrap_generate", run=run)))
+
+
+def _source(run: Run, name: str, data: str, purpose: str) -> PromptSource:
+    made = run.hooks.make("prompts", name, run=run, data=data, purpose=purpose)
+    if not isinstance(made, PromptSource):
+        raise PluginError(f"--prompts {name}: its provider returned {made!r:.80}; return a miles_core.PromptSource")
+    return made
+
+
+def _functions(run: Run, custom: Callable[..., Any] | None) -> Functions:
+    """The rollout functions of a run, checked against the chat template."""
+    options = run.config.rollout
+    named = options.custom_generate_function_path
+    wanted = run.hooks.provided("generate") if options.generate_key else (options.generate,)
+    made = {name: rollout_function(run.hooks.make("generate", name, run=run), name) for name in wanted}
+    if custom is not None:
+        made[str(named)] = CustomGenerate(custom, run.config.args)
+    for name, function in made.items():
+        check_roles(run, name, function)
+    return Functions(str(named) if custom is not None else options.generate, made, options.generate_key or "")
 
 
 def _check_label(row: Row) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from miles_core.config.config import Config
+from miles_core.config.policies import CHECKPOINT, GENERATES, ROLE
 from miles_core.contracts.hooks import load_hooks
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
@@ -37,8 +38,25 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
         directory=directory,
         tokenizer=tokenizer,
         render=PromptTemplate(tokenizer, config.data.apply_chat_template),
-        policies=[Policy(hf_checkpoint=config.model.hf_checkpoint or "")],
+        policies=policies_of(config),
     )
+
+
+def policies_of(config: Config) -> list[Policy]:
+    """The policies that a configuration names, or the one of a run that names none."""
+    start = config.model.hf_checkpoint or ""
+    if not config.policies:
+        return [Policy(hf_checkpoint=start)]
+    return [
+        Policy(
+            hf_checkpoint=own.get(CHECKPOINT) or start,
+            name=name,
+            role=own.get(ROLE, "train"),
+            generates=own.get(GENERATES),
+            options={path: item for path, item in own.items() if path not in (ROLE, GENERATES, CHECKPOINT)},
+        )
+        for name, own in config.policies.items()
+    ]
 
 
 def make_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, start: int | None) -> RunLog:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from miles_core.contracts.policy import check_policies
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.observe.hints import for_error
 from miles_core.plugin.hint import Hint
+from miles_core.plugin.load import compose
 from miles_core.rollout.collect import Interrupted
-from miles_core.run.colocated import colocated
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: Seconds between two looks whether the user asked to stop.
 LOOK = 0.2
@@ -32,7 +33,7 @@ def told(run: Run, hints: Iterable[Hint]) -> Iterator[None]:
         check_policies(run.policies)
         yield
     except Interrupted:
-        log.info("stopped before the first step: nothing was trained that could be kept")
+        log.info("stopped while the run was built: steps that no checkpoint holds are not kept")
     except BaseException as caught:
         error = caught
         if hint := for_error(caught, hints):
@@ -61,7 +62,8 @@ async def built(run: Run, runtime: Runtime | None = None) -> AsyncIterator[list[
     asks to stop before they are there."""
     runtime = runtime or runtime_of(run)
     try:
-        parts = [colocated(run, await _unless_stopped(run, runtime.build(policy))) for policy in run.policies]
+        parts = [await unless_stopped(run, runtime.build(policy)) for policy in run.policies]
+        wrap_learn(run, parts)
         settle()
         yield parts
     finally:
@@ -69,7 +71,16 @@ async def built(run: Run, runtime: Runtime | None = None) -> AsyncIterator[list[
         await runtime.close()
 
 
-async def _unless_stopped(run: Run, building: Coroutine[Any, Any, PolicyParts]) -> PolicyParts:
+def wrap_learn(run: Run, parts: Sequence[PolicyParts]) -> None:
+    """Put what plugins wrap around ``learn`` into the parts of each policy that trains."""
+    handles = {each.policy.name: each.learner for each in parts}
+    for each in parts:
+        if each.policy.role == "train":
+            chain = run.hooks.chain("wrap_learn", run=run, policy=each.policy, handles=handles)
+            each.learn = compose(each.learner.learn, chain)
+
+
+async def unless_stopped(run: Run, building: Coroutine[Any, Any, T]) -> T:
     """What is built; Interrupted when the user asks to stop, as an engine may take minutes to come up."""
     task = asyncio.ensure_future(building)
     try:

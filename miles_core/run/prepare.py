@@ -5,6 +5,7 @@ Also what a worker does with the plan it receives: the same catalogue, its own f
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
@@ -12,14 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from miles_core.config import value
+from miles_core.config.policies import CHECKPOINT, PREFIX
 from miles_core.config.rules import broken
 from miles_core.data import hub
 from miles_core.errors import ConfigError
 from miles_core.plugin import worker
 from miles_core.plugin.activate import BACKENDS, ENVIRONMENT, SIDES, provider
+from miles_core.plugin.conflicts import BASE
 from miles_core.plugin.detect import gpu_facts, model_facts, override
 from miles_core.plugin.discovery import Catalogue, discover
 from miles_core.plugin.facts import Fact, Facts, State, defined_facts
+from miles_core.plugin.installed import package_facts
 from miles_core.plugin.plan import Plan, plain
 from miles_core.plugin.resolve import resolve
 from miles_core.version import __version__
@@ -54,7 +58,24 @@ def facts_for(config: Config, given: Sequence[str] = ()) -> Facts:
     """
     facts = [*gpu_facts(), *model_facts(config.model.hf_checkpoint), *config.facts(), *_environment_facts(config)]
     facts += [f for m in config.schema.manifests.values() for f in defined_facts(m)]
-    return override(Facts(facts), given)
+    for name, own in config.policies.items():
+        if (start := own.get(CHECKPOINT)) and start != config.model.hf_checkpoint:
+            facts += [dataclasses.replace(f, name=f"{PREFIX}{name}.{f.name}") for f in model_facts(start)]
+    manifests = list(config.schema.manifests.values())
+    found = override(Facts([*facts, *package_facts(manifests, elsewhere=False)]), given)
+    assumed = package_facts(manifests, elsewhere=True) if found.elsewhere else ()
+    found = found.having(fact for fact in assumed if not found[fact.name].chosen)
+    return found.having(_base_precisions(found))
+
+
+def _base_precisions(facts: Facts) -> Iterator[Fact]:
+    """The precisions that nobody chose, with what they are on a machine without a GPU."""
+    on_cpu = facts.value("gpu.count") == 0 or facts.value("model.device") == "cpu"
+    if on_cpu and facts.value("model.dtype") == "auto":
+        for fact in (facts[side] for side in SIDES if side in facts):
+            if fact.value == BASE and not fact.chosen:
+                origin = f"{fact.origin}: no number format; without a GPU the model computes in float32"
+                yield dataclasses.replace(fact, origin=origin)
 
 
 def _environment_facts(config: Config) -> Iterator[Fact]:
@@ -83,7 +104,12 @@ def localised(config: Config, weights: bool = True) -> Config:
             found = hub.model(name, config.schema.options[path].flag, weights)
             label = config.model.model_name or name.rpartition("/")[2]
             config = config.replace({path: str(found), "model.model_name": label}, origin=f"{origin}, downloaded")
-    return config
+    named = {name: dict(own) for name, own in config.policies.items()}
+    for own in named.values():
+        for path in {"model.hf_checkpoint", "model.ref_load"} & own.keys():
+            if own[path] is not None and hub.is_model(own[path]):
+                own[path] = str(hub.model(own[path], config.schema.options[path].flag, weights))
+    return config if named == config.policies else config.with_policies(named)
 
 
 def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | None = None) -> tuple[Plan, Catalogue]:

@@ -11,6 +11,7 @@ from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Runtime
 from miles_core.errors import WorkerLost
 from miles_core.run.log import RunLog
+from miles_core.run.parts import unless_stopped
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,9 @@ async def recover(run: Run, told: RunLog, runtime: Runtime, lost: WorkerLost, re
 
     Raises:
         WorkerLost: nothing can be rebuilt.
+        Interrupted: the user asked to stop, and the lost worker's weights are gone: the run ends at its last checkpoint.
     """
-    await runtime.recover(lost)
+    await unless_stopped(run, runtime.recover(lost))
     own = Checkpoints(run.directory / "checkpoints")
     last = own.load() if own.latest() is not None else resume_from
     at, run.step = run.step, checkpoint_step(last) if last is not None else 0

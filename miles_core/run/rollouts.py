@@ -88,6 +88,7 @@ class RolloutFiles:
             "set": data_set,
             "group": sample.group_index,
             "index": sample.index,
+            "policy": sample.policy,
             "rollout": sample.index if sample.rollout_id is None else sample.rollout_id,
             "prompt": sample.prompt,
             "response": sample.response,

@@ -23,6 +23,8 @@ async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog, samples: l
     order = random.Random(run.config.train.seed)
     queue: list[Sample] = []
     first: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    parts = [each for each in parts if each.policy.role == "train"]
     log.progress.phase("warm start", total=options.steps)
     with run.clock.phase("warm_start"):
         for _ in range(options.steps):
@@ -30,8 +32,9 @@ async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog, samples: l
                 queue += order.sample(samples, len(samples))
             batch, queue = queue[: options.batch_size], queue[options.batch_size :]
             for each in parts:
-                metrics = await each.learner.supervise(batch, lr=options.lr)
-                first.setdefault("sft/loss_first", metrics["sft/loss"])
+                found = await each.learner.supervise(batch, lr=options.lr)
+                first = run.named(each.policy, {"sft/loss_first": found["sft/loss"]}) | first
+                metrics |= run.named(each.policy, found)
             log.progress.advance(1)
             if run.stop_requested:
                 raise Interrupted

@@ -40,7 +40,7 @@ class AheadSchedule(Schedule):
         if groups is None:  # the first step, or one whose collection was interrupted
             groups = await self._collect(step)
         self.collector.used()
-        self._taken = staleness([sample for group in groups for sample in group], step)
+        self._taken = staleness(self.run, [sample for group in groups for sample in group])
         if step + 1 < self.run.config.rollout.num_rollout:
             self._next = asyncio.create_task(self._collect(step + 1))
         return groups

@@ -23,7 +23,7 @@ from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.partial import partial_rollout
-from miles_core.rollout.versions import age, staleness
+from miles_core.rollout.versions import age, current_version, staleness
 from miles_core.schedule.paused import paused
 from miles_core.schedule.uncorrected import warn_uncorrected
 from miles_core.schedule.wrapped import wrapped
@@ -64,7 +64,7 @@ class AsyncSchedule(Schedule):
         self.collector.used()
         self._taken_steps, self._learning = step + 1, True
         self._refill()
-        self._taken = staleness([sample for group in groups for sample in group], step)
+        self._taken = staleness(self.run, [sample for group in groups for sample in group])
         self._taken["rollout/dropped_groups"], self._dropped = float(self._dropped), 0
         now = time.perf_counter()
         self.seconds, self._since = now - self._since, now
@@ -116,23 +116,31 @@ class AsyncSchedule(Schedule):
     async def _oldest(self, step: int) -> list[Group]:
         """The oldest groups that are ready, once there are enough of them for a step."""
         want = self.run.config.rollout.batch_size
+        fresh: set[int] = set()
         while True:
             if self.run.config.rollout.stale_samples == "drop":
-                self._drop_stale(step)
+                self._drop_stale(fresh)
             if len(self.collector.ready) >= want:
                 return self.collector.pop(want)
             self._refill()
             await self._next_news()
 
-    def _drop_stale(self, step: int) -> None:
-        def fresh(group: Group) -> bool:
-            return max(age(sample, step) for sample in group) <= self.bound
-
-        ready = self.collector.ready
-        stale = [prompt for prompt, group in ready if not fresh(group)]
-        self.collector.ready = [item for item in ready if fresh(item[1])]
+    def _drop_stale(self, fresh: set[int]) -> None:
+        """Drop ready groups that are too old to train on; ``fresh`` collects the numbers of the others."""
+        ready, stale = [], []
+        for prompt, group in self.collector.ready:
+            number = prompt.group_index
+            if number in fresh or self._age(group) <= self.bound:
+                fresh.add(number)
+                ready.append((prompt, group))
+            else:
+                stale.append(prompt)
+        self.collector.ready = ready
         self.collector.prompts.put_back(stale)
         self._dropped += len(stale)
+
+    def _age(self, group: Group) -> int:
+        return max(age(sample, current_version(self.run, sample)) for sample in group)
 
     async def _drained(self) -> None:
         """Finish what is in flight; after a request to stop, give it up."""

@@ -13,6 +13,6 @@ from miles_core.contracts.runtime import PolicyParts
 async def paused(run: Run, parts: PolicyParts) -> AsyncIterator[None]:
     """Paused as ``--pause-generation-mode`` says; resumed when the body succeeds, because after a failed push the engine has no
     complete weights."""
-    await parts.engine.pause(run.config.rollout.pause_generation_mode)
+    await parts.serving.pause(run.config.rollout.pause_generation_mode)
     yield
-    await parts.engine.resume()
+    await parts.serving.resume()

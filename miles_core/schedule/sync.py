@@ -35,8 +35,9 @@ class SyncSchedule(Schedule):
         self.seconds = time.perf_counter() - start
         if partial_rollout(self.run.config):
             for each in self.parts:
-                await each.engine.pause(self.run.config.rollout.pause_generation_mode)
-            self._taken = staleness([sample for group in groups for sample in group], step)
+                if each.engine is not None:
+                    await each.engine.pause(self.run.config.rollout.pause_generation_mode)
+            self._taken = staleness(self.run, [sample for group in groups for sample in group])
         return groups
 
     @asynccontextmanager

@@ -22,21 +22,22 @@ def make_codec(run: Run, policy: Policy | None = None, precision: str | None = N
         policy: whose model it is; the run's only one by default.
         precision: a format's name or ``bf16``; by default what the rollout starts with.
     """
-    precision = precision or precisions(run.config, 0).rollout
+    config = run.config if policy is None else run.config_of(policy)
+    precision = precision or precisions(config, 0).rollout
     if precision == PLAIN:
         return Codec()
     checkpoint = (policy.hf_checkpoint if policy else "") or run.config.model.hf_checkpoint
-    return codec_for(run.hooks.format(precision), run.config, checkpoint)
+    return codec_for(run.hooks.format(precision), config, checkpoint)
 
 
 def switch_is_due(run: Run, parts: PolicyParts) -> bool:
     """Whether the next sync brings another precision."""
-    return precisions(run.config, parts.policy.trained) != parts.precisions
+    return precisions(run.config_of(parts.policy), parts.policy.trained) != parts.precisions
 
 
 async def switch_when_due(run: Run, parts: PolicyParts) -> None:
     """Bring both sides of a policy to the precision that is due; the engine then waits for its weights."""
-    now, due = parts.precisions, precisions(run.config, parts.policy.trained)
+    now, due = parts.precisions, precisions(run.config_of(parts.policy), parts.policy.trained)
     if due == now:
         return
     log.info(
@@ -49,5 +50,5 @@ async def switch_when_due(run: Run, parts: PolicyParts) -> None:
     )
     await parts.learner.rebuild(due)
     if due.rollout != now.rollout:
-        await parts.engine.rebuild(due.rollout)
+        await parts.serving.rebuild(due.rollout)
     parts.precisions = due

@@ -1,12 +1,12 @@
 """The learner: from finished samples to a better policy. Runs on every trainer rank.
 
-collate -> on_batch -> old and reference log-probabilities -> advantages -> for each optimiser step: corrections, loss
-weights, the trainer's step.
+collate -> on_batch -> old and reference log-probabilities -> advantages -> for each optimizer step: corrections, loss
+weights, the trainer's step. A critic learns from the same samples: values -> advantages -> returns -> the trainer's steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from miles_core.algorithm.advantage import ADVANTAGES, KL_IN_REWARD, AdvantageInputs, whiten
-from miles_core.algorithm.correction import identity, needs_of
+from miles_core.algorithm.correction import NOTHING, Needs, identity, needs_of
 from miles_core.algorithm.kl import engine_gap, kl_estimate
 from miles_core.algorithm.overlong import overlong_penalty
 from miles_core.algorithm.reduction import loss_weights
@@ -26,49 +26,56 @@ from miles_core.data.batch import Batch, collate
 from miles_core.data.means import add, as_floats
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
-from miles_core.errors import ConfigError, NonFiniteError
+from miles_core.errors import ConfigError, DataError, NonFiniteError, PluginError
 from miles_core.plugin.load import compose
 from miles_core.train.correction import check_rollout_log_probs, correction_inputs
-from miles_core.train.loss import policy_loss, supervised_loss
+from miles_core.train.finite import check_finite
+from miles_core.train.loss import policy_loss, supervised_loss, value_loss
 from miles_core.train.recorder import TokenRecorder
+from miles_core.train.share import Pairs, Share
 
 if TYPE_CHECKING:
+    from miles_core.contracts.hooks import Purpose
     from miles_core.contracts.policy import Policy
     from miles_core.contracts.run import Run
 
-Metrics = dict[str, tuple[float, float]]
-
 
 class Learner:
-    """The trainer of one policy with everything the algorithm adds to it.
+    """The trainer of one policy with everything that the algorithm adds to it.
 
     Attributes:
-        intact: False from the first optimiser step of a ``learn`` or ``supervise`` until it is done: then weights and
-            optimiser are those of no completed step.
-        tokens: what the last ``learn`` saw of each of its samples, where the run keeps samples (``--save-rollouts``).
+        config: of this policy.
+        intact: False from the first optimizer step of a ``learn`` or ``supervise`` until it is done: then weights and
+            optimizer are those of no completed step.
     """
 
     def __init__(self, run: Run, policy: Policy, trainer: Trainer) -> None:
         self.intact = True
-        self.tokens: list[TrainedTokens] = []
-        self._recorder = TokenRecorder() if run.config.run.save_rollouts else None
         self.run, self.policy, self.trainer = run, policy, trainer
-        hooks, options = run.hooks, run.config.algorithm
-        self.corrections = hooks.chain("wrap_correction", run=run)
+        self.config = run.config_of(policy)
+        self.is_critic = policy.role == "critic"
+        hooks, options = run.hooks, self.config.algorithm
+        self._recorder = TokenRecorder() if run.config.run.save_rollouts and policy.role == "train" else None
+        self.corrections = [] if self.is_critic else hooks.chain("wrap_correction", run=run, policy=policy)
         self.correct = compose(identity, self.corrections)
         self.needs = needs_of(self.correct)
+        if self.is_critic and "values" not in trainer.capabilities:
+            raise ConfigError(
+                f"the policy {policy.name} is a critic, and --trainer {run.config.run.trainer} has no value head; choose a trainer with "
+                "the capability values"
+            )
         if options.use_rollout_logprobs and self.needs.old:
             raise ConfigError(
                 "--use-rollout-logprobs takes the engine's log-probs as the old policy's, and a correction "
                 f"({', '.join(c.plugin for c in self.corrections)}) compares these with the trainer's; leave one of them out"
             )
         self.advantage: Callable[[AdvantageInputs], Tensor] = ADVANTAGES.get(options.advantage_estimator) or hooks.make(
-            "advantage", options.advantage_estimator, run=run
+            "advantage", options.advantage_estimator, run=run, policy=policy
         )
+        self.advantage_needs: Needs = getattr(self.advantage, "needs", NOTHING)
         forward = compose(trainer.forward, hooks.chain("wrap_forward", run=run, policy=policy))
-        loss = compose(
-            policy_loss(options, self.correct if self.corrections else None), hooks.chain("wrap_loss", run=run)
-        )
+        own = policy_loss(options, self.correct if self.corrections else None)
+        loss = compose(value_loss(options) if self.is_critic else own, hooks.chain("wrap_loss", run=run, policy=policy))
         trainer.bind(
             Callbacks(
                 forward=forward,
@@ -78,40 +85,47 @@ class Learner:
                 ),
             )
         )
-        self.exports = hooks.chain("wrap_weights", run=run, policy=policy)
 
-    def learn(self, samples: Sequence[Sample], step_of: Sequence[int], count: int, step: int) -> Metrics:
-        """Train on this replica's samples of one rollout (whole groups); metrics are (sum, weight) pairs.
+    def learn(self, share: Share, step: int) -> tuple[Pairs, list[TrainedTokens]]:
+        """Train on this replica's share of one rollout.
 
         Args:
-            samples: perhaps none, when there are fewer groups than data-parallel ranks.
-            step_of: the optimiser step each sample belongs to (``optimiser_steps`` of all replicas' samples).
-            count: optimiser steps, the same on every rank.
+            share: whole groups, perhaps none.
             step: completed rollout steps; a rank in another process learns it here.
+
+        Returns:
+            metrics as (sum, weight) pairs, and what training saw of each sample (nothing on a rank that computes no loss, or where
+            the run keeps no samples).
         """
         self.run.step = step
-        if self.corrections or self.run.config.algorithm.use_rollout_logprobs:
-            check_rollout_log_probs(samples)
-        batch = collate(samples, self.run.fields)
-        batch.scalars["reward"] = self._rewards(samples)
-        self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
-        steps = [[i for i, step in enumerate(step_of) if step == number] for number in range(count)]
-        metrics: Metrics = {}
+        batch = self._batch(share.samples)
+        steps = [[i for i, number in enumerate(share.step_of) if number == n] for n in range(share.count)]
+        metrics: Pairs = {}
         with self.run.clock.phase("prepare"):
-            self._log_probs(batch, steps=len(steps), metrics=metrics)
+            if self.is_critic:
+                self._values(batch)
+            else:
+                self._log_probs(batch, steps=len(steps), metrics=metrics)
             batch.columns["advantages"] = self._advantages(batch)
+            if self.is_critic:
+                trained = batch.mask.bool()
+                returns = batch.column("advantages") + batch.column("values")
+                batch.columns["returns"] = torch.where(trained, returns, 0.0)
         if self._recorder is not None:
-            known = "old_log_probs" in batch.columns and not self.run.config.algorithm.use_rollout_logprobs
+            known = "old_log_probs" in batch.columns and not self.config.algorithm.use_rollout_logprobs
             self._recorder.start(batch, batch.column("old_log_probs") if known else None)
         with self.run.clock.phase("train"):
             for number, rows in enumerate(steps):
                 add(metrics, self._optimise(batch.select(rows), first=number == 0))
-        if self._recorder is not None:
-            self.tokens = self._recorder.tokens(batch)
         self.intact = True
-        return metrics
+        tokens = [] if self._recorder is None else self._recorder.tokens(batch)
+        return metrics, [] if any(seen.log_probs is None for seen in tokens) else tokens
 
-    def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
+    def is_intact(self) -> bool:
+        """Whether weights and optimizer are those of a completed step."""
+        return self.intact
+
+    def supervise(self, samples: Sequence[Sample], lr: float) -> Pairs:
         """One supervised step on prompt/response pairs."""
         batch = collate(samples)
         batch.columns["loss_weight"] = loss_weights(
@@ -121,30 +135,47 @@ class Learner:
         self.intact = True
         return metrics
 
-    def log_probs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Of each sample's response tokens, [response_length] float32; see ``LearnerHandle.log_probs``."""
+    def columns(
+        self, samples: Sequence[Sample], wanted: Collection[str], top_k: int = 0
+    ) -> list[dict[str, np.ndarray]]:
+        """Of each sample's response tokens, name -> [response_length, ...]; names as for ``Trainer.columns``."""
         batch = collate(samples, self.run.fields)
         self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
-        flat = self.trainer.log_probs(batch, "verify")["log_probs"].float().cpu().numpy()
+        found = {
+            name: column.float().cpu().numpy() if column.is_floating_point() else column.cpu().numpy()
+            for name, column in self.trainer.columns(batch, "verify", wanted, top_k).items()
+        }
         starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
-        prompts = batch.prompt_lengths.tolist()
-        return [flat[s + p : s + n] for s, p, n in zip(starts, prompts, lengths, strict=True)]
+        spans = [slice(s + p, s + n) for s, p, n in zip(starts, batch.prompt_lengths.tolist(), lengths, strict=True)]
+        return [{name: flat[span] for name, flat in found.items()} for span in spans]
 
-    def units(self, everywhere: bool = False) -> Iterator[Unit]:
-        """The export stream, as plugins shaped it; ``everywhere`` as for ``Trainer.units``."""
-        stream: Iterator[Unit] = compose(lambda: self.trainer.units(everywhere), self.exports)()
+    def units(self, purpose: Purpose = "sync", everywhere: bool = False) -> Iterator[Unit]:
+        """The export stream for a purpose, as plugins shaped it; ``everywhere`` as for ``Trainer.units``."""
+        chain = self.run.hooks.chain("wrap_weights", run=self.run, policy=self.policy, purpose=purpose)
+        stream: Iterator[Unit] = compose(lambda: self.trainer.units(everywhere), chain)()
         return stream
 
+    def export(self, directory: Path) -> None:
+        """Write a Hugging Face checkpoint of what plugins made of the weights; a collective."""
+        self.trainer.export(directory, self.run.tokenizer, self.units("export", everywhere=True))
+
     def save(self, directory: Path) -> None:
-        """Write this rank's share of a checkpoint."""
-        self.trainer.save(directory / "trainer")
+        """Write this rank's share of a checkpoint; for a frozen policy, only what plugins keep.
+
+        Raises:
+            NonFiniteError: a weight is not finite; on every rank.
+        """
+        if self.policy.learns:
+            check_finite(self.trainer, self.run.step)
+            self.trainer.save(directory / "trainer")
         self.run.hooks.on(
             "on_save", run=self.run, policy=self.policy, store=Store(directory / "plugins", self.trainer.world)
         )
 
     def load(self, directory: Path) -> None:
         """Inverse of ``save``."""
-        self.trainer.load(directory / "trainer")
+        if self.policy.learns:
+            self.trainer.load(directory / "trainer")
         self.run.hooks.on(
             "on_load", run=self.run, policy=self.policy, store=Store(directory / "plugins", self.trainer.world)
         )
@@ -157,27 +188,36 @@ class Learner:
             self.intact = before
             raise
 
+    def _batch(self, samples: Sequence[Sample]) -> Batch:
+        """The samples of a rollout as columns, with their rewards."""
+        if not self.is_critic and (self.corrections or self.config.algorithm.use_rollout_logprobs):
+            check_rollout_log_probs(samples)
+        batch = collate(samples, self.run.fields)
+        batch.scalars["reward"] = self._rewards(samples)
+        self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
+        return batch
+
     def _rewards(self, samples: Sequence[Sample]) -> Tensor:
         """[samples] float64: the reward trained on, over-length penalty included; ``Sample.reward`` stays as given."""
-        options = self.run.config.reward
+        options = self.config.reward
         rewards = torch.tensor([s.reward_value(options.reward_key) for s in samples], dtype=torch.float64)
         if options.overlong_buffer_len is None:
             return rewards
         lengths = torch.tensor([s.response_length for s in samples])
-        longest = self.run.config.rollout.max_response_len
+        longest = self.config.rollout.max_response_len
         return rewards + overlong_penalty(
             lengths, longest, options.overlong_buffer_len, options.overlong_penalty_factor
         )
 
-    def _log_probs(self, batch: Batch, steps: int, metrics: Metrics) -> None:
+    def _log_probs(self, batch: Batch, steps: int, metrics: Pairs) -> None:
         """Old log-probabilities are computed when they differ from the current ones or something needs the whole step
         before its first backward; a single step is its own old policy otherwise and skips the pass."""
-        options = self.run.config.algorithm
+        options = self.config.algorithm
         own = options.advantage_estimator in ADVANTAGES and options.advantage_estimator not in KL_IN_REWARD
         in_reward = bool(options.kl_coef) and not own
         if options.use_rollout_logprobs:
             batch.columns["old_log_probs"] = batch.rollout_log_probs
-        elif steps > 1 or self.needs.whole_step or in_reward:
+        elif steps > 1 or self.needs.whole_step or in_reward or self.advantage_needs.old:
             old = self.trainer.log_probs(batch, "old")["log_probs"]
             batch.columns["old_log_probs"] = old
             if "rollout_log_probs" in batch.columns:
@@ -185,10 +225,21 @@ class Learner:
         if options.kl_coef or options.kl_loss_coef:
             batch.columns["ref_log_probs"] = self.trainer.log_probs(batch, "ref")["log_probs"]
 
+    def _values(self, batch: Batch) -> None:
+        """A critic's values before its first step, where no ``wrap_learn`` attached them."""
+        if "values" not in batch.columns:
+            batch.columns["values"] = self.trainer.columns(batch, "old", {"values"})["values"]
+
     def _advantages(self, batch: Batch) -> Tensor:
-        options = self.run.config.algorithm
+        options, name = self.config.algorithm, self.config.algorithm.advantage_estimator
+        for column in self.advantage_needs.columns:
+            if column not in batch.columns and column not in batch.scalars and len(batch):
+                raise DataError(
+                    f"--advantage-estimator {name} reads the column {column!r}, which no sample carries; a wrap_learn has to attach "
+                    "it to Sample.fields"
+                )
         kl = None
-        if options.kl_coef and "old_log_probs" in batch.columns:
+        if options.kl_coef and "old_log_probs" in batch.columns and "ref_log_probs" in batch.columns:
             kl = kl_estimate(batch.column("old_log_probs"), batch.column("ref_log_probs"), "k1")
         inputs = AdvantageInputs(
             rewards=batch.scalars["reward"],
@@ -198,31 +249,39 @@ class Learner:
             mask=batch.mask,
             kl=kl,
             gamma=options.gamma,
+            lam=options.lambd,
             kl_coef=options.kl_coef,
             sum=self.trainer.sum,
+            batch=batch,
         )
         advantages = self.advantage(inputs)
-        if options.normalize_advantages:
+        if not isinstance(advantages, Tensor) or advantages.shape != batch.mask.shape:
+            got = list(advantages.shape) if isinstance(advantages, Tensor) else repr(advantages)[:80]
+            raise PluginError(
+                f"--advantage-estimator {name} returned {got}; it returns one advantage for each token, a tensor of shape "
+                f"{list(batch.mask.shape)}"
+            )
+        if options.normalize_advantages and not self.is_critic:
             advantages = whiten(advantages, batch.mask, self.trainer.sum)
         return advantages.float()
 
     def _current(self, batch: Batch, first: bool) -> Tensor | None:
         """Log-probabilities of the policy as it is now, where a correction needs them and they are not the old ones."""
-        if not self.needs.current or (first and not self.run.config.algorithm.use_rollout_logprobs):
+        if not self.needs.current or (first and not self.config.algorithm.use_rollout_logprobs):
             return None
         return self.trainer.log_probs(batch, "old")["log_probs"]
 
-    def _optimise(self, batch: Batch, first: bool) -> Metrics:
-        options = self.run.config.algorithm
+    def _optimise(self, batch: Batch, first: bool) -> Pairs:
+        options = self.config.algorithm
         batch.columns["loss_weight"] = loss_weights(
             batch.mask,
             batch.lengths,
             batch.rollout,
             options.loss_aggregation,
-            options.loss_constant_length or self.run.config.rollout.max_response_len,
+            options.loss_constant_length or self.config.rollout.max_response_len,
             self.trainer.sum,
         )
-        metrics: Metrics = {}
+        metrics: Pairs = {}
         if self.corrections and "old_log_probs" in batch.columns:
             correction = self.correct(
                 correction_inputs(batch, batch.column("old_log_probs"), self.trainer.sum, self._current(batch, first))

@@ -18,6 +18,7 @@ from miles_core.algorithm.policy_loss import Clip, PolicyLossInputs, policy_loss
 from miles_core.algorithm.reduction import masked_sum
 from miles_core.contracts.trainer import Context, Loss, LossFunction, Output
 from miles_core.data.batch import Batch
+from miles_core.errors import MilesError
 from miles_core.train.correction import correction_inputs, refuse_sum
 
 if TYPE_CHECKING:
@@ -71,3 +72,30 @@ def supervised_loss(output: Output, batch: Batch, ctx: Context) -> Loss:
     assert output.log_probs is not None
     nll = -output.log_probs
     return Loss((nll * batch.column("loss_weight")).sum(), {"sft/loss": masked_sum(nll, batch.mask)})
+
+
+def value_loss(options: Algorithm) -> LossFunction:
+    """A critic's ``loss(output, micro_batch, ctx)``: half the squared error of its values, clipped as in PPO (arXiv 1707.06347; the
+    clipped form is that of OpenAI's baselines): the larger of the error of V and that of V within ``--value-clip`` of the old V.
+
+    Columns read: ``loss_mask``, ``loss_weight``, ``returns``, ``values`` (before the first step of the rollout).
+    """
+
+    def loss(output: Output, batch: Batch, ctx: Context) -> Loss:
+        if output.values is None:
+            raise MilesError(
+                "the trainer computed no values for a policy of the role critic; it needs the capability values"
+            )
+        value, target, mask = output.values, batch.column("returns"), batch.mask
+        error = (value - target).square()
+        metrics = {"train/values": masked_sum(value.detach(), mask), "train/returns": masked_sum(target, mask)}
+        if options.value_clip is not None:
+            old = batch.column("values")
+            clipped = (old + (value - old).clamp(-options.value_clip, options.value_clip) - target).square()
+            metrics["train/value_clip_fraction"] = masked_sum((clipped > error).float(), mask)
+            error = torch.maximum(error, clipped)
+        share = (torch.where(mask.bool(), 0.5 * error, 0.0) * batch.column("loss_weight")).sum()
+        metrics["train/value_loss"] = (share.detach(), batch.column("loss_weight").sum())
+        return Loss(share, metrics)
+
+    return loss

@@ -165,9 +165,9 @@ class DecodeCall:
         of_prompt, of_own = weights.split([held.prefix_width, held.width], -1)
         slab = self._prompts("v", module.layer_idx, own_v)
         v = _batch(slab, held.groups, held.prefix_slots, held.prefix_width)
-        out = self._by_row(_product(self._by_group(of_prompt), v), kv_heads)
+        out = self._by_row(product(self._by_group(of_prompt), v), kv_heads)
         v = _batch(own_v, held.count, held.own_slots, held.width)
-        out = out + _product(of_own.reshape(held.count * kv_heads, -1, held.width), v).view(out.shape)
+        out = out + product(of_own.reshape(held.count * kv_heads, -1, held.width), v).view(out.shape)
 
         out = out.view(held.count, kv_heads, held.queries, shared, -1).transpose(1, 2)
         out = out.reshape(held.count * held.queries, heads, -1).to(value.dtype)
@@ -207,9 +207,9 @@ class DecodeCall:
         held = self.rows
         rows, kv_heads, stacked, dim = q.shape
         k = _batch(self._prompts("k", layer, own_k), held.groups, held.prefix_slots, held.prefix_width)
-        of_prompt = self._by_row(_product(self._by_group(q), k.transpose(1, 2)), kv_heads)
+        of_prompt = self._by_row(product(self._by_group(q), k.transpose(1, 2)), kv_heads)
         k = _batch(own_k, rows, held.own_slots, held.width)
-        of_own = _product(q.view(rows * kv_heads, stacked, dim), k.transpose(1, 2))
+        of_own = product(q.view(rows * kv_heads, stacked, dim), k.transpose(1, 2))
         scores = torch.cat([of_prompt, of_own.view(rows, kv_heads, stacked, held.width)], -1).mul_(scaling)
         if options is not None and options.cap:
             scores.div_(options.cap).tanh_().mul_(options.cap)
@@ -256,7 +256,7 @@ def _batch(slab: Tensor, count: int, slots: Tensor | None, width: int) -> Tensor
     return slab.view(-1, *slab.shape[2:])[: count * slab.shape[1], :width]
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """bmm with a float32 result. Half-precision operands multiply exactly in float32."""
     if a.dtype == torch.float32:
         return torch.bmm(a, b)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
     """The provider of ``--engine embedded``. The decoder is the first that an active plugin provides, else core's."""
-    config = run.config
+    config = run.config_of(policy)
     model = build_model(run, policy, "rollout")
     if config.model.self_check:
         self_check(model)
@@ -38,6 +38,7 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
         codec_of=lambda precision: make_codec(run, policy, precision),
         products=Products.from_config(config),
         kv_cache_dtype="" if config.rollout.kv_cache_dtype == "auto" else config.rollout.kv_cache_dtype,
+        cuda_graphs=not config.embedded.disable_cuda_graph,
     )
     engine = EmbeddedEngine(model, settings)
     name = run.hooks.provided("decoder")[0]

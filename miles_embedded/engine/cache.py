@@ -19,12 +19,14 @@ _SLOTS, _WIDTH = 8, 16
 
 
 class Store:
-    """Slabs of one kind of sequence; ``lengths[:size]`` are the tokens held by each live slot."""
+    """Slabs of one kind of sequence; ``lengths[:size]`` are the tokens held by each live slot. ``generation`` counts how often a
+    slab was made or moved: whoever keeps the address of one looks at it again when the number changes."""
 
     def __init__(self) -> None:
         self.slabs: dict[Hashable, Tensor] = {}
         self.size = 0
         self.slots, self.width = _SLOTS, _WIDTH
+        self.generation = 0
         self.lengths = np.zeros(_SLOTS, np.int64)
 
     def slab(self, key: Hashable, heads: int, tail: Sequence[int], like: Tensor) -> Tensor:
@@ -32,6 +34,7 @@ class Store:
         still multiplied by a weight of zero."""
         found = self.slabs.get(key)
         if found is None:
+            self.generation += 1
             found = self.slabs[key] = like.new_zeros(self.slots, heads, self.width, *tail)
         return found
 
@@ -41,6 +44,7 @@ class Store:
             return
         slots = self.slots if slots <= self.slots else max(slots, min(2 * self.slots, slots + 256))
         width = self.width if width <= self.width else round_up(max(width, min(2 * self.width, width + 1024)), _WIDTH)
+        self.generation += 1
         for key, old in self.slabs.items():
             new = old.new_zeros(slots, old.shape[1], width, *old.shape[3:])
             # all columns: a slab may hold more than ``lengths`` says

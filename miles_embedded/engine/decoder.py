@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Emitted:
-    """What a step decided for each row, at least one token each.
+    """What a step decided for each row: at least one token, or none for a row that joined while a step was under way.
 
     Attributes:
         tokens: new tokens, in order.
@@ -63,9 +63,12 @@ class Decoder(ABC):
 
 
 class PlainDecoder(Decoder):
-    """One token a row and step."""
+    """One token a row and step, on a GPU by steps that are launched ahead of the host (``ahead``)."""
 
     def step(self, engine: EmbeddedEngine, rows: list[Row]) -> Emitted:
+        emitted = engine.ahead.step(rows)
+        if emitted is not None:
+            return emitted
         logits = engine.forward(rows, [row.tokens[-1:] for row in rows]).logits
         return one_each(engine.sample(logits, rows))
 

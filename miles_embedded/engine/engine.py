@@ -23,12 +23,13 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
+from miles_embedded.engine.ahead import StepsAhead
 from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.decoder import one_each
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks, not_recorded
 from miles_embedded.engine.runner import Fed, Runner
-from miles_embedded.engine.scheduler import Row, Scheduler
+from miles_embedded.engine.scheduler import Row, Scheduler, parameters_of, slots_of, uniform_of
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
@@ -54,11 +55,12 @@ class EmbeddedEngine(Engine):
         self.rows: list[Row] = []
         self._joining: list[Row] = []
         self._prefixes = Prefixes(self.runner)
-        self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._prefixes.retire)
+        self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._reweighted)
         self._paused, self._stopped = False, False
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
+        self.ahead = StepsAhead(self, used=settings.cuda_graphs and self.runner.device.type == "cuda")
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -122,6 +124,7 @@ class EmbeddedEngine(Engine):
             self._retract(list(self.rows))
         elif mode != "in_place":
             raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
+        self.ahead.settle()
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
         meant = [row for row in (*self.rows, *self.scheduler.waiting) if keys is None or row.request.key in keys]
@@ -138,9 +141,8 @@ class EmbeddedEngine(Engine):
     async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         if self.rows:
             raise RuntimeError(f"sleep with {len(self.rows)} requests in the cache: abort or retract them first")
-        if "cache" in parts:  # it comes back by itself
-            self.runner.clear()
-            self._prefixes.clear()
+        if "cache" in parts:
+            self._clear()  # it comes back by itself
         if "weights" in parts:
             self._weights.sleep()
 
@@ -171,7 +173,7 @@ class EmbeddedEngine(Engine):
     def forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], parents: np.ndarray | None = None) -> Fed:
         """Feed ``tokens[i]`` (one or more) to row i; logits and hidden states of all of them, flat, in order. ``parents``
         [rows, tokens] makes them a tree, see ``CachedRows``."""
-        return self.runner.forward(self._slots(rows), tokens, self._fields(), parents)
+        return self.runner.forward(slots_of(rows), tokens, self.recorded_fields(), parents)
 
     def call(
         self, rows: Sequence[Row], counts: Sequence[int], lengths: Sequence[int], parents: np.ndarray | None = None
@@ -179,16 +181,16 @@ class EmbeddedEngine(Engine):
         """A call for layers that stand beside the model's. Row i feeds ``counts[i]`` tokens behind the first ``lengths[i]`` of
         its sequence, or with ``parents`` the last nodes of a tree that stands there. Their keys and values are kept in the
         cache of the same rows, which are not longer for it; what was kept behind ``lengths[i]`` is overwritten."""
-        slots, counted = self._slots(rows), np.asarray(counts, np.int64)
+        slots, counted = slots_of(rows), np.asarray(counts, np.int64)
         return self.runner.call(slots, counted, self.runner.cache.own_lengths(slots, lengths), parents)
 
     def truncate(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         """Drop the cache of row i beyond ``lengths[i]`` tokens, prompt included; never into the prompt."""
-        self.runner.cache.cut(self._slots(rows), lengths)
+        self.runner.cache.cut(slots_of(rows), lengths)
 
     def keep(self, rows: Sequence[Row], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Of what row i was fed behind its first ``lengths[i]`` tokens, keep the tokens ``paths[i]`` (ascending), and no others."""
-        slots, counts = self._slots(rows), np.fromiter(map(len, paths), np.int64, len(paths))
+        slots, counts = slots_of(rows), np.fromiter(map(len, paths), np.int64, len(paths))
         front = self.runner.cache.own_lengths(slots, lengths)
         self.runner.cache.pick(slots, front, counts, np.concatenate([np.asarray(p, np.int64) for p in paths]))
 
@@ -198,7 +200,7 @@ class EmbeddedEngine(Engine):
         """Draw one token from each logits row [n, vocab]; ``rows[i]`` gives its parameters and key. ``positions``
         [n] are the indexes of the drawn tokens in their sequences, by default the next one of each row."""
         params, keys, recording = self._parameters(rows)
-        u = self._uniform(rows, keys, positions, stream)
+        u = uniform_of(self.settings.seed, rows, keys, positions, stream)
         return draw.sample(logits, params, u, recording)
 
     def distribution(self, logits: Tensor, rows: Sequence[Row], counts: Tensor | None = None) -> draw.Distribution:
@@ -219,7 +221,7 @@ class EmbeddedEngine(Engine):
         keys = self._parameters(rows)[1]
         if positions is not None and positions.dim() == 2:
             keys = keys.unsqueeze(1)
-        return self._uniform(rows, keys, positions, stream)
+        return uniform_of(self.settings.seed, rows, keys, positions, stream)
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
@@ -315,11 +317,11 @@ class EmbeddedEngine(Engine):
 
     def _extras(self, rows: list[Row]) -> list[dict[str, Any]]:
         out: list[dict[str, Any]] = [{} for _ in rows]
-        for name in self._fields():
+        for name in self.recorded_fields():
             asking = [i for i, row in enumerate(rows) if name in row.request.extras]
             if not asking:
                 continue
-            recorded = self.runner.fields(self._slots([rows[i] for i in asking]), name)
+            recorded = self.runner.fields(slots_of([rows[i] for i in asking]), name)
             for i, fresh in zip(asking, recorded, strict=True):
                 row = rows[i]
                 old = row.kept.get(name)
@@ -332,7 +334,8 @@ class EmbeddedEngine(Engine):
         if not rows:
             return
         self.decoder.leave(rows)
-        where, whence, prefixes = self.runner.cache.remove_rows(np.sort(self._slots(rows)))
+        self.ahead.leave(rows)
+        where, whence, prefixes = self.runner.cache.remove_rows(np.sort(slots_of(rows)))
         for row in rows:
             row.slot = -1
         move_items(self.rows, where, whence, self.runner.cache.rows)
@@ -348,11 +351,11 @@ class EmbeddedEngine(Engine):
     def _fail(self, error: BaseException) -> None:
         rows = [*self.rows, *self._joining, *self.scheduler.waiting]
         self.decoder.leave(self.rows)
+        self.ahead.leave(self.rows)
         self.rows.clear()
         self._joining = []
         self.scheduler.waiting.clear()
-        self._prefixes.clear()
-        self.runner.clear()
+        self._clear()
         self._changed()
         for row in rows:
             if not row.future.done():
@@ -361,15 +364,25 @@ class EmbeddedEngine(Engine):
                 else:
                     row.future.cancel()
 
+    def _reweighted(self) -> None:
+        """The weights are other ones, or will be."""
+        self._prefixes.retire()
+        self.ahead.settle()
+        self.ahead.graphs.weights_changed()
+
+    def _clear(self) -> None:
+        """Give the memory of the cache back."""
+        self.ahead.graphs.clear()
+        self.runner.clear()
+        self._prefixes.clear()
+
     def _quiet(self, what: str) -> None:
         """Refuse to change what requests in flight are computed with."""
         if not self._paused and (self.rows or self.scheduler.waiting):
             raise RuntimeError(f"{what} with {len(self.rows)} requests in flight: pause or abort them first")
 
-    def _slots(self, rows: Sequence[Row]) -> np.ndarray:
-        return np.fromiter((row.slot for row in rows), np.int64, len(rows))
-
-    def _fields(self) -> set[str]:
+    def recorded_fields(self) -> set[str]:
+        """Names of the fields that some running row asked for."""
         if self._names is None:
             self._names = set().union(*(row.fields for row in self.rows))
         return self._names
@@ -378,20 +391,8 @@ class EmbeddedEngine(Engine):
         self._batch = self._names = None
 
     def _parameters(self, rows: Sequence[Row]) -> tuple[draw.Params, Tensor, Tensor | None]:
-        whole = rows is self.rows
-        if whole and self._batch is not None:
-            return self._batch
-        records = [row.records_support for row in rows]
-        made = (
-            draw.params_of([row.request.sampling for row in rows], self.runner.device),
-            torch.tensor([row.request.key for row in rows], dtype=torch.int64, device=self.runner.device),
-            torch.tensor(records, device=self.runner.device) if any(records) else None,
-        )
-        if whole:
-            self._batch = made
-        return made
-
-    def _uniform(self, rows: Sequence[Row], keys: Tensor, positions: Tensor | None, stream: int) -> Tensor:
-        if positions is None:
-            positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=keys.device)
-        return draw.uniform(self.settings.seed, keys, positions, stream)
+        if rows is not self.rows:
+            return parameters_of(rows, self.runner.device)
+        if self._batch is None:
+            self._batch = parameters_of(rows, self.runner.device)
+        return self._batch

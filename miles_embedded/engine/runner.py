@@ -58,9 +58,9 @@ class Runner:
         self.layers = tuple(range(len(decoder_layers(model))))
         self.vocabulary, self.device = len(head(model).weight), next(model.parameters()).device
         self.cache = Cache()
-        # Making masks looks for packed sequences first: a few small operations a call, which a decode step on a CPU feels. Layers
-        # that all see everything need none.
-        self._mask = window_mask(0) if self.device.type == "cpu" and not has_windows(model) else None
+        # Making masks looks for packed sequences first: a few small operations a call, which a decode step on a CPU feels and for
+        # which a GPU is waited for. Layers that all see everything need none.
+        self._mask = None if has_windows(model) else window_mask(0)
 
     def clear(self) -> None:
         """Forget every row and give the cache's memory back, to other processes too."""
@@ -84,15 +84,15 @@ class Runner:
         """
         lengths = [len(s) for s in sequences]
         slots = self.cache.add_prefixes(lengths)
-        call = PromptCall(self._context(sum(lengths)), lengths, self.cache, slots)
+        call = PromptCall(self.context(sum(lengths)), lengths, self.cache, slots)
         tokens, positions = [t for s in sequences for t in s], _positions(lengths)
-        hidden = self._run(tokens, positions, call)
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-        computed(Prompts(call, ids, to_device(positions, self.device), hidden))
+        ids, where = self._ids(tokens), to_device(positions, self.device)
+        hidden = self.run(ids, where, call)
+        computed(Prompts(call, ids, where, hidden))
         recorded = names & call.ctx.extras.keys()
         for name in recorded:
             rows = call.pad(call.ctx.extras[name])
-            slab = _field_slab(self.cache.prefixes, name, rows[0])
+            slab = field_slab(self.cache.prefixes, name, rows[0])
             slab[int(slots[0]) : int(slots[0]) + len(slots), 0, : rows.shape[1]] = rows
         ends = to_device(np.cumsum(lengths) - 1, self.device)
         return slots, hidden.index_select(0, ends), recorded
@@ -105,10 +105,10 @@ class Runner:
         counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
         call = self.call(slots, counts, None, parents)
         held = call.rows
-        hidden = self._run([t for row in tokens for t in row], held.positions, call)
+        hidden = self.run(self._ids([t for row in tokens for t in row]), call.positions, call)
         for name in names & call.ctx.extras.keys():
             rows = call.ctx.extras[name]
-            held.write(_field_slab(self.cache.own, name, rows), rows.unsqueeze(1))
+            held.write(field_slab(self.cache.own, name, rows), rows.unsqueeze(1))
         self.cache.own.lengths[slots] += counts
         return Fed(hidden, self.head)
 
@@ -121,7 +121,7 @@ class Runner:
     ) -> DecodeCall:
         """A call over cached rows, see ``CachedRows``; how many tokens the rows hold stays as it is."""
         held = CachedRows(self.cache, slots, counts, self.device, lengths, parents)
-        return DecodeCall(self._context(int(counts.sum())), held)
+        return DecodeCall(self.context(int(counts.sum())), held)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
@@ -137,8 +137,8 @@ class Runner:
         """Of sequences each of which has one set of rotary frequencies up to its last token but one, which is not run."""
         fed = [s[:-1] or s for s in sequences]
         lengths, counts = [len(s) for s in fed], [len(s) - 1 for s in sequences]
-        call = PromptCall(self._context(sum(lengths)), lengths)
-        hidden = self._run([t for s in fed for t in s], _positions(lengths), call)
+        call = PromptCall(self.context(sum(lengths)), lengths)
+        hidden = self.run(self._ids([t for s in fed for t in s]), to_device(_positions(lengths), self.device), call)
         starts = np.cumsum(lengths) - lengths
         inputs = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
         targets = torch.tensor([t for s in sequences for t in s[1:]], dtype=torch.int64, device=self.device)
@@ -161,26 +161,31 @@ class Runner:
             return [prompts[w].copy() for w in which]
         return [np.concatenate([prompts[w], o]) for w, o in zip(which, own, strict=True)]
 
-    def _context(self, tokens: int) -> Context:
+    def context(self, tokens: int) -> Context:
+        """The context of a call of so many tokens."""
         ctx = Context("rollout", self.layers, torch.arange(tokens, device=self.device))
         if self.kv_dtype:
             ctx.attached[KV_DTYPE] = self.kv_dtype
         return ctx
 
-    def _run(self, tokens: list[int], positions: np.ndarray, call: Call) -> Tensor:
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device).unsqueeze(0)
-        where = to_device(positions, self.device).unsqueeze(0)
+    def run(self, ids: Tensor, positions: Tensor, call: Call) -> Tensor:
+        """The model on ids [tokens] at these positions [tokens]; hidden states [tokens, hidden] after the last norm."""
         out: Any = self.backbone(
-            input_ids=ids, position_ids=where, attention_mask=self._mask, use_cache=False, call=call
+            input_ids=ids[None], position_ids=positions[None], attention_mask=self._mask, use_cache=False, call=call
         )
-        return out[0][0]
+        hidden: Tensor = out[0][0]
+        return hidden
+
+    def _ids(self, tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.int64, device=self.device)
 
 
 def _positions(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([np.arange(n) for n in lengths])
 
 
-def _field_slab(store: Store, name: str, like: Tensor) -> Tensor:
+def field_slab(store: Store, name: str, like: Tensor) -> Tensor:
+    """Where ``store`` keeps the field ``name`` of each token, [slots, 1, width, ...]; ``like`` [tokens, ...] is some of it."""
     return store.slab(("field", name), 1, like.shape[1:], like)
 
 

@@ -241,6 +241,25 @@ def sample(logits: Tensor, params: Params, u: Tensor, recording: Tensor | None =
     return record(dist, index, recording)
 
 
+def sample_on_device(logits: Tensor, params: Params, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token from each row of logits [n, vocab] of an untruncated distribution, without waiting for the device.
+
+    Returns:
+        tokens [n] int64 and their log-probabilities [n] float32 over the vocabulary. Pass both to ``check_finite`` once they are
+        on the host: where logits are not finite, a token is beyond the vocabulary or its log-probability is NaN.
+    """
+    dist = distribution(logits, params)
+    tokens = pick(dist.log_probs.exp(), u)
+    index = tokens.clamp(max=logits.shape[-1] - 1).unsqueeze(1)
+    return tokens, dist.full.gather(-1, index).squeeze(1)
+
+
+def check_finite(tokens: Sequence[int], log_probs: Sequence[float], vocabulary: int) -> None:
+    """NonFiniteError when these were drawn from logits that hold NaN or infinity."""
+    if max(tokens) >= vocabulary or any(map(math.isnan, log_probs)):
+        raise NonFiniteError("the model's logits are not finite; its weights or the last update hold NaN or infinity")
+
+
 def record(dist: Distribution, tokens: Tensor, recording: Tensor | None = None) -> Sampled:
     """Log-probabilities and supports of ``tokens`` [n], however they were chosen. NonFiniteError when logits are not."""
     last = dist.full.shape[-1] - 1
@@ -253,8 +272,7 @@ def record(dist: Distribution, tokens: Tensor, recording: Tensor | None = None) 
         log_probs = torch.where(wanted, dist.log_probs.gather(-1, index), log_probs)
         capped = dist.capped.tolist() if dist.capped is not None else None
         out = Sampled(tokens.tolist(), log_probs.squeeze(1).tolist(), _ids(dist.support & wanted), capped)
-    if max(out.tokens) > last or any(math.isnan(p) for p in out.log_probs):
-        raise NonFiniteError("the model's logits are not finite; its weights or the last update hold NaN or infinity")
+    check_finite(out.tokens, out.log_probs, last + 1)
     return out
 
 

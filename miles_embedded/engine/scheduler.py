@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from miles_core.contracts.engine import Request, Response
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.errors import MilesError
 from miles_embedded.engine.decoder import Emitted
+from miles_embedded.engine.sampling import Params, params_of, uniform
 
 Decode = Callable[[list[int]], str]
 
@@ -149,7 +152,7 @@ class Scheduler:
         """Append what a step emitted; returns the rows that ended. Tokens after an end are dropped."""
         done = []
         for i, (row, tokens, log_probs) in enumerate(zip(rows, emitted.tokens, emitted.log_probs, strict=True)):
-            if not row.versions or row.versions[-1][1] != version:
+            if tokens and (not row.versions or row.versions[-1][1] != version):
                 row.versions.append((len(row.tokens) - row.prompt_length, version))
             for j, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
                 row.tokens.append(token)
@@ -192,3 +195,25 @@ class Scheduler:
             extras,
             metrics,
         )
+
+
+def slots_of(rows: Sequence[Row]) -> np.ndarray:
+    """[rows] where the cache holds them."""
+    return np.fromiter((row.slot for row in rows), np.int64, len(rows))
+
+
+def parameters_of(rows: Sequence[Row], device: torch.device) -> tuple[Params, Tensor, Tensor | None]:
+    """The parameters of ``rows``, their keys [rows] int64, and which record their support [rows] bool (None where none does)."""
+    records = [row.records_support for row in rows]
+    return (
+        params_of([row.request.sampling for row in rows], device),
+        torch.tensor([row.request.key for row in rows], dtype=torch.int64, device=device),
+        torch.tensor(records, device=device) if any(records) else None,
+    )
+
+
+def uniform_of(seed: int, rows: Sequence[Row], keys: Tensor, positions: Tensor | None, stream: int) -> Tensor:
+    """``sampling.uniform`` at ``positions``, by default those of each row's next token."""
+    if positions is None:
+        positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=keys.device)
+    return uniform(seed, keys, positions, stream)

@@ -25,6 +25,7 @@ class Settings:
         codec_of: precision -> codec, for ``rebuild``.
         products: how quantised layers multiply.
         decoder: one scheduler step; core's emits one token a row.
+        cuda_graphs: on a GPU, decode by replaying CUDA graphs where the model allows it.
     """
 
     detokenize: Callable[[list[int]], str]
@@ -37,3 +38,4 @@ class Settings:
     codec_of: Callable[[str], Codec] | None = None
     products: Products = field(default_factory=Products)
     decoder: Decoder = field(default_factory=PlainDecoder)
+    cuda_graphs: bool = True

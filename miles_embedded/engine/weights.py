@@ -11,11 +11,11 @@ from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Products
-from miles_core.sync.arrivals import Arrival, Arrivals
 from miles_embedded.model.load_units import Update
 from miles_embedded.model.onednn import Packs
 from miles_embedded.model.released import Released
 from miles_embedded.quantized.activation import RoundedInputs
+from miles_transport.arrivals import Arrival, Arrivals
 
 
 class Weights:

@@ -49,7 +49,8 @@ def attention(
     options = attention_options(module, attention_mask, kwargs)
     if options is not None:
         options = options.within(call.longest)
-    return operations_of(module).attention(call, module, query, key, value, scaling, options), None
+    out = operations_of(module).attention(call, module, query, key, value, scaling, options)
+    return out.contiguous(), None  # as Transformers' own functions do, whose result some families view
 
 
 def no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:

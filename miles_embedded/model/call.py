@@ -105,6 +105,8 @@ def _enter(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def _with_mask(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Attention with an indexer reads its mask before it calls the attention function."""
+    if active_call() is None:
+        return args, kwargs
     return args, kwargs | {"attention_mask": window_mask(0)}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from miles_core.convert.decode import QuantizedFiles
+    from miles_tools.convert.decode import QuantizedFiles
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ def dequantized(
 
 def quantized(path: str | Path, config: Any, flag: str) -> QuantizedFiles | None:
     """The files of a quantised checkpoint, of which the headers are read; None when it is not quantised. As ``dequantized``."""
-    from miles_core.convert.decode import open_quantized
-    from miles_core.convert.json_files import quantization_block
+    from miles_tools.convert.decode import open_quantized
+    from miles_tools.convert.json_files import quantization_block
 
     if quantization_block(Path(path), config.to_dict()) is None:
         return None

@@ -18,6 +18,7 @@ from miles_core.errors import CheckpointError
 from miles_embedded.model.configuration import configuration
 from miles_embedded.model.dequantize import quantized
 from miles_embedded.model.load import FLAG, checkpoint_config, filled, refuse_config, shell, told
+from miles_embedded.model.views import views
 
 _WEIGHTS = "*.safetensors*"
 
@@ -78,7 +79,9 @@ def examine_checkpoint(
             same = {"__module__": kind.__module__, "initialize_weights": lambda self: None}
             empty = type(kind.__name__, (kind,), same)
             state = {name: Header(shape) for name, shape in shapes.items()}
-            filled(empty, None, configuration(model), dtype=torch.bfloat16, state_dict=state)
+            views(
+                filled(empty, None, configuration(model), dtype=torch.bfloat16, state_dict=state)
+            )  # or it could not be exported
 
 
 def _shapes(path: str | Path, config: Any, flag: str) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,6 @@ product) takes the steps of ``grouped_experts.py`` one by one.
 from __future__ import annotations
 
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from miles_embedded.model.grouped_experts import (
     sort_choices,
 )
 from miles_embedded.model.operations import operations_of
+from miles_embedded.model.own_forward import put_forward
 
 _SILU = type(ACT2FN["silu"])
 
@@ -65,7 +65,7 @@ def round_inputs(module: Any, rounding: Any) -> None:
     if type(module).__name__ == "Llama4TextExperts":
         from miles_embedded.model.stacked_experts import stacked_experts  # brings a model definition that few runs need
 
-        module.forward = MethodType(stacked_experts, module)
+        put_forward(module, stacked_experts)
     module.__dict__[INPUT_ROUNDING] = rounding
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from miles_core.checkpoint.placed import gathering, locked, place, taken
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError
 from miles_embedded.model.configuration import configuration
-from miles_embedded.model.views import export, sources, together, views
+from miles_embedded.model.remote_code import export_code, is_remote
+from miles_embedded.model.views import export, unshare
 
 #: Bytes of one weight file.
 SHARD_BYTES = 5 * 10**9
@@ -40,7 +40,7 @@ def export_checkpoint(
         tokenizer: a Transformers tokenizer, or None to leave it out.
         directory: must not exist, or be empty; CheckpointError otherwise, and when the disk refuses.
         shard_bytes: a weight file is closed before it grows beyond this.
-        units: ``views.export`` of the model, where the caller has begun it.
+        units: the weights to write, under the names and in the order that they come; the model's own by default.
     """
     directory = Path(os.path.realpath(directory))
     work = gathering(directory, "exporting")
@@ -79,35 +79,39 @@ def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int, 
     for name in PROCESSORS:  # of the towers, which are as they were
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
-    shards = _plan(model, shard_bytes)
-    names = [
-        "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        for i in range(len(shards))
-    ]
-    home = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    if source.is_dir() and source != Path():
+        export_code(source, directory, trusted=is_remote(model) or is_remote(tokenizer))
+    _write_shards(units, directory, shard_bytes)
+
+
+def _write_shards(units: Iterator[Unit], directory: Path, shard_bytes: int) -> None:
+    """The tensors of a stream as safetensors files, with an index where there are several. How many there are is known at the end
+    of the stream only, so files are named then."""
+    shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
-    size = 0
+    used = total = 0
+
+    def flush() -> None:
+        save_file(unshare(pending), directory / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
     for unit in units:
         for name, tensor in unit.tensors.items():
+            if pending and used + tensor.nbytes > shard_bytes:
+                flush()
+                used = 0
             pending[name] = tensor.detach().to("cpu").contiguous()
-            size += tensor.nbytes
-            if len(pending) == len(shards[names.index(home[name])]):
-                save_file(pending, directory / home[name], metadata={"format": "pt"})
-                pending = {}
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": size}, "weight_map": home}
+            used += tensor.nbytes
+            total += tensor.nbytes
+    flush()
+    count = len(shards)
+    names = [
+        "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
+    ]
+    for number, name in enumerate(names):
+        (directory / f"{number}.part").rename(directory / name)
+    if count > 1:
+        home = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": home}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _plan(model: nn.Module, shard_bytes: int) -> list[list[str]]:
-    """Tensor names of each shard, in stream order."""
-    shards: list[list[str]] = [[]]
-    used, state = 0, sources(model)
-    for view in (v for members in together(views(model)) for v in members):
-        nbytes = math.prod(view.size) * state[view.source].element_size()
-        if shards[-1] and used + nbytes > shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(view.name)
-        used += nbytes
-    return shards

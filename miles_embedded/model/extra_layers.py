@@ -17,12 +17,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from miles_core.convert.decode import open_quantized
 from miles_core.errors import CheckpointError
 from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import backbone, decoder_layers
 from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.views import Loader
+from miles_tools.convert.decode import open_quantized
 
 
 def new_layer(model: nn.Module) -> nn.Module:

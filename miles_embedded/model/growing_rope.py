@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from miles_embedded.model.call import active_call
 from miles_embedded.model.configuration import text_configuration
+from miles_embedded.model.own_forward import put_forward
 
 #: Cosine and sine, or one tensor where a family multiplies complex numbers.
 Rotation = Any
@@ -46,7 +46,7 @@ def follow_rows(rotary: nn.Module) -> None:
     kinds = getattr(module, "rope_type", None)
     found = {kinds} if isinstance(kinds, str) else set(kinds.values()) if isinstance(kinds, dict) else set()
     if found & {"longrope", "dynamic"}:
-        module.forward = MethodType(_forward, module)
+        put_forward(module, _forward)
 
 
 def _forward(rotary: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Rotation:

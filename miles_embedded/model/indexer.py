@@ -139,17 +139,20 @@ class _Chosen:
 
 
 def watch_indexer(indexer: nn.Module, call: Callable[[], Any]) -> None:
-    """Make the ``Call`` that ``call()`` returns choose, instead of ``indexer``."""
+    """Make the ``Call`` that ``call()`` returns choose, instead of ``indexer``; without a call the indexer chooses by itself."""
 
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        if call() is None:
+            return None
         hidden, query, (cos, sin) = args[:3]
         with torch.no_grad():
             choice = call().choose(Indexed(module, hidden[0], query[0], cos[0], sin[0]))
         first = (hidden[:, :1], query[:, :1], (cos[:, :1], sin[:, :1]), hidden.new_zeros(1, 1, 1), None)
         return first, {"past_key_values": _Chosen(choice)}
 
-    def behind(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> ChosenKeys:
-        return kwargs["past_key_values"].choice
+    def behind(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> ChosenKeys | None:
+        cache = kwargs.get("past_key_values")
+        return cache.choice if isinstance(cache, _Chosen) else None
 
     indexer.register_forward_pre_hook(before, with_kwargs=True)
     indexer.register_forward_hook(behind, with_kwargs=True)

@@ -1,7 +1,9 @@
 """Loading a Transformers causal language model so that engine and trainer can run it.
 
-The modules are Transformers' own. Two of their extension points are used, attention and experts (see ``call`` and
-``experts``); nothing is patched.
+The modules are Transformers' own, and its classes stay as they are. Attention and experts are computed here, through its extension points
+(``call``, ``experts``). Some modules get hooks (``temperature``), and some a forward of their own on the instance: linear layers on a CPU
+(``onednn``), rotary embeddings that grow (``growing_rope``), and steps for which the model has another operation (``replaced_steps``). Such
+a forward steps aside where a plugin changes the module's class (``own_forward``).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
+    PreTrainedConfig,
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -38,6 +41,7 @@ from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.temperature import tune_by_position
+from miles_embedded.model.value_head import add_value_head
 
 NAME = "miles"
 FLAG = "--hf-checkpoint"
@@ -69,6 +73,8 @@ def build_model(run: Any, policy: Any, role: str) -> nn.Module:
     """A model for engine or trainer: from the first active plugin that provides one, else core's; plugins then see it."""
     name = run.hooks.provided("model")[0]
     model: nn.Module = run.hooks.make("model", name, run=run, policy=policy, role=role)
+    if role == "critic":
+        add_value_head(run, policy, model)
     run.hooks.on("on_model", run=run, policy=policy, model=model, role=role)
     return model
 
@@ -81,7 +87,7 @@ def is_embedded(model: nn.Module) -> bool:
 
 def make_model(run: Any, policy: Any) -> nn.Module:
     """The provider of the model named ``transformers``: the policy's checkpoint, in the run's dtype, on its device."""
-    options = run.config.model
+    options = run.config_of(policy).model
     device, dtype = resolve_device(options.device), options.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
@@ -164,7 +170,7 @@ def filled(kind: Any, path: str | Path | None, config: Any, **more: Any) -> Any:
     Raises:
         CheckpointError: a weight of the model is missing, or has another shape.
     """
-    ours = {"attn_implementation": NAME, "experts_implementation": NAME, "output_loading_info": True}
+    ours = {"attn_implementation": _attention(config), "experts_implementation": NAME, "output_loading_info": True}
     model, info = kind.from_pretrained(path, config=config, ignore_mismatched_sizes=True, **ours, **more)
     if info["mismatched_keys"]:  # which would be initialised at random
         name, there, wanted = min(info["mismatched_keys"])
@@ -179,6 +185,18 @@ def filled(kind: Any, path: str | Path | None, config: Any, **more: Any) -> Any:
             f"{len(missing)} weights of {type(model).__name__} are missing, first {missing[0]}; copy the checkpoint again"
         )
     return model
+
+
+def _attention(config: Any) -> str | dict[str, str]:
+    """Which attention each part of a model has: ours in the language model; towers are not run, and some of them know Transformers' own
+    attentions only."""
+    text = config.get_text_config()
+    parts = [
+        n for n in getattr(config, "sub_configs", None) or {} if isinstance(getattr(config, n, None), PreTrainedConfig)
+    ]
+    if text is config:
+        return NAME
+    return {"": NAME} | {name: NAME if getattr(config, name) is text else "eager" for name in parts}
 
 
 def refuse_config(model: nn.Module) -> None:
@@ -199,10 +217,9 @@ def refuse_config(model: nn.Module) -> None:
 @torch.no_grad()
 def _refuse_nonfinite(model: nn.Module) -> None:
     """CheckpointError for weights that hold NaN or infinity: a run would lose the tokens that meet them, without a word."""
-    for name, parameter in model.named_parameters():
-        if parameter.sum(
-            dtype=torch.float32
-        ).isfinite():  # one pass without a mask; a sum may overflow where no number does
+    for name, parameter in model.state_dict(keep_vars=True).items():  # buffers too: a router's correction bias is one
+        # one pass without a mask; a sum may overflow where no number does
+        if not parameter.is_floating_point() or parameter.sum(dtype=torch.float32).isfinite():
             continue
         if len(where := (~parameter.isfinite()).nonzero()):
             raise CheckpointError(

@@ -7,6 +7,8 @@ is taken over that support on this side too, or the two sides would speak of dif
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from miles_embedded.model.operations import LogProbs, operations_of
 
 #: Logits held at once: beyond this many elements, rows are worked off in chunks.
 CHUNK_ELEMENTS = 1 << 26
+#: Entries of a configuration that are factors of the logits, and the one that bounds them.
+FACTORS, CAP = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier"), "final_logit_softcapping"
 #: Model types whose ``logits_scaling`` multiplies.
 _MULTIPLIED = ("hyperclovax",)
 
@@ -64,23 +68,62 @@ def token_log_probs(
     return log_probs, torch.cat([p[1] for p in parts]) if entropy else None
 
 
+@torch.no_grad()
+def top_log_probs(
+    model: nn.Module, hidden: Tensor, k: int, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` most probable tokens after each row, over the whole vocabulary, most probable first.
+
+    Args:
+        model, temperature, chunk_elements: as for ``token_log_probs``.
+        hidden: [M, hidden].
+
+    Returns:
+        tokens [M, k] int32 and their log-probabilities [M, k] float32.
+    """
+    rows = max(chunk_elements // _vocabulary(model), 1)
+    tokens, found = [hidden.new_zeros(0, k, dtype=torch.int32)], [hidden.new_zeros(0, k, dtype=torch.float32)]
+    for at in range(0, len(hidden), rows):
+        best = (logits_of(model, hidden[at : at + rows]).float() / temperature).log_softmax(-1).topk(k, -1)
+        tokens.append(best.indices.int())
+        found.append(best.values)
+    return torch.cat(tokens), torch.cat(found)
+
+
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
     """``hidden`` [..., hidden] -> [..., vocabulary], with whatever the family does after ``lm_head``."""
     logits = head(model)(hidden)
-    config = text_configuration(model)
-    scale = _scale(config)
+    config, steps = text_configuration(model), head_steps(type(model))  # type: ignore[arg-type]  # a class is hashable
+    scale = _scale(config, steps)
     if scale != 1:
         logits = logits * scale
-    cap = getattr(config, "final_logit_softcapping", None)
+    cap = getattr(config, CAP, None) if CAP in steps else None
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def _scale(config: Any) -> float:
-    """By what a family multiplies its logits. ``logits_scaling`` is what most divide by, in front of the head or behind it."""
-    scaling = getattr(config, "logits_scaling", None) or 1.0
-    if getattr(config, "model_type", "") not in _MULTIPLIED:
-        scaling = 1.0 / scaling
-    return float(scaling * (getattr(config, "logit_scale", None) or 1.0))
+def _scale(config: Any, steps: frozenset[str]) -> float:
+    """The factor of a family's logits. ``logits_scaling`` is what most divide by, in front of the head or behind it."""
+    scale = 1.0
+    for name in steps - {CAP}:
+        value = float(getattr(config, name, None) or 1.0)
+        divides = name == "logits_scaling" and getattr(config, "model_type", "") not in _MULTIPLIED
+        scale *= 1.0 / value if divides else value
+    return scale
+
+
+@cache
+def head_steps(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the entries of a configuration with which this class changes its logits: those of ``FACTORS`` and ``CAP`` that its ``forward``
+    mentions. A model with vision may have a language model that scales its logits when it stands alone, and leave that out."""
+    found: set[str] = set()
+    for each in kind.__mro__:
+        if "forward" not in vars(each):
+            continue
+        code = getattr(inspect.unwrap(vars(each)["forward"]), "__code__", None)
+        found |= set(code.co_names if code else ())
+        if "super" not in found:
+            break
+    return frozenset(found & {*FACTORS, CAP})
 
 
 def _vocabulary(model: nn.Module) -> int:
@@ -133,6 +176,6 @@ def _supported(logits: Tensor, tokens: Tensor, support: Ragged, entropy: bool) -
 
 
 def scatter(values: Tensor, targets: Tensor, length: int) -> Tensor:
-    """[M] values at flat positions ``targets`` -> [length] float32, 0 elsewhere."""
-    out: Any = torch.zeros(length, dtype=values.dtype, device=values.device)
+    """[M, ...] values at flat positions ``targets`` -> [length, ...], 0 elsewhere."""
+    out: Any = torch.zeros(length, *values.shape[1:], dtype=values.dtype, device=values.device)
     return out.index_copy(0, targets, values)

@@ -22,13 +22,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from miles_core.observe.environment import cpu_info
+from miles_embedded.model.own_forward import put_forward
 
 #: From this many rows on.
 _ROWS = 32
@@ -129,11 +129,12 @@ _packs: ContextVar[Packs | None] = ContextVar("packs", default=None)
 
 
 def use_fast_linear(model: nn.Module) -> None:
-    """Let the plain linear layers of ``model`` multiply by the faster product, forward and backward; parameters, names, classes and hooks stay."""
+    """Let the plain linear layers of ``model`` multiply by the faster product, forward and backward; parameters, names,
+    classes and hooks stay, and a layer that is given another class computes as that class does."""
     if available() or slow_few():
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.__dict__["forward"] = MethodType(_linear, module)
+                put_forward(module, _linear)
 
 
 def _linear(module: nn.Linear, input: Tensor) -> Tensor:

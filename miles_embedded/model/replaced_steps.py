@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from miles_embedded.model.own_forward import put_forward
+
 _ROTATION = "apply_rotary_pos_emb"
 #: Of the comparison: results of a handful of operations in another order, in units of the dtype's last place.
 _PLACES = 16
@@ -41,7 +43,7 @@ def replace_norm(module: Any, norm: Norm | None) -> bool:
             return type(self).forward(self, hidden_states)
         return norm(hidden_states, self.weight, eps)
 
-    module.forward = types.MethodType(forward, module)
+    put_forward(module, forward)
     return True
 
 
@@ -54,7 +56,7 @@ def replace_rotation(module: Any, rotation: Rotation | None) -> bool:
     forward = _rotating_forward(cast(Any, type(module)), rotation, like.dtype, like.device.type)
     if forward is None:
         return False
-    module.forward = types.MethodType(forward, module)
+    put_forward(module, forward)
     return True
 
 

@@ -11,7 +11,7 @@ Some families' checkpoints have all experts of a layer in one tensor too. Number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
 from miles_core.data.unit import Unit
-from miles_core.errors import CheckpointError
+from miles_core.errors import CheckpointError, first_line
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
 from miles_embedded.model.configuration import configuration
 from miles_embedded.model.sharded import Held, held, whole
@@ -105,6 +105,19 @@ def tied_names(model: nn.Module) -> dict[str, str]:
         for a, b in (getattr(module, "all_tied_weights_keys", None) or {}).items()
     }
     return {a: b for a, b in declared.items() if a in state and b in state and state[a] is state[b]}
+
+
+def unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors, each in memory of its own where two are the same: layers may share a router or a norm without declaring
+    it, and a file of safetensors takes no memory twice."""
+    seen: set[tuple[int, int]] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.contiguous()
+        place = (tensor.data_ptr(), tensor.nbytes)
+        found[name] = tensor.clone() if place in seen and tensor.nbytes else tensor
+        seen.add(place)
+    return found
 
 
 def export(model: nn.Module) -> Iterator[Unit]:
@@ -193,15 +206,21 @@ def _derive(model: nn.Module) -> list[View]:
         n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for n, t in sources(model).items()
     }
     home = {t.untyped_storage()._cdata: n for n, t in twins.items()}
-    with _Aliasing():
-        converted = revert_weight_conversion(model, dict(twins))  # type: ignore[arg-type]
+    try:
+        with _Aliasing():
+            converted = revert_weight_conversion(model, dict(twins))  # type: ignore[arg-type]
+    except RuntimeError as error:  # a step of the conversion that needs the numbers in another order
+        raise CheckpointError(
+            f"{type(model).__name__} makes its parameters of its checkpoint's tensors in a way that is no slicing ({first_line(error)}); "
+            "the embedded backend cannot export this family yet; use another engine and trainer"
+        ) from error
     found = []
     for name, tensor in converted.items():
         source = home.get(tensor.untyped_storage()._cdata)
         if source is None:
             raise CheckpointError(
                 f"{type(model).__name__} keeps {name} in a layout that is not a slice of its parameters; "
-                "the embedded backend cannot export this family yet"
+                "the embedded backend cannot export this family yet; use another engine and trainer"
             )
         found.append(View(name, source, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()))
     order = {n: i for i, n in enumerate(twins)}

@@ -17,9 +17,10 @@ class TrainedPrecision:
     during the warm-up."""
 
     def __init__(self, run: Run, policy: Policy | None = None) -> None:
-        self.codec = make_codec(run, policy, run.config.train.precision)
-        self.products = Products.from_config(run.config)
-        self.current = precisions(run.config, 0).train
+        config = run.config if policy is None else run.config_of(policy)
+        self.codec = make_codec(run, policy, config.train.precision)
+        self.products = Products.from_config(config)
+        self.current = precisions(config, 0).train
         self._models: list[FakeQuantizer] = []
 
     def add(self, model: nn.Module) -> FakeQuantizer | None:

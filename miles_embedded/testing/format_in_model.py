@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.precision.codec import Codec
-from miles_core.testing.format_contract import FormatContract, assert_same, normal, suffixes
-from miles_core.testing.tiny import tiny_checkpoint
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import Loader, export, views
 from miles_embedded.quantized.weights import FakeQuantizer, install
+from miles_testing.format_contract import FormatContract, assert_same, normal, suffixes
+from miles_testing.tiny import tiny_checkpoint
 
 
 class FormatInModelContract(FormatContract):

@@ -13,12 +13,14 @@ from miles_embedded.model.load import build_model
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer.data_parallel import Alone, Replicated, world_here
 from miles_embedded.trainer.fully_shard import FullyShard
+from miles_embedded.trainer.self_check import self_check
 from miles_embedded.trainer.threads import tell_if_crowded
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 
 def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     """The provider of ``--trainer embedded``."""
+    config = run.config_of(policy)
     precision = TrainedPrecision(run, policy)
 
     def build(role: str) -> nn.Module:
@@ -26,12 +28,20 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
         precision.add(model)
         return model
 
-    model = build("train")
+    def optimizer(groups: list[dict[str, Any]]) -> Any:
+        return run.hooks.make("optimizer", config.train.optimizer, run=run, policy=policy, groups=groups)
+
+    model = build("critic" if policy.role == "critic" else "train")
+    if config.model.self_check and (
+        run.config.run.engine != "embedded" or not policy.generates
+    ):  # else the engine is checked
+        self_check(model)
     device = next(model.parameters()).device
     if device.type == "cpu":
         tell_if_crowded()
-    parallel = data_parallel(run.config.embedded.sharding_strategy, device)
-    return EmbeddedTrainer(model, trainer_config(run.config, device), lambda: build("ref"), precision, parallel)
+    parallel = data_parallel(config.embedded.sharding_strategy, device)
+    settings = trainer_config(config, device, trains=policy.learns)
+    return EmbeddedTrainer(model, settings, lambda: build("ref"), precision, parallel, optimizer)
 
 
 def data_parallel(strategy: str, device: torch.device) -> Alone:
@@ -47,8 +57,8 @@ def data_parallel(strategy: str, device: torch.device) -> Alone:
     return FullyShard(world, device) if strategy == "full_shard" else Replicated(world, device)
 
 
-def trainer_config(config: Any, device: torch.device) -> TrainerConfig:
-    """From the run's configuration groups ``train`` and ``rollout``."""
+def trainer_config(config: Any, device: torch.device, trains: bool = True) -> TrainerConfig:
+    """From a policy's configuration groups ``train`` and ``rollout``."""
     train, rollout = config.train, config.rollout
     samples, tokens = micro_batch_limits(config, device.type)
     return TrainerConfig(
@@ -59,4 +69,5 @@ def trainer_config(config: Any, device: torch.device) -> TrainerConfig:
         recompute=train.activation_checkpointing,
         aux_loss_coef=train.aux_loss_coef,
         entropy=config.algorithm.entropy_coef > 0,
+        trains=trains,
     )

@@ -24,7 +24,7 @@ from miles_core.checkpoint.store import Store
 from miles_core.data.world import World
 from miles_core.errors import CheckpointError
 from miles_embedded.model.sharded import Held, held
-from miles_embedded.model.views import sources
+from miles_embedded.model.views import sources, unshare
 from miles_embedded.trainer.optimizer import Optimizer
 
 WEIGHTS, MOMENTS, STEP, RANDOM = "model", "optimizer", "trainer.json", "random"
@@ -143,4 +143,4 @@ def _file(directory: Path, kind: str, number: int, count: int) -> Path:
 
 
 def _write(tensors: Mapping[str, Tensor], file: Path) -> None:
-    save_file({n: t.contiguous() for n, t in tensors.items()}, file, metadata={"format": "pt"})
+    save_file(unshare(tensors), file, metadata={"format": "pt"})

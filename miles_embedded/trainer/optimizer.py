@@ -1,4 +1,4 @@
-"""AdamW on FP32 master weights, with a learning-rate schedule and clipping by the global norm.
+"""An optimizer (AdamW by default) on FP32 master weights, with a learning-rate schedule and clipping by the global norm.
 
 A model copy in FP32 (or FP64) is its own master. A BF16 copy has a separate FP32 master, into which every micro-batch's
 gradient is summed as soon as it is complete, so that neither the sum over micro-batches nor the step loses bits. Of a
@@ -8,21 +8,25 @@ parameter that is divided among processes, the master is what this process holds
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from miles_core.errors import NonFiniteError
+from miles_core.errors import ConfigError, NonFiniteError, PluginError
+from miles_core.train.adamw import adamw
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.sharded import Held, held
 from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.optimizer_group import OptimizerGroup, group_of
 
+#: Makes an optimizer with torch's interface of its parameter groups, each with ``params`` and ``weight_decay``.
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
 
 class Optimizer:
-    """AdamW over named parameters of a model. Those of an ``OptimizerGroup`` are clipped, decayed and stepped as it says.
+    """Steps named parameters of a model. Those of an ``OptimizerGroup`` are clipped, decayed and stepped as it says.
 
     Attributes:
         masters: parameter name -> the tensor that is stepped; its ``grad`` is the step's gradient.
@@ -30,7 +34,13 @@ class Optimizer:
         fixed_lr: takes the place of the schedule, which then does not advance.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, parallel: Alone | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        parallel: Alone | None = None,
+        make: MakeOptimizer | None = None,
+    ) -> None:
         self.config = config
         self._parallel = parallel or Alone()
         self.step_number = 0
@@ -41,7 +51,11 @@ class Optimizer:
         self._names: dict[OptimizerGroup | None, list[str]] = {None: []}
         for name, parameter in self.copies.items():
             self._names.setdefault(group_of(parameter), []).append(name)
-        self._adam = _adamw({g: [self.masters[n] for n in names] for g, names in self._names.items()}, config)
+        groups = _groups({g: [self.masters[n] for n in names] for g, names in self._names.items()}, config)
+        self._inner: torch.optim.Optimizer | None = None
+        if groups:  # a frozen model has nothing to step
+            self._inner = make(groups) if make is not None else adamw(groups, config)
+            _check_interface(self._inner)
 
     def _master(self, name: str, copy: nn.Parameter) -> Tensor:
         own = held(copy)
@@ -61,7 +75,8 @@ class Optimizer:
     def reset(self) -> None:
         """Forget the moments and the schedule's position; masters stay."""
         self.step_number = 0
-        self._adam.state.clear()
+        if self._inner is not None:
+            self._inner.state.clear()
 
     def zero_grad(self) -> None:
         """Forget gradients."""
@@ -71,6 +86,8 @@ class Optimizer:
     def step(self) -> dict[str, float]:
         """Clip, step, refresh the model copy. Returns ``grad_norm`` (before clipping; of further groups ``grad_norm/NAME``) and
         ``lr``; raises NonFiniteError when a norm is not finite, and then nothing has changed."""
+        if self._inner is None:
+            raise ConfigError("no weight of this model is trained: all of them are frozen (requires_grad is False)")
         self._parallel.sum_gradients(self.masters.values())
         grads = {
             g: [m.grad for n in names if (m := self.masters[n]).grad is not None] for g, names in self._names.items()
@@ -86,10 +103,10 @@ class Optimizer:
             if group is not None and group.renewed:
                 self._renew(group)
         rate = self.config.rate(self.step_number) if self.fixed_lr is None else self.fixed_lr
-        for each in self._adam.param_groups:
+        for each in self._inner.param_groups:
             own = each["miles_group"]
             each["lr"] = rate if own is None or own.lr is None else own.lr
-        self._adam.step()
+        self._inner.step()
         self.refresh()
         self.zero_grad()
         self.step_number += self.fixed_lr is None
@@ -106,7 +123,7 @@ class Optimizer:
         """Take what is in the model copy as the group's masters, and forget its moments."""
         for name in self._names[group]:
             self.masters[name].copy_(held(self.copies[name]).tensor)
-            self._adam.state.pop(self.masters[name], None)
+            self._state.pop(self.masters[name], None)
         group.renewed = False
 
     @torch.no_grad()
@@ -130,23 +147,39 @@ class Optimizer:
         for name, master in self.masters.items():
             if name in self.apart:
                 yield master
-            yield from (value for key, value in self._adam.state.get(master, {}).items() if key != "step")
+            yield from (v for v in self._state.get(master, {}).values() if isinstance(v, Tensor) and v.dim())
+
+    @property
+    def _state(self) -> Any:
+        """The optimizer's state by master."""
+        return {} if self._inner is None else self._inner.state
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments and their step counts, and masters where they are apart from the model copy, by ``exp_avg.<parameter>``
-        and so on."""
+        """The optimizer's state, and masters where they are apart from the model copy, by ``exp_avg.<parameter>`` and so on.
+        PluginError where a parameter is divided among processes and its state is not divided like it."""
         out: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             if name in self.apart:
                 out[f"master.{name}"] = master.detach()
-            out |= {f"{key}.{name}": value for key, value in self._adam.state.get(master, {}).items()}
+            for key, value in self._state.get(master, {}).items():
+                tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+                if tensor.dim() and tensor.shape != master.shape and held(self.copies[name]).divided:
+                    raise PluginError(
+                        f"the optimizer {type(self._inner).__name__} keeps {key} of shape {list(tensor.shape)} for {name}, of which this "
+                        f"rank holds {list(master.shape)}; with --sharding-strategy full_shard state has the shape of its parameter"
+                    )
+                out[f"{key}.{name}"] = tensor
         return out
 
     def holds(self, name: str) -> Held | None:
         """What this process holds of the tensor of that name in ``tensors``; None for a count of steps. KeyError when there
         is no such parameter."""
         key, _, parameter = name.partition(".")
-        return None if key == "step" else held(self.copies[parameter])
+        own, master = held(self.copies[parameter]), self.masters[parameter]
+        kept = self._state.get(master, {}).get(key)
+        if key == "step" or (isinstance(kept, Tensor) and kept.shape != master.shape):
+            return None
+        return own
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor], step_number: int) -> None:
@@ -156,26 +189,39 @@ class Optimizer:
         for name, master in self.masters.items():
             if name in self.apart:
                 master.copy_(tensors[f"master.{name}"])
-            if f"step.{name}" in tensors:
-                fused = self._adam.defaults.get("fused")
-                self._adam.state[master] = {
-                    "step": tensors[f"step.{name}"].to(master.device if fused else "cpu", copy=True),
-                    **{
-                        key: tensors[f"{key}.{name}"].to(master.device, master.dtype, copy=True)
-                        for key in ("exp_avg", "exp_avg_sq")
-                    },
-                }
+            kept = {key: t for key, t in _of(tensors, name).items() if key != "master"}
+            if kept:
+                self._state[master] = {key: self._placed(value, master) for key, value in kept.items()}
+
+    def _placed(self, value: Tensor, master: Tensor) -> Tensor:
+        """A saved piece of state where the optimizer expects it: counts on the CPU, unless it is fused."""
+        if value.dim():
+            return value.to(master.device, master.dtype if value.is_floating_point() else value.dtype, copy=True)
+        fused = self._inner is not None and self._inner.defaults.get("fused")
+        return value.to(master.device if fused else "cpu", copy=True)
 
 
-def _adamw(masters: dict[OptimizerGroup | None, list[Tensor]], config: OptimizerConfig) -> torch.optim.AdamW:
+def _of(tensors: dict[str, Tensor], parameter: str) -> dict[str, Tensor]:
+    """key -> tensor of one parameter, of what ``Optimizer.tensors`` gave."""
+    end = f".{parameter}"
+    return {name[: -len(end)]: t for name, t in tensors.items() if name.endswith(end) and "." not in name[: -len(end)]}
+
+
+def _groups(masters: dict[OptimizerGroup | None, list[Tensor]], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """torch's parameter groups: weight decay on matrices only."""
     groups: list[dict[str, Any]] = []
     for group, members in masters.items():
         decay = config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
         decayed, others = ([m for m in members if (m.dim() > 1) is many] for many in (True, False))
         groups.append({"params": decayed, "weight_decay": decay, "miles_group": group})
         groups.append({"params": others, "weight_decay": 0.0, "miles_group": group})
-    device = next(m for members in masters.values() for m in members).device.type
-    how = {"fused": True} if device in ("cpu", "cuda") else {"foreach": True}
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, **how
-    )
+    return [group for group in groups if group["params"]]
+
+
+def _check_interface(made: object) -> None:
+    lacking = [name for name in ("step", "param_groups", "state") if not hasattr(made, name)]
+    if lacking:
+        raise PluginError(
+            f"make_optimizer returned {type(made).__name__}, which has no {', '.join(lacking)}; it returns an object with the interface "
+            "of torch.optim.Optimizer"
+        )

@@ -7,7 +7,7 @@ never its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,19 +22,21 @@ from miles_core.data.batch import Batch, Ragged
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.means import add, as_floats
 from miles_core.data.unit import Unit
-from miles_core.errors import NonFiniteError
+from miles_core.errors import ConfigError, MilesError, NonFiniteError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_core.precision.snapshot import Snapshot
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.optimizer import OptimizerConfig
+from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import backbone, decoder_layers, facts_of
-from miles_embedded.model.logprobs import scatter, token_log_probs
+from miles_embedded.model.logprobs import scatter, token_log_probs, top_log_probs
 from miles_embedded.model.released import Released
 from miles_embedded.model.sharded import held
+from miles_embedded.model.value_head import value_head, values_of
 from miles_embedded.model.views import export
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
@@ -45,10 +47,13 @@ from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.emulate import emulating
 from miles_embedded.trainer.expert_loads import Loads
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
-from miles_embedded.trainer.optimizer import Optimizer
+from miles_embedded.trainer.optimizer import MakeOptimizer, Optimizer
 from miles_embedded.trainer.packing import Packing, spans
 from miles_embedded.trainer.split import idle_sample, split
 from miles_embedded.trainer.twice import pack_grown
+
+#: What ``EmbeddedTrainer.columns`` knows.
+COLUMNS = ("log_probs", "entropy", "values", "top_tokens", "top_log_probs")
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class TrainerConfig:
     recompute: recompute the layers' activations in the backward pass.
     aux_loss_coef: coefficient of the load-balancing loss; 0 is off.
     entropy: give the loss the entropy at trained positions.
+    trains: False for a frozen model, which gets no optimizer.
     """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -72,6 +78,7 @@ class TrainerConfig:
     recompute: bool = False
     aux_loss_coef: float = 0.0
     entropy: bool = False
+    trains: bool = True
 
 
 class EmbeddedTrainer(Trainer):
@@ -83,9 +90,15 @@ class EmbeddedTrainer(Trainer):
         reference: makes the reference model for ``kind="ref"`` when it is first asked for.
         precision: of the models, where it may change.
         parallel: how it trains with other processes, each of which has such a trainer and is called alike.
+        optimizer: makes the optimizer of parameter groups; AdamW by default.
+
+    Raises:
+        ConfigError: no parameter of a model that is to be trained has a gradient.
     """
 
-    capabilities = frozenset({"entropy", "sampling_support", "rebuild", "sleep"})
+    capabilities = frozenset(
+        {"entropy", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "optimizers"}
+    )
 
     def __init__(
         self,
@@ -94,6 +107,7 @@ class EmbeddedTrainer(Trainer):
         reference: Callable[[], nn.Module] | None = None,
         precision: TrainedPrecision | None = None,
         parallel: Alone | None = None,
+        optimizer: MakeOptimizer | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -101,8 +115,14 @@ class EmbeddedTrainer(Trainer):
         self.parallel = parallel or Alone()
         self.world = self.parallel.world
         self.layers = tuple(range(len(decoder_layers(model))))
+        if not config.trains:
+            model.requires_grad_(False)
+        elif not any(p.requires_grad for p in model.parameters()):
+            raise ConfigError(
+                f"no weight of {type(model).__name__} is trained: all of them are frozen (requires_grad is False) after on_model"
+            )
         self.parallel.divide(model)
-        self.optimizer = Optimizer(model, config.optimizer, self.parallel)
+        self.optimizer = Optimizer(model, config.optimizer, self.parallel, optimizer)
         self.balance = Balance(model, config.aux_loss_coef) if config.aux_loss_coef > 0 else None
         self.loads = Loads(model)
         self._make_reference = reference
@@ -156,20 +176,27 @@ class EmbeddedTrainer(Trainer):
         return replace(self.predict(chunk, hidden, micro_batch, ctx), aux=aux)
 
     def predict(self, model: nn.Module, hidden: Tensor, micro_batch: Batch, ctx: Context) -> Output:
-        """Final hidden states [rows, hidden] -> log-probs, and the entropy where ``ctx.attached`` asks for it."""
+        """Final hidden states [rows, hidden] -> log-probs and what else ``ctx`` wants of them; of a critic, values."""
         packing: Packing = ctx.attached["packing"]
+        sources, length = hidden.index_select(0, packing.sources), len(micro_batch.tokens)
+        if (critic := value_head(model)) is not None:
+            return Output(values=scatter(values_of(critic, sources), packing.targets, length))
         support = micro_batch.columns.get(SAMPLING_SUPPORT.name)
         assert support is None or isinstance(support, Ragged)
         log_probs, entropy = token_log_probs(
             model,
-            hidden.index_select(0, packing.sources),
+            sources,
             micro_batch.tokens[packing.targets],
             self.config.temperature,
             None if support is None else support.select(packing.targets),
             bool(ctx.attached.get("entropy")),
         )
-        length = len(micro_batch.tokens)
+        tokens, best = None, None
+        if ctx.top_k:
+            tokens, best = top_log_probs(model, sources, ctx.top_k, self.config.temperature)
         return Output(
+            top_tokens=None if tokens is None else scatter(tokens, packing.targets, length),
+            top_log_probs=None if best is None else scatter(best, packing.targets, length),
             log_probs=scatter(log_probs, packing.targets, length),
             entropy=None if entropy is None else scatter(entropy, packing.targets, length),
         )
@@ -178,16 +205,29 @@ class EmbeddedTrainer(Trainer):
         """See ``Trainer.optimizer_step``."""
         return self.optimizer.step()
 
-    @torch.no_grad()
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
         """See ``Trainer.log_probs``."""
+        return self.columns(batch, kind, ("log_probs", "entropy") if entropy else ("log_probs",))
+
+    @torch.no_grad()
+    def columns(self, batch: Batch, kind: Pass, wanted: Collection[str], top_k: int = 0) -> dict[str, Tensor]:
+        """See ``Trainer.columns``."""
         chunk = self.reference if kind == "ref" else self._scored or self.model
+        given = {"values"} if value_head(chunk) is not None else {*COLUMNS} - {"values"}
+        if lacking := sorted({*wanted} - given):
+            raise MilesError(
+                f"this model gives {', '.join(sorted(given))} and not {', '.join(lacking)}: a policy of the role critic has a value head "
+                "in place of its output layer, and no other has one"
+            )
+        if top_k > text_configuration(chunk).vocab_size:
+            raise MilesError(f"top_k is {top_k}, and the model knows {text_configuration(chunk).vocab_size} tokens")
         results = []
-        for samples, micro_batch, ctx in self.micro_batches(batch, kind, entropy):
+        for samples, micro_batch, ctx in self.micro_batches(batch, kind, "entropy" in wanted):
+            ctx.wanted, ctx.top_k = frozenset(wanted), top_k if "top_tokens" in wanted else 0
             output = self.parallel.call(self.callbacks.forward, chunk, micro_batch, ctx)
             if samples:
                 results.append((samples, output))
-        return self._gathered(batch, results, ("log_probs", "entropy") if entropy else ("log_probs",))
+        return self._gathered(batch, results, tuple(wanted), top_k)
 
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
@@ -256,6 +296,7 @@ class EmbeddedTrainer(Trainer):
             **{n: getattr(packing, n).to(self.device) for n in ("rows", "positions", "row_of", "sources", "targets")},
         )
         ctx = Context(kind, self.layers, packing.rows, recompute=self.config.recompute and kind == "train")
+        ctx.sources, ctx.targets = packing.sources, packing.targets
         ctx.attached.update(self._attached, packing=packing, entropy=entropy)
         return micro_batch, ctx
 
@@ -326,11 +367,11 @@ class EmbeddedTrainer(Trainer):
                 if everywhere or self.world.rank == 0:
                     yield unit
 
-    def export(self, directory: Path, tokenizer: Any) -> None:
+    def export(self, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
         """See ``Trainer.export``; the first rank writes."""
-        with _exhausted(export(self.model)) as units:
+        with _exhausted(self.units() if units is None else units) as stream:
             if self.world.rank == 0:
-                export_checkpoint(self.model, tokenizer, directory, units=units)
+                export_checkpoint(self.model, tokenizer, directory, units=stream)
 
     def save(self, directory: Path) -> None:
         """See ``Trainer.save``."""
@@ -341,14 +382,16 @@ class EmbeddedTrainer(Trainer):
         checkpoint.load(self.model, self.optimizer, Path(directory), self.world)
 
     def _gathered(
-        self, batch: Batch, results: list[tuple[list[int], Output]], names: tuple[str, ...]
+        self, batch: Batch, results: list[tuple[list[int], Output]], names: tuple[str, ...], top_k: int = 0
     ) -> dict[str, Tensor]:
         """The micro-batches' results in the batch's own order."""
         home = batch.tokens.device
         out = {}
         for name in names:
             parts = [getattr(output, name).to(home) for _, output in results]
-            out[name] = torch.zeros(len(batch.tokens), dtype=parts[0].dtype if parts else torch.float32, device=home)
+            more = (top_k,) if name.startswith("top_") else ()
+            kind = parts[0].dtype if parts else torch.int32 if name == "top_tokens" else torch.float32
+            out[name] = torch.zeros(len(batch.tokens), *more, dtype=kind, device=home)
             for (samples, _), values in zip(results, parts, strict=True):
                 out[name][_flat(batch, samples)] = values
         return out

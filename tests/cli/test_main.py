@@ -16,9 +16,9 @@ def command(monkeypatch):
     """command(function): ``miles doctor`` runs this function instead."""
 
     def put(function) -> None:
-        module = ModuleType("miles_core.cli.doctor")
+        module = ModuleType("miles_tools.commands.doctor")
         module.run = function
-        monkeypatch.setitem(sys.modules, "miles_core.cli.doctor", module)
+        monkeypatch.setitem(sys.modules, "miles_tools.commands.doctor", module)
 
     return put
 
@@ -33,7 +33,7 @@ def fail_with(error: BaseException):
 def test_help_lists_every_command_and_nothing_else(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    names = ["train", "demo", "plan", "plugins", "convert", "verify", "report", "doctor", "completion"]
+    names = ["train", "plan", "demo", "plugins", "convert", "verify", "report", "doctor", "completion"]
     assert [line.split()[0] for line in text.splitlines() if line.startswith("  ")] == names
 
 
@@ -55,7 +55,7 @@ def test_a_command_gets_its_words_and_returns_the_exit_code(command):
     ("words", "says"),
     [
         (["trian"], "unknown command 'trian'; did you mean miles train?"),
-        (["zzz"], "commands are train, demo"),
+        (["zzz"], "commands are train, plan"),
         (["--lr", "1"], "a command comes first, e.g. miles train --lr"),
     ],
 )

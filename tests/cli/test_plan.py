@@ -9,7 +9,7 @@ def test_a_plan_is_printed_with_facts_origins_and_chains(f6, moe, capsys):
     assert plan.run(argv) == 0
     text = capsys.readouterr().out
     for line in (
-        "  gpu.sm = 100 (--fact gpu=B200)",
+        "  gpu.sm = 100 (--hardware B200)",
         "  model.moe = true (config.json: num_experts=8)",
         "  rollout.precision = f6 (--rollout-precision f6)",
         "  wrap_weights: core <- f6 (outermost)",

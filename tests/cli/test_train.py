@@ -7,7 +7,7 @@ import pytest
 
 from miles_core.cli import train
 from miles_core.errors import CheckpointError, ConfigError
-from miles_core.testing.toy import toy_arguments
+from miles_testing.toy import toy_arguments
 
 PLUGIN = '''
 from dataclasses import dataclass

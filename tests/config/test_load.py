@@ -129,7 +129,7 @@ def test_pass_through_flags_reach_their_table_and_leave_declared_ones_alone(load
 
 
 def test_pass_through_without_the_plugin_is_refused(loaded):
-    assert "--plugins server" in refused(loaded, "--server-mem-fraction", "0.5")
+    assert "--engine server" in refused(loaded, "--server-mem-fraction", "0.5")
 
 
 def test_pass_through_keys_in_a_file(loaded, written):

@@ -232,3 +232,22 @@ def test_names_that_are_no_file(ten, tmp_path, monkeypatch, spec, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=message):
         Prompts(spec)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", '{"low": NaN}', "[1, NaN]"])
+@pytest.mark.parametrize("key", ["answer", "metadata"])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, key, value):
+    path = tmp_path / "p.jsonl"
+    row = {"input": '"a"', "answer": "1", "metadata": "{}", key: value}
+    bad = ", ".join(f'"{name}": {text}' for name, text in row.items())
+    path.write_text('{"input": "a", "answer": "1"}\n{' + bad + "}\n")
+    with pytest.raises(DataError, match=rf"p.jsonl:2: '{key}' holds NaN or an infinite number"):
+        Prompts(str(path), label_key="answer")
+
+
+@pytest.mark.parametrize("row", ['{"input": "a", "input": "b"}', '{"input": "a", "metadata": {"k": 1, "k": 2}}'])
+def test_a_key_that_occurs_twice_is_refused(tmp_path, row):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"input": "a"}\n' + row + "\n")
+    with pytest.raises(DataError, match=r"p.jsonl:2: .*the key '(input|k)' occurs 2 times in one object"):
+        Prompts(str(path))

@@ -28,7 +28,7 @@ def ids(*words):
 
 def test_a_chat_is_rendered_with_the_generation_prompt():
     template = PromptTemplate(tokenizer(CHAT, post="<s> $A </s>"), apply_chat_template=True)
-    assert template.text("add two") == "<user> add two <assistant>"
+    assert template.renderer.text([{"role": "user", "content": "add two"}]) == "<user> add two <assistant>"
     assert template("add two") == ids("<user>", "add", "two", "<assistant>")
     chat = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "add"}]
     assert template(chat) == ids("<user>", "two", "<assistant>", "add", "<assistant>")

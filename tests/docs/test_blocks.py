@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.testing import toy_files, toy_run
+from miles_testing import toy_files, toy_run
 
 ROOT = Path(__file__).parents[2]
 HOOKS = ROOT / "docs" / "hooks.md"

@@ -37,8 +37,8 @@ SMALLER = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A toy in the place of the real model: bytes as tokens, a chat template."""
-    from miles_core.demo.model import make_tokenizer
-    from miles_core.testing.tiny import tiny_checkpoint
+    from miles_testing.tiny import tiny_checkpoint
+    from miles_tools.demo.model import make_tokenizer
 
     directory = tmp_path_factory.mktemp("model") / MODEL
     tokenizer = make_tokenizer()

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import transformers
+from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-from miles_core.errors import PlanError
+from miles_core.errors import CheckpointError, PlanError
 from miles_core.plugin.detect import config_facts
 from miles_core.plugin.facts import Fact, Facts
-from miles_core.testing import plan
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.manifest import REFUSED, review
 from miles_embedded.model.examine import examine_checkpoint
+from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.load import load_model
+from miles_embedded.model.logprobs import head_steps
 from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint, lacking, score_gap
+from miles_embedded.testing.tiny_configuration import tiny_configuration
+from miles_testing import plan, tiny_checkpoint
+from miles_testing.tiny import random_checkpoint
 
 #: What another family here has as well; the page's script compares these too.
 ALIKE = {
@@ -116,3 +123,57 @@ def test_a_gpu_that_is_not_there_is_refused_in_the_plan():
     with pytest.raises(PlanError, match=r"embedded needs a GPU[\s\S]*would do:\n(.*\n)?    --device cpu"):
         plan(device="cuda", facts=["gpu=none"])
     plan(device="cuda", facts=["gpu=H200"])
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "aya_vision", "cohere2_vision"]
+)
+def test_a_checkpoint_with_vision_is_planned_as_transformers_saves_it_and_as_we_export_it(family, tmp_path):
+    """Its language model has a type of its own, which no class of Transformers loads."""
+    config = CONFIG_MAPPING[family]
+    given = FAMILIES[family][1] if family in FAMILIES else None
+    made = config(**given) if given else tiny_configuration(config)
+    checkpoint = random_checkpoint(made, tmp_path / "model")
+    stored = json.loads((checkpoint / "config.json").read_text())
+    assert stored["text_config"]["model_type"] != family == stored["model_type"]
+    export_checkpoint(load_model(checkpoint, "float32"), None, tmp_path / "export")
+    for directory in (checkpoint, tmp_path / "export"):
+        known = {fact.name: fact.value for fact in plan(hf_checkpoint=str(directory)).facts}
+        assert known["model.type"] == family
+        assert score_gap(directory) < 2e-5
+
+
+def test_a_flat_configuration_of_qwen2_5_vl_is_planned_before_and_after_an_export(tmp_path):
+    """As Qwen published it: the language model's entries are at the top."""
+    checkpoint = family_checkpoint("qwen2_5_vl", tmp_path / "model")
+    config = json.loads((checkpoint / "config.json").read_text())
+    text = {name: value for name, value in config.pop("text_config").items() if name not in ("model_type", "dtype")}
+    (checkpoint / "config.json").write_text(json.dumps(text | config))
+    export_checkpoint(load_model(checkpoint, "float32"), None, tmp_path / "export")
+    for directory in (checkpoint, tmp_path / "export"):
+        known = {fact.name: fact.value for fact in plan(hf_checkpoint=str(directory)).facts}
+        assert (known["model.type"], known["model.layers"]) == ("qwen2_5_vl", 2)
+
+
+def test_logits_take_the_steps_that_their_class_takes(tmp_path):
+    """Cohere's language model scales its logits when it stands alone; with a vision tower its class leaves that out."""
+    kinds = (
+        transformers.CohereForCausalLM,
+        transformers.AyaVisionForConditionalGeneration,
+        transformers.Gemma2ForCausalLM,
+    )
+    assert [set(head_steps(kind)) for kind in kinds] == [{"logit_scale"}, set(), {"final_logit_softcapping"}]
+    inherits = type(
+        "Own", (transformers.CohereForCausalLM,), {"forward": lambda self, x: super(type(self), self).forward(x)}
+    )
+    assert head_steps(inherits) == {"logit_scale"}
+    llama = tiny_checkpoint("llama", tmp_path / "model")
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"logit_scale": 0.25, "final_logit_softcapping": 1.0}))
+    assert score_gap(llama) < 2e-5  # entries that Llama's class does not read
+
+
+def test_a_family_that_cannot_be_exported_is_refused_before_it_is_loaded(tmp_path):
+    checkpoint = random_checkpoint(tiny_configuration(CONFIG_MAPPING["kimi_k25"]), tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"Kimi_K25.*no slicing.*use another engine and trainer"):
+        examine_checkpoint(checkpoint)

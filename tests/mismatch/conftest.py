@@ -12,7 +12,7 @@ def with_parts(tmp_path):
     from miles_core.run.make import make_run
     from miles_core.run.parts import built
     from miles_core.run.prepare import applied, prepare
-    from miles_core.testing.toy import toy_arguments
+    from miles_testing.toy import toy_arguments
 
     def call(body, plugins=(), **options):
         options = {"emulate_precision": True, "rollout_max_response_len": 16, **options}

@@ -182,7 +182,7 @@ def test_a_step_that_only_unsure_tokens_show_is_not_judged_by_the_others(noise, 
     parts = SimpleNamespace(
         precisions="formats",
         policy=SimpleNamespace(version=1),
-        engine=capable,
+        serving=capable,
         learner=SimpleNamespace(log_probs=said([trainer])),
     )
     run = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(temperature=1)))
@@ -191,3 +191,27 @@ def test_a_step_that_only_unsure_tokens_show_is_not_judged_by_the_others(noise, 
             asyncio.run(v.movement(run, parts, last))
     else:
         asyncio.run(v.movement(run, parts, last))  # raises nothing
+
+
+def test_medians_at_rounding_size_do_not_call_an_engine_stale():
+    """Most tokens moved by the last place of float32 on one side and not at all on the other; those that moved agree."""
+    tokens = 100
+    moved = np.arange(tokens) < 18
+    step = np.where(moved, np.linspace(1e-4, 3e-4, tokens), 4.77e-7)
+    change = np.where(moved, step, 0.0)
+    before = np.zeros(tokens)
+    sample = SimpleNamespace(tokens=[0] * (tokens + 1), prompt_length=1)
+    last = v.Earlier([], [sample], [before], [before], "formats", False)
+    run = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(temperature=1)))
+
+    def parts(engine):
+        return SimpleNamespace(
+            precisions="formats",
+            policy=SimpleNamespace(version=1),
+            serving=SimpleNamespace(capabilities={"score"}, score=said([engine])),
+            learner=SimpleNamespace(log_probs=said([step])),
+        )
+
+    assert asyncio.run(v.movement(run, parts(change), last)) == pytest.approx(1, abs=0.01)
+    with pytest.raises(MismatchError, match="still serves the previous weights"):
+        asyncio.run(v.movement(run, parts(before), last))

@@ -6,10 +6,10 @@ import pytest
 from miles_core.config.schema import collect
 from miles_core.errors import MismatchError, NonFiniteError
 from miles_core.observe.hints import Hints, for_error, hints_of, review
-from miles_core.observe.report import report
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.hint import Hint, Remedy, above, fell
 from miles_core.plugin.manifest import Plugin
+from miles_tools.report.report import report
 
 INSTALLED = hints_of(discover().values(), lambda condition: True)
 
@@ -33,6 +33,8 @@ def test_missing_metrics_give_no_hint():
         ("int4-mismatch", [{"mismatch/kl_k3": 0.01}] * 3),
         ("entropy-collapse", [{"train/entropy": 1.0}] * 5 + [{"train/entropy": 0.01}] * 5),
         ("no-signal", [{"reward/all_equal": 1.0}] * 5),
+        ("no-signal", [{"reward/all_equal": 1.0, "train/grad_norm": 0.0}] * 5),
+        ("no-gradient", [{"reward/all_equal": 0.2, "train/grad_norm": 0.0}] * 3),
         ("truncated", [{"rollout/truncated": 0.5}] * 5),
         ("clipped", [{"train/clip_fraction_high": 0.5}] * 5),
         ("reference-drift", [{"train/ref_kl": 2.0}] * 5),
@@ -132,3 +134,7 @@ def test_memory_errors():
 
     assert "--micro-batch-size" in for_error(OutOfMemoryError("CUDA out of memory"))
     assert for_error(ValueError()) is None
+
+
+def test_equal_rewards_are_no_trouble_where_the_gradient_comes_from_elsewhere():
+    assert review([{"reward/all_equal": 1.0, "train/grad_norm": 13.0}] * 6) == []

@@ -23,14 +23,14 @@ PLUGIN = "tis"
 
 ALONE = """
 import miles_core, sys
-from miles_core.testing import toy_run
+from miles_testing import toy_run
 assert "site-packages" in miles_core.__file__, miles_core.__file__
 run = toy_run()
 assert len(run.metrics) == 2 and run.metrics[-1]["train/grad_norm"] > 0
 """
 WITH_PLUGIN = """
 import miles_tis
-from miles_core.testing import toy_run
+from miles_testing import toy_run
 assert "site-packages" in miles_tis.__file__, miles_tis.__file__
 run = toy_run(plugins=["tis"])
 assert run.run.plan.order == ("tis", "embedded") and run.metrics[-1]["tis/weight_mean"] > 0
@@ -38,7 +38,7 @@ assert run.run.plan.order == ("tis", "embedded") and run.metrics[-1]["tis/weight
 #: The C sources are in the wheel, and compile from where it is installed.
 WITH_SOURCES = """
 import shutil, miles_cpu_kernels
-from miles_core.testing import toy_run
+from miles_testing import toy_run
 assert "site-packages" in miles_cpu_kernels.__file__, miles_cpu_kernels.__file__
 if shutil.which("cc"):
     assert toy_run(plugins=["cpu_kernels"]).metrics[-1]["train/grad_norm"] > 0
@@ -110,6 +110,21 @@ def contents(checks: Checks, wheels: dict[str, Path]) -> None:
                 checks.check(f"{wheel.name} holds {wanted}", wanted in files, "it is not there")
 
 
+def engines(checks: Checks, wheels: dict[str, Path]) -> None:
+    """The wheels of the plugins for production engines ask for these on Linux, without an extra."""
+    for name, engine in (("sglang", "sglang"), ("megatron", "megatron-core"), ("megatron", "transformer-engine")):
+        if not wheels[name].exists():
+            continue
+        with zipfile.ZipFile(wheels[name]) as files:
+            path = next(f for f in files.namelist() if f.endswith(".dist-info/METADATA"))
+            lines = files.read(path).decode().splitlines()
+        asked = [line for line in lines if line.startswith(f"Requires-Dist: {engine}")]
+        good = (
+            len(asked) == 1 and "sys_platform == 'linux'" in asked[0].replace('"', "'") and "extra ==" not in asked[0]
+        )
+        checks.check(f"{wheels[name].name} asks for {engine} on Linux", good, f"{asked}")
+
+
 def environment(checks: Checks, python: str, folder: Path, torch: str) -> Path:
     """An empty virtual environment with torch; returns its Python."""
     checks.run("empty environment", [python, "-m", "venv", folder], silent=True)
@@ -135,6 +150,7 @@ def main() -> int:
         checks.run("pip install the builders", [*pip, "flit_core>=3.11,<4", "hatchling>=1.26"], silent=True)
         built = build(checks, inside, wheels)
         contents(checks, built)
+        engines(checks, built)
         miles = folder / "venv" / "bin" / "miles"
         checks.run("pip install core", [*pip, built["core"]], silent=True)
         checks.run("miles --help", [miles, "--help"], lambda out: "usage: miles COMMAND" in out)

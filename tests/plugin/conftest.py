@@ -1,11 +1,8 @@
-"""Makes ``published_manifests`` importable in ``--import-mode=importlib``, and writes installed plugins."""
+"""Writes installed plugins."""
 
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

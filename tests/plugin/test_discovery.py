@@ -1,3 +1,4 @@
+import asyncio
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ from miles_core.plugin.marker import hookimpl
 class Hooks:
     @hookimpl
     def on_step(self, metrics):
-        metrics["here"] = 1.0
+        metrics["mine/here"] = 1.0
 """
 
 
@@ -92,7 +93,10 @@ FILE_WITH_MANIFEST = (
 from miles_core.plugin.manifest import Plugin
 plugin = Plugin("mine", "an idea", "0.1", "~=0.1", hooks={"": "Hooks"}, provides={"reward": {"one": "one"}})
 def one(run):
-    return "made"
+    async def score(args, sample):
+        return 1.0
+
+    return score
 """
     + HOOKS
 )
@@ -108,7 +112,8 @@ def test_a_file_with_a_manifest_names_its_own_classes(tmp_path):
     name, hooks, catalogue = loaded(write(tmp_path, FILE_WITH_MANIFEST))
     metrics = {}
     hooks.on("on_step", run=None, metrics=metrics)
-    assert (name, metrics, hooks.make("reward", "one", run=None)) == ("mine", {"here": 1.0}, "made")
+    assert (name, metrics) == ("mine", {"mine/here": 1.0})
+    assert asyncio.run(hooks.make("reward", "one", run=None)(None, None)) == 1.0
     assert catalogue.sources["mine"].startswith(f"file:{tmp_path}/my_idea.py sha256:")
 
 
@@ -120,19 +125,19 @@ from miles_core.plugin.marker import hookimpl
 
 @hookimpl
 def on_step(metrics):
-    metrics["function"] = 1.0
+    metrics["mine/function"] = 1.0
 
 class Also:
     @hookimpl
     def on_step(self, metrics):
-        metrics["class"] = 1.0
+        metrics["mine/class"] = 1.0
 ''',
         "my-idea.py",
     )
     name, hooks, catalogue = loaded(path)
     metrics = {}
     hooks.on("on_step", run=None, metrics=metrics)
-    assert (name, metrics) == ("my_idea", {"function": 1.0, "class": 1.0})
+    assert (name, metrics) == ("my_idea", {"mine/function": 1.0, "mine/class": 1.0})
     assert catalogue["my_idea"].summary == "Counts steps."
     assert name_of_file(path) == "my_idea"
 

@@ -1,8 +1,10 @@
 import sys
 
 import pytest
+import torch
 
 from miles_core.contracts.hooks import HookSpecs, load_hooks
+from miles_core.contracts.trainer import Loss
 from miles_core.errors import PluginError
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Fact, Facts, State
@@ -39,11 +41,13 @@ def recording(mark, log):
         @hookimpl
         def on_step(self, metrics):
             log.append(mark)
-            metrics[mark] = 1.0
+            metrics[f"{mark}/seen"] = 1.0
 
         @hookimpl
         def wrap_loss(self, run):
-            return lambda inner: lambda x: f"{mark}({inner(x)})"
+            return lambda inner: (
+                lambda x: Loss(inner(x).value, {**inner(x).metrics, f"{mark}/n": (len(inner(x).metrics), 1)})
+            )
 
     return Recorder
 
@@ -54,9 +58,13 @@ def test_plugins_are_called_in_plan_order(load):
     metrics = {}
     hooks.on("on_step", run=None, metrics=metrics)
     assert log == ["a", "b"]
-    assert metrics == {"a": 1.0, "b": 1.0}
+    assert metrics == {"a/seen": 1.0, "b/seen": 1.0}
     assert hooks.implemented["on_step"] == ("a", "b")
-    assert compose(str, hooks.chain("wrap_loss", run=None))(1) == "a(b(1))"
+    loss = Loss(torch.zeros((), requires_grad=True))
+    assert compose(lambda x: x, hooks.chain("wrap_loss", run=None, policy=None))(loss).metrics == {
+        "b/n": (0, 1),
+        "a/n": (1, 1),
+    }
 
 
 def test_every_hook_can_be_told_and_every_spec_is_known(load):
@@ -106,7 +114,7 @@ def test_an_exception_names_plugin_and_hook(load):
         hooks.on("on_step", run=None, metrics={})
     assert raised.value.__notes__ == ["in plugin a, hook on_step"]
     with pytest.raises(ValueError, match="bad chain") as raised:
-        hooks.chain("wrap_loss", run=None)
+        hooks.chain("wrap_loss", run=None, policy=None)
     assert raised.value.__notes__ == ["in plugin a, hook wrap_loss"]
 
 
@@ -121,9 +129,9 @@ def test_a_wrap_hook_may_stay_out_and_must_not_return_something_else(load):
         def wrap_loss(self):
             return 3
 
-    assert load({"a": Out}).chain("wrap_loss", run=None) == []
+    assert load({"a": Out}).chain("wrap_loss", run=None, policy=None) == []
     with pytest.raises(PluginError, match="plugin a: wrap_loss returned 3, not a function"):
-        load({"a": Wrong}).chain("wrap_loss", run=None)
+        load({"a": Wrong}).chain("wrap_loss", run=None, policy=None)
 
 
 def guarded(load, body, name="on_step", mark=hookimpl):
@@ -216,10 +224,10 @@ def test_parts_are_made_by_name_with_the_arguments_they_take(load, monkeypatch):
     module = type(sys)("miles_parts_by_test")
     module.build = build
     monkeypatch.setitem(sys.modules, "miles_parts_by_test", module)
-    provides = {"engine": {"mine": "miles_parts_by_test:build"}}
+    provides = {kind: {"mine": "miles_parts_by_test:build"} for kind in ("engine", "decoder")}
     hooks = load({"a": recording("a", [])}, provides=provides, formats={"f": "miles_parts_by_test:build"})
-    assert hooks.make("engine", "mine", run="run", policy="policy") == ("run", None)
-    assert hooks.provided("engine") == ("mine",)
+    assert hooks.make("decoder", "mine", run="run", policy="policy") == ("run", None)
+    assert hooks.provided("engine") == ("mine",) and hooks.provider("engine", "mine") == "a"
     assert hooks.format("f") is build
     with pytest.raises(PluginError, match="no active plugin provides the engine 'mien'; did you mean mine"):
         hooks.make("engine", "mien", run=None)

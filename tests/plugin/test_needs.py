@@ -6,12 +6,12 @@ from miles_core.config.load import load
 from miles_core.errors import ConfigError, PlanError, PluginError
 from miles_core.plugin.check import check
 from miles_core.plugin.discovery import discover
-from miles_core.plugin.explain import lint
 from miles_core.plugin.facts import Fact, Facts
 from miles_core.plugin.load import Hooks
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.run.prepare import prepare
 from miles_embedded import plugin as embedded
+from miles_tools.authoring.explain import lint
 
 PARTS = {"engine": {"x": "m:e"}, "trainer": {"y": "m:t"}}
 
@@ -84,7 +84,8 @@ def test_a_fix_that_cannot_start_is_not_proposed():
 
 
 def test_hooks_that_there_are_not_and_heavy_manifests_are_found_by_the_checks(install, capsys):
-    from miles_core.cli import plan, plugins
+    from miles_core.cli import plan
+    from miles_tools.commands import plugins
 
     hooks = "from miles_core import hookimpl\nclass H:\n    @hookimpl\n    def on_stepp(self): ...\n"
     text = (
@@ -117,7 +118,7 @@ def test_an_error_in_an_advantage_names_plugin_and_estimator(monkeypatch):
 
     plugin = mine(provides={"advantage": {"odd": "m:make"}})
     hooks = object.__new__(Hooks)
-    hooks._active = [plugin]
+    hooks._active, hooks._boundaries = [plugin], {}
 
     def make():
         def advantage(inputs):
@@ -128,7 +129,7 @@ def test_an_error_in_an_advantage_names_plugin_and_estimator(monkeypatch):
     monkeypatch.setattr(loading, "import_target", lambda *_: make)
     with pytest.raises(ValueError, match="no such column") as caught:
         hooks.make("advantage", "odd")(None)
-    assert caught.value.__notes__ == ["in plugin mine, hook the advantage odd"]
+    assert caught.value.__notes__ == ["in plugin mine, hook make_advantage (odd)"]
 
 
 def test_lint_without_names_of_hooks_holds_nothing_against_them():

@@ -10,7 +10,7 @@ from miles_core.errors import MilesError
 from miles_core.precision import codec as module
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Stored, store
-from miles_core.sync.bucket import Bucket
+from miles_transport.bucket import Bucket
 
 
 class OnAGpu(torch.Tensor):

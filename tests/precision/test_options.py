@@ -93,8 +93,8 @@ def test_ranges_that_leave_nothing_or_cannot_be_counted_are_refused(checkpoint):
 
 
 def test_conversion_leaves_the_same_layers_alone(tmp_path, capsys):
-    from miles_core.cli.convert import run as convert
-    from miles_core.testing.tiny import tiny_checkpoint
+    from miles_testing.tiny import tiny_checkpoint
+    from miles_tools.commands.convert import run as convert
 
     model = tiny_checkpoint("qwen3", tmp_path / "model")
     words = ["--to", "fp8", "--model-dir", str(model), "--dry-run", "--json", "--num-layers-at-end-in-bf16", "1"]

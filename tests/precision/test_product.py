@@ -10,8 +10,8 @@ from miles_core.config.load import load
 from miles_core.errors import ConfigError
 from miles_core.precision import scaled_mm
 from miles_core.precision.product import NoProduct, Products, emulated
-from miles_core.testing.doubles.product import ExactProduct
 from miles_fp8.format import Fp8
+from miles_testing.doubles.product import ExactProduct
 
 MODEL = nn.Linear(16, 16)
 

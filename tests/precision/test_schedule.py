@@ -12,7 +12,7 @@ from miles_core.errors import ConfigError, MilesError, PlanError
 from miles_core.launch import launch
 from miles_core.precision.schedule import Precisions, precisions
 from miles_core.run.prepare import applied, prepare
-from miles_core.testing.toy import ToyRun, toy_arguments
+from miles_testing.toy import ToyRun, toy_arguments
 
 UNIFIED = {"rollout_fp8": True, "train_fp8": True, "emulate_precision": True}
 MIXED = {"rollout_fp8": True, "emulate_precision": True}

@@ -19,12 +19,13 @@ class Recorded(Workers):
 
     def __init__(self, names, answers=None, **options):
         super().__init__(names, **options)
-        self.answers, self.calls, self.dead = answers or {}, [], set()
-        self.inboxes = {}
+        self.answers, self.calls, self.dead, self.hung = answers or {}, [], set(), set()
+        self.inboxes, self.clocks = {}, {}
 
     async def send(self, number, method, *args):
-        if method == "at":  # how ranks are told the step
+        if method == "at":  # how ranks learn the step; they answer with the seconds of their clocks
             _, method, *args = args
+            return await self.send(number, method, *args), self.clocks.get(number, {})
         self.calls.append((number, method, *args))
         await asyncio.sleep(0)
         if number in self.dead:
@@ -44,8 +45,13 @@ class Recorded(Workers):
         self.dead.discard(number)
         self.inboxes.pop(number, None)
 
-    async def end(self):
-        pass
+    async def kill(self, number):
+        self.dead.add(number)
+
+    async def beat(self, number):
+        if number in self.hung:
+            await asyncio.Event().wait()
+        return ()
 
     def asked(self, method):
         return [call for call in self.calls if call[1] == method]

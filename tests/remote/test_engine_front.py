@@ -71,8 +71,9 @@ def test_weights_travel_in_buckets_as_bytes(recorded, said):
     async def main():
         workers = recorded(NAMES[:2])
         front = EngineFront(workers, said, 2 * size, World(1, 3))
+        front.push = 9
         await front.update_weights(iter(units), 7)
-        taken = [call[2:] for call in workers.asked("take") if call[0] == 0]
+        taken = [call[3:] for call in workers.asked("take") if call[0] == 0 and call[2] == 9]
         assert [(rank, number) for rank, number, _ in taken] == [(1, 0), (1, 1), (1, 2)]
         read = [e for _, _, data in taken for e in Encoded.read(data)]
         assert [(e.name, e.format) for e in read] == [(e.name, "f8") for e in units]
@@ -80,7 +81,7 @@ def test_weights_travel_in_buckets_as_bytes(recorded, said):
             torch.equal(a.parts[a.name].view(torch.uint8), b.parts[b.name].view(torch.uint8))
             for a, b in zip(read, units, strict=True)
         )
-        assert workers.asked("update") == [(0, "update", 7, 1, 3), (1, "update", 7, 1, 3)]
+        assert workers.asked("update") == [(0, "update", 9, 7, 1, 3, 3), (1, "update", 9, 7, 1, 3, 3)]
 
     run(main)
 

@@ -7,6 +7,7 @@ import asyncio
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.errors import DataError, WorkerLost
 from miles_core.remote.mailbox import Mailbox
+from miles_core.remote.patience import Patience
 
 
 def request(key):
@@ -75,18 +76,37 @@ def test_all_hear_that_the_engine_is_lost_and_its_successor_is_asked(recorded):
     asyncio.run(main())
 
 
-def test_a_request_has_its_time_and_one_that_nobody_waits_for_any_more_disturbs_nobody(recorded):
+def test_an_engine_that_answers_nothing_is_lost_and_a_cancelled_request_disturbs_no_other(recorded):
     async def generate(number, request):
         await asyncio.sleep(request.key)
         return "done"
 
     async def main():
-        mailbox = Mailbox(recorded(["engine-0"], {"generate": generate}, patience=0.05), 0)
+        workers = recorded(["engine-0"], {"generate": generate}, patience=Patience(0.05))
+        mailbox = Mailbox(workers, 0)
         late, good = await asked(mailbox, [1, 0])
         assert good == "done" and "did not answer 'generate' within 0.05 s" in str(late)
+        await workers.start(0)
         given_up = asyncio.create_task(mailbox.ask(request(0.01)))
         await asyncio.sleep(0)
         given_up.cancel()
         assert await mailbox.ask(request(0.02)) == "done"
+
+    asyncio.run(main())
+
+
+def test_queued_requests_do_not_count_against_an_engine_that_answers(recorded):
+    turn = asyncio.Lock()
+
+    async def generate(number, request):
+        async with turn:
+            await asyncio.sleep(0.03)
+            return "done"
+
+    async def main():
+        mailbox = Mailbox(recorded(["engine-0"], {"generate": generate}, patience=Patience(0.2)), 0)
+        assert (
+            await asked(mailbox, range(20)) == ["done"] * 20
+        )  # the last one waits three times as long as a call may take
 
     asyncio.run(main())

@@ -12,7 +12,7 @@ from miles_core.contracts.policy import check_policies
 from miles_core.contracts.run import Run
 from miles_core.data.sample import Sample
 from miles_core.errors import CheckpointError, DataError, PluginError
-from miles_core.testing.doubles import apart
+from miles_testing.doubles import apart
 
 #: A second policy that learns from every other group; both are asked in turn.
 TWO = """
@@ -24,7 +24,7 @@ def on_start(run):
 
 @hookimpl
 def on_sample(run, sample):
-    sample.metadata["policy"] = ("policy", "second")[sample.group_index % 2]
+    sample.policy = ("policy", "second")[sample.group_index % 2]
 """
 
 
@@ -38,7 +38,7 @@ def test_each_policy_has_workers_of_its_own_and_loses_them_alone(toy_run, tmp_pa
     async def send(self, number, method, *args):
         if method == "at" and args[:2] == (1, "learn") and self.names == ("second-trainer-0",) and not killed:
             killed.append(self.names)
-            self.kill(number)
+            self.crash(number)
         return await learn(self, number, method, *args)
 
     monkeypatch.setattr(apart.ApartWorkers, "send", send)
@@ -61,6 +61,10 @@ def test_a_run_goes_on_with_the_policies_that_it_was_saved_with(toy_run, tmp_pat
     ("policies", "said"),
     [
         ([], "is empty after on_start"),
+        ([Policy(role="frozen")], "no policy has the role train"),
+        ([Policy(role="actor")], "has the role 'actor'; a role is one of train, critic, frozen"),
+        ([Policy(), Policy(name="c", role="critic", generates=True)], "c is a critic"),
+        ([Policy(generates=False)], "generates=False"),
         ([Policy(), "second"], "holds 'second' after on_start"),
         ([Policy(), Policy()], "two policies have the name 'policy'"),
         *(
@@ -75,18 +79,32 @@ def test_policies_that_a_run_cannot_have(policies, said):
         check_policies(policies)
 
 
-def test_samples_are_shared_out_by_name():
-    first, second = Policy(), Policy(name="second")
-    two = SimpleNamespace(policies=[first, second])
+def test_samples_are_divided_by_the_policy_that_they_name():
+    first, second, judge = Policy(), Policy(name="second"), Policy(name="judge", role="frozen")
+    two = SimpleNamespace(policies=[judge, first, second], policy=first)
     plain = Sample(index=0, group_index=0, prompt="", tokens=[1])
-    named = dataclasses.replace(plain, metadata={"policy": "second"})
-    assert Run.own(two, first, [[plain, named]]) == [plain] and Run.own(two, second, [[plain], [named]]) == [
-        plain,
-        named,
+    named = dataclasses.replace(plain, policy="second")
+    assert [Run.own(two, each, [[plain, named], [named]]) for each in (first, second, judge)] == [
+        [plain],
+        [named, named],
+        [],
     ]
-    stray = dataclasses.replace(plain, metadata={"policy": "third"})
-    with pytest.raises(
-        DataError, match="sample 0 names the policy 'third' in its metadata, and the run has policy, second"
-    ):
-        Run.own(two, first, [[named], [stray]])
-    assert Run.own(SimpleNamespace(policies=[first]), first, [[stray]]) == [stray]  # a word of the user's own data
+    for stray in ("third", "judge"):
+        with pytest.raises(DataError, match=f"sample 0 names the policy '{stray}', .*are: policy, second"):
+            Run.own(two, first, [[named], [dataclasses.replace(plain, policy=stray)]])
+
+
+def test_the_policies_of_a_file_have_options_of_their_own(toy_run, tmp_path):
+    (tmp_path / "two.yaml").write_text("policies: {solver: {lr: 0.01}, proposer: {lr: 0.02, role: train}}")
+    (tmp_path / "turns.py").write_text(TWO.split("@hookimpl")[0].replace("Policy, ", "") + TURNS)
+    done = toy_run([str(tmp_path / "turns.py")], config=tmp_path / "two.yaml", steps=1, lr=None)
+    assert [p.name for p in done.run.policies] == ["solver", "proposer"]
+    assert (done.metrics[-1]["solver/train/lr"], done.metrics[-1]["proposer/train/lr"]) == (0.01, 0.02)
+
+
+#: Groups belong to the two policies in turn.
+TURNS = """
+@hookimpl
+def on_sample(run, sample):
+    sample.policy = run.policies[sample.group_index % 2].name
+"""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections import Counter
 
 import pytest
 
 from miles_core.errors import PlanError, WorkerLost
-from miles_core.testing.doubles import apart
+from miles_testing.doubles import apart
 
 #: Kills workers (moment, step, name) once each, and writes which prompts the trainer was given, where nothing rolls it back.
 FAULTS = """
 import json
 from pathlib import Path
 from miles_core import hookimpl
-from miles_core.testing.doubles import apart
+from miles_testing.doubles import apart
 
 def reach(run, moment, step):
     path = run.directory.parent / "faults.json"
@@ -23,7 +26,7 @@ def reach(run, moment, step):
     for fault in [f for f in waiting if f[:2] == [moment, step]]:
         waiting.remove(fault)
         path.write_text(json.dumps(waiting))
-        apart.latest().kill(fault[2])
+        (apart.latest().hang if fault[2].startswith("-") else apart.latest().kill)(fault[2].lstrip("-"))
 
 @hookimpl
 def on_sample(run, sample):
@@ -127,10 +130,67 @@ def test_a_rank_that_dies_goes_on_from_the_last_checkpoint(
         assert rewards(done) == rewards(toy_run(steps=STEPS))
 
 
+@pytest.mark.parametrize("worker", ["engine-0", "trainer-0"])
+def test_a_worker_that_hangs_in_a_push_is_named_itself(survive, toy_run, tmp_path, worker):
+    done = survive([("sync", 2, f"-{worker}")], worker_heartbeat=0.5, sync_bucket_size=1 << 14)
+    check(done, tmp_path)
+    log = (done.directory / "run.log").read_text()
+    assert f"worker {worker} was lost: it gave no sign of life for 0.5 s" in log
+    assert apart.latest().restarts.used == 1 and rewards(done) == rewards(toy_run(steps=STEPS))
+
+
+def test_workers_that_die_while_they_are_built_are_built_again(survive, tmp_path, monkeypatch):
+    plain, struck = apart.ApartWorkers.send, []
+
+    async def send(self, number, method, *args):
+        if method in ("digest", "build") and (method, self.names[number]) not in struck:
+            struck.append((method, self.names[number]))
+            self.crash(number)
+        return await plain(self, number, method, *args)
+
+    monkeypatch.setattr(apart.ApartWorkers, "send", send)
+    check(survive([], max_restarts=6), tmp_path)
+    assert len(struck) == 6 and apart.latest().restarts.used == 6
+
+
+def test_a_rank_that_dies_in_its_recovery_is_recovered(survive, tmp_path, monkeypatch):
+    plain, calls = apart.ApartWorkers.send, []
+
+    async def send(self, number, method, *args):
+        if self.names == ("trainer-0",) and (method == "build" or args[1:2] == ("load",)):
+            calls.append(method)
+            if len(calls) in (2, 3):  # the second build, and the load after the third
+                self.crash(number)
+        return await plain(self, number, method, *args)
+
+    monkeypatch.setattr(apart.ApartWorkers, "send", send)
+    check(survive([("train", 3, "trainer-0")], max_restarts=5), tmp_path)
+    assert len(calls) >= 5
+
+
 def test_a_rank_dies_before_the_first_checkpoint_of_a_warm_started_run(survive, tmp_path):
     (tmp_path / "sft.jsonl").write_text('{"input": "a", "answer": "b"}\n' * 4)
     options = {"sft_data": tmp_path / "sft.jsonl", "sft_response_key": "answer", "sft_steps": 2, "sft_batch_size": 2}
     check(survive([("train", 1, "trainer-0")], **options), tmp_path)
+
+
+def test_a_run_that_is_to_stop_replaces_nothing(survive, tmp_path, monkeypatch):
+    from miles_core.remote import rank
+
+    plain = rank.Rank.learn
+
+    def learn(self, share, step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            apart.latest().hang("trainer-0")
+        return plain(self, share, step)
+
+    monkeypatch.setattr(rank.Rank, "learn", learn)
+    start = time.monotonic()
+    done = survive([], stop_within=30, save_interval=1)
+    assert time.monotonic() - start < 120 and done.run.stop_requested
+    ended = json.loads((done.directory / "ending.json").read_text())
+    assert ended["why"] == "stopped by SIGTERM" and ended["checkpoint"].endswith("step_00000003")
 
 
 def test_the_run_ends_when_too_many_are_lost(survive, tmp_path):

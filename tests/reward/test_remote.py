@@ -92,3 +92,40 @@ def test_a_token_comes_from_the_environment_and_never_in_the_address(server, mon
     server.answers = [(200, b"1")]
     RemoteReward(server.url)(None, SAMPLE)
     assert server.tokens == ["Bearer abc"]
+
+
+def test_a_token_with_a_line_break_at_its_end_is_sent_without_it(server, monkeypatch):
+    monkeypatch.setenv("MILES_RM_TOKEN", "secret-of-mine\n")
+    server.answers = [(200, b"1")]
+    assert RemoteReward(server.url)(None, SAMPLE) == 1 and server.tokens == ["Bearer secret-of-mine"]
+    monkeypatch.setenv("MILES_RM_TOKEN", "secret-of\nmine")
+    with pytest.raises(ConfigError, match="MILES_RM_TOKEN") as found:
+        RemoteReward(server.url)
+    assert "secret" not in str(found.value)
+
+
+def test_a_key_in_the_address_comes_from_the_environment(server, monkeypatch):
+    with pytest.raises(ConfigError, match=r"key=<redacted>: a name, password or key .*RM_KEY") as found:
+        RemoteReward(server.url + "?key=hidden123")
+    assert "hidden123" not in str(found.value)
+    with pytest.raises(ConfigError, match="the environment variable RM_KEY is not set"):
+        RemoteReward(server.url + "?key=${RM_KEY}")
+    monkeypatch.setenv("RM_KEY", "hidden123")
+    server.answers = [(200, b"1"), (404, b"no such key: hidden123")]
+    reward = RemoteReward(server.url + "?key=${RM_KEY}")
+    assert reward(None, SAMPLE) == 1
+    with pytest.raises(DataError, match=r"key=\$\{RM_KEY\} answered HTTP 404") as refused:
+        reward(None, SAMPLE)
+    assert "hidden123" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["http://", "http://h:99999/", "http://h/a b", "https://h:port/"])
+def test_addresses_that_cannot_be_are_refused_when_the_run_is_planned(url):
+    with pytest.raises(ConfigError, match="--rm-url"):
+        RemoteReward(url)
+
+
+def test_an_answer_that_is_too_long_stops_the_run(server):
+    server.answers = [(200, b" " * (2 << 20))]
+    with pytest.raises(DataError, match="more than 1,048,576 bytes"):
+        RemoteReward(server.url)(None, SAMPLE)

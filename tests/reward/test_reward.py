@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from miles_core.errors import ConfigError, DataError
-from miles_core.reward.reward import RewardFunction, make_reward, score
+from miles_core.reward.reward import RewardFunction, group_reward, make_reward, score
 
 ARGS = SimpleNamespace(reward_key=None)
 
@@ -220,3 +220,97 @@ def test_a_call_that_is_cancelled_from_outside_stays_cancelled():
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
+
+
+def in_group(function, how="inline"):
+    return RewardFunction(group_reward(function), "rank", "rank.py", how)
+
+
+def test_a_group_reward_is_called_once_with_the_whole_group():
+    calls = []
+
+    async def ranks(args, samples):
+        calls.append([s.response for s in samples])
+        lengths = sorted(len(s.response) for s in samples)
+        return np.array([lengths.index(len(s.response)) for s in samples])
+
+    batch = samples("ccc", "a", "bb")
+    asyncio.run(score(batch, in_group(ranks, "async"), ARGS))
+    assert calls == [["ccc", "a", "bb"]] and [s.reward for s in batch] == [2.0, 0.0, 1.0]
+    assert all(type(s.reward) is float for s in batch)
+
+
+def test_a_group_reward_keeps_rewards_that_a_generate_function_set():
+    batch = samples("a", "b")
+    batch[0].reward = 7
+    asyncio.run(score(batch, in_group(lambda args, group: [{"x": 1.0}] * len(group)), SimpleNamespace(reward_key="x")))
+    assert batch[0].reward == 7.0 and batch[1].reward == {"x": 1.0}
+    asyncio.run(score(batch, in_group(lambda args, group: 1 / 0), SimpleNamespace(reward_key="x")))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0], "returned 1 rewards for the group of sample 10, which has 2 samples"),
+        (0.5, "returned 0.5 for the group of sample 10, which has 2 samples; a group reward returns a list"),
+        ("ab", "returned 'ab' for the group"),
+        ([1.0, math.nan], r"the reward of sample 11, from the reward function rank \(rank.py\), is nan"),
+    ],
+)
+def test_what_a_group_reward_must_not_return(value, message):
+    with pytest.raises(DataError, match=message):
+        asyncio.run(score(samples("a", "b"), in_group(lambda args, group: value), ARGS))
+
+
+def test_a_group_reward_that_raises_or_changes_tokens_is_named():
+    with pytest.raises(DataError, match=r"rank \(rank.py\) raised ZeroDivisionError on the group of sample 10"):
+        asyncio.run(score(samples("a", "b"), in_group(lambda args, group: 1 / 0), ARGS))
+    batch = samples("a", "b")
+    for sample in batch:
+        sample.tokens = [1, 2]
+
+    def change(args, group):
+        group[1].tokens.append(3)
+        return [0, 0]
+
+    with pytest.raises(DataError, match="changed the tokens of sample 11"):
+        asyncio.run(score(batch, in_group(change), ARGS))
+
+
+def test_an_unknown_scope_is_refused():
+    def function(args, sample):
+        return 1.0
+
+    function.scope = "batch"
+    with pytest.raises(ConfigError, match=r"mine \(mine.py\) declares the scope 'batch'; a reward's scope is"):
+        custom(function)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_group_rewards_and_their_concurrency_in_a_run(toy_run, tmp_path, plain):
+    """Training and evaluation call the function with whole groups, at most ``--reward-concurrency`` at once."""
+    (tmp_path / "rank.py").write_text(
+        "import asyncio, time\nfrom miles_core import group_reward\n\nrunning, most, sizes = 0, 0, []\n\n"
+        "@group_reward\n" + ("" if plain else "async ") + "def reward(args, samples):\n    global running, most\n"
+        "    running += 1\n    most = max(most, running)\n    sizes.append(len(samples))\n"
+        + ("    time.sleep(0.01)\n" if plain else "    await asyncio.sleep(0.01)\n")
+        + "    running -= 1\n    best = max(sum(s.tokens) for s in samples)\n"
+        "    return [float(sum(s.tokens) == best) for s in samples]\n"
+    )
+    path = tmp_path / "rank.py"
+    prompts = tmp_path / "held.jsonl"
+    prompts.write_text('{"input": "a"}\n{"input": "b"}\n')
+    done = toy_run(
+        steps=1,
+        custom_rm_path=path,
+        reward_concurrency=2,
+        rollout_batch_size=4,
+        eval_prompt_data=prompts,
+        eval_interval=1,
+        n_samples_per_eval_prompt=3,
+    )
+    module = next(
+        m for name, m in sys.modules.items() if name.startswith("miles_user_rank") and m.__file__ == str(path)
+    )
+    assert sorted(module.sizes) == [3, 3, 3, 3, 4, 4, 4, 4] and module.most == 2
+    assert done.metrics[-1]["reward/max"] == 1.0 and 0 < done.metrics[-1]["reward/mean"] < 1

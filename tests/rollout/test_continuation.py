@@ -7,6 +7,8 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.data.field import Field
@@ -45,6 +47,44 @@ def test_a_stop_string_that_began_before_the_abort_ends_the_response():
     untouched = [response([0, 1]), response([2, 3], prompt=4)]
     cut_at_stop(untouched, ("zz",), (ROUTES, SUPPORT), letters)
     assert untouched[1].tokens == [2, 3] and untouched[1].finish == "abort"
+
+
+#: Pieces of text of several bytes, parts of a character, and a special token without text.
+PIECES = [b"a", b"b", b"ab", b"\xe2", b"\x82", b"\xac", b"\xe2\x82\xac", b"", b"ba ", b"\xf0\x9f", b"\x98\x80"]
+
+
+def pieces(tokens):
+    return b"".join(PIECES[t] for t in tokens).decode(errors="replace")
+
+
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=40),
+    st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=40),
+    st.lists(st.sampled_from(["ab", "bab", "a\u20ac", "\u20acb", "\U0001f600a", "aaaa"]), min_size=1, max_size=2),
+)
+@settings(max_examples=300, deadline=None)
+def test_stop_strings_are_found_where_decoding_every_prefix_finds_them(first, second, stop):
+    if any(s in pieces(first) for s in stop):
+        return  # the engine ended the response there
+    counts = (n for n in range(1, len(second) + 1) if any(s in pieces(first + second[:n]) for s in stop))
+    expected = next(counts, len(second))
+    inside = next((n for n in range(1, len(second) + 1) if any(s in pieces(second[:n]) for s in stop)), len(second))
+    second = second[:inside]  # the engine sees those that lie in one part
+    parts = [Response(first, [0.0] * len(first), "abort"), Response(second, [0.0] * len(second), "abort")]
+    cut_at_stop(parts, stop, (), pieces)
+    assert parts[-1].tokens == second[: min(expected, inside)]
+
+
+def test_looking_for_a_stop_string_does_not_decode_the_whole_response():
+    decoded = []
+
+    def decode(tokens):
+        decoded.append(len(tokens))
+        return letters([t % 20 for t in tokens])
+
+    parts = [response([t % 20 for t in range(20_000)]) for _ in range(2)]
+    cut_at_stop(parts, ("zz",), (), decode)
+    assert sum(decoded) < 500
 
 
 def test_nothing_goes_on_from_a_response_without_tokens_or_without_its_fields():

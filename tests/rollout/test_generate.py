@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from miles_core.errors import ConfigError, DataError
+from miles_core.rollout.keys import request_key
 
 WATCH = """
 from miles_core.plugin.marker import hookimpl
@@ -98,10 +99,11 @@ def test_recorded_fields_cover_every_turn(run):
     assert done.metrics[0]["r3/routers_differing"] == 0
 
 
-def test_every_call_is_shown_to_plugins_and_keeps_the_samples_key(run):
+def test_every_call_is_shown_to_plugins_under_a_key_of_its_own(run):
     requests = run(TURNS, ["r3"], steps=1).run.stash["requests"]
     assert len(requests) == 16 and all("rollout_routed_experts" in request.extras for request in requests)
-    assert sorted(request.key for request in requests) == sorted([*range(8), *range(8)])
+    second = [request_key(sample, 1) for sample in range(8)]
+    assert sorted(request.key for request in requests) == [*range(8), *second]
     assert {request.sampling.max_new_tokens for request in requests} == {3, 5}
 
 
@@ -157,7 +159,7 @@ def test_a_failed_tool_drops_its_sample(run):
             "a = await args.generate(sample.tokens); sample.tokens = sample.tokens + a.tokens[:-1] + [9, 9]; "
             "sample.response_length = len(a.tokens) + 1; return sample",
             DataError,
-            "do not continue any call of the engine",
+            "holds 4 of the 5 tokens that the engine generated",
         ),
         (
             "a = await args.generate(sample.tokens); sample.tokens = sample.tokens + a.tokens; "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import pytest
 
+from miles_core.data.prompt_source import PromptSource, Row
+from miles_core.errors import DataError
 from miles_core.rollout.queue import PromptQueue
 
 
-class Rows:
+class Rows(PromptSource):
     """Rows a, b, c, ... without end."""
 
     def __init__(self):
@@ -15,7 +17,8 @@ class Rows:
 
     def next(self, n):
         made = [
-            SimpleNamespace(prompt=chr(97 + self.at + i), label=None, metadata={"at": self.at + i}) for i in range(n)
+            Row(chr(97 + self.at + i), metadata={"at": self.at + i}, policy="b" if self.at + i == 1 else "")
+            for i in range(n)
         ]
         self.at += n
         return made
@@ -28,12 +31,13 @@ class Rows:
 
 
 def queue():
-    return PromptQueue(Rows(), lambda text: [ord(text)])
+    return PromptQueue(Rows(), lambda row: [ord(row.prompt)])
 
 
 def test_samples_have_running_numbers_and_their_own_metadata():
     first, second = queue().next(2)
     made = second.samples(3)
+    assert {s.policy for s in made} == {"b"} and first.policy == ""
     assert [s.index for s in made] == [3, 4, 5] and {s.group_index for s in made} == {1}
     made[0].metadata["at"] = 7
     assert made[1].metadata == {"at": 1} and first.samples(1)[0].tokens == [97]
@@ -55,6 +59,34 @@ def test_state_goes_through_json_and_back():
     one.put_back(first[2:])
     one.used(first[:2])
     two.load_state(json.loads(json.dumps(one.state())))
-    assert [(p.text, p.group_index, p.tokens) for p in one.next(2)] == [
-        (p.text, p.group_index, p.tokens) for p in two.next(2)
+    assert [(p.text, p.group_index, p.tokens, p.policy) for p in one.next(2)] == [
+        (p.text, p.group_index, p.tokens, p.policy) for p in two.next(2)
     ]
+
+
+def test_rows_that_are_too_long_are_left_out_and_counted():
+    prompts = PromptQueue(Rows(), lambda row: None if row.prompt in "bc" else [1])
+    assert [p.text for p in prompts.next(3)] == ["a", "d", "e"] and prompts.left_out == 2
+    assert [p.group_index for p in prompts.next(1)] == [3]
+    with pytest.raises(
+        DataError, match="the last 1000 prompts of the source are all longer than --rollout-max-prompt-len"
+    ):
+        PromptQueue(Rows(), lambda row: None).next(1)
+
+
+@pytest.mark.parametrize("rows", [[], None, [Row("a"), Row("b")], ["a"]])
+def test_a_source_that_returns_something_else_is_named(rows):
+    source = Rows()
+    source.next = lambda n: rows
+    with pytest.raises(
+        DataError, match=r"the prompt source Rows was asked for 1 rows and returned .*a list of n miles_core.Row"
+    ):
+        PromptQueue(source, lambda row: [1]).next(1)
+
+
+def test_a_position_in_another_source_is_refused():
+    state = PromptQueue(Rows(), lambda row: [1], "sums").state()
+    with pytest.raises(
+        DataError, match="came from --prompts sums when the checkpoint was saved, and come from file now"
+    ):
+        PromptQueue(Rows(), lambda row: [1]).load_state(state)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from miles_core import ConfigError
-from miles_core.testing import plan, toy_run
-from miles_core.testing.doubles import apart
+from miles_testing import plan, toy_run
+from miles_testing.doubles import apart
 
 #: Gives every parameter memory that can be given back, and writes down what sleeps when a sample is made and when a batch is trained.
 WATCH = r"""
@@ -48,7 +48,7 @@ def wrap_weights(run, policy):
 #: Kills the only engine and the trainer in the second step's training.
 DEATH = """
 from miles_core import hookimpl
-from miles_core.testing.doubles import apart
+from miles_testing.doubles import apart
 
 @hookimpl
 def on_batch(run, batch):

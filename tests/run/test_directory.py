@@ -77,3 +77,51 @@ def test_the_last_lines_can_be_typed():
         "report: miles report 'run with späce'",
         "to go on: miles train --load 'run with späce' --num-rollout N",
     ]
+
+
+def _claim(directory):
+    from types import SimpleNamespace
+
+    from miles_core.run.directory import claimed
+
+    config = SimpleNamespace(run=SimpleNamespace(save=str(directory), load=None), model=SimpleNamespace())
+    with claimed(config):
+        pass
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".lock",
+        "config.yaml",
+        "run.log",
+        "metrics.jsonl",
+        "plan.json",
+        "ending.json",
+        "workers/engine-0.log",
+        "checkpoints",
+    ],
+)
+@pytest.mark.parametrize("kind", ["symbolic link", "neither a file"])
+def test_a_prepared_directory_is_refused_and_what_it_points_to_stays(tmp_path, name, kind):
+    import os
+
+    victim, place = tmp_path / "victim", tmp_path / "run" / name
+    victim.write_text("precious")
+    place.parent.mkdir(parents=True)
+    place.symlink_to(victim) if kind == "symbolic link" else os.mkfifo(place)
+    with pytest.raises(ConfigError, match=rf"--save .*{name} is (a {kind}|{kind})"):
+        _claim(tmp_path / "run")
+    assert victim.read_text() == "precious"
+
+
+def test_hard_links_are_refused_and_links_within_a_run_are_not(tmp_path):
+    import os
+
+    (tmp_path / "run" / "wandb" / "run-1").mkdir(parents=True)
+    (tmp_path / "run" / "wandb" / "latest-run").symlink_to("run-1")
+    _claim(tmp_path / "run")
+    (tmp_path / "victim").write_text("precious")
+    os.link(tmp_path / "victim", tmp_path / "run" / "run.log")
+    with pytest.raises(ConfigError, match=r"run\.log is a hard link"):
+        _claim(tmp_path / "run")

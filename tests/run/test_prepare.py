@@ -5,7 +5,7 @@ import os
 import pytest
 
 from miles_core.errors import PlanError
-from miles_core.testing import plan, toy_run
+from miles_testing import plan, toy_run
 
 PLUGIN = """
 from miles_core import Plugin

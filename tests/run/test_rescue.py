@@ -9,6 +9,7 @@ import pytest
 
 from miles_core.errors import DataError, NonFiniteError
 from miles_core.observe.metrics import read
+from miles_testing.doubles import apart
 
 #: Fails, or raises a signal, in the middle of the second step, once.
 REWARD = """
@@ -94,19 +95,26 @@ def failing_learn(monkeypatch, after):
     monkeypatch.setattr("miles_embedded.trainer.trainer.first_nonfinite_in_step", lambda *a: "it was")
 
 
-def test_a_training_step_that_changes_nothing(toy_run, tmp_path, monkeypatch):
+#: A run in one process, and one whose workers behave as if they were elsewhere.
+RUNTIMES = pytest.mark.parametrize("where", [{}, {"plugins": [str(apart.__file__)], "runtime": "apart"}])
+
+
+@RUNTIMES
+def test_a_training_step_that_changes_nothing(toy_run, tmp_path, monkeypatch, where):
     failing_learn(monkeypatch, after=2)
-    with pytest.raises(NonFiniteError):
-        toy_run(directory=tmp_path / "run", steps=3)
+    with pytest.raises(NonFiniteError) as caught:
+        toy_run(directory=tmp_path / "run", steps=3, **where)
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000002"]
+    assert "step_00000002" in caught.value.__notes__[-1]
 
 
-def test_a_step_that_was_trained_in_part_is_not_taken_for_a_complete_one(toy_run, tmp_path, monkeypatch):
+@RUNTIMES
+def test_a_step_that_was_trained_in_part_is_not_taken_for_a_complete_one(toy_run, tmp_path, monkeypatch, where):
     failing_learn(monkeypatch, after=3)
     with pytest.raises(NonFiniteError) as caught:
-        toy_run(directory=tmp_path / "run", steps=3, num_steps_per_rollout=2, save_interval=1)
+        toy_run(directory=tmp_path / "run", steps=3, num_steps_per_rollout=2, save_interval=1, **where)
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000001"]
-    assert "step 2 was trained in part" in (tmp_path / "run/run.log").read_text()
+    assert "the weights are no longer those of step 1" in (tmp_path / "run/run.log").read_text()
     assert "step_00000001" in caught.value.__notes__[-1]
 
 

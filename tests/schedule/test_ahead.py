@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.errors import DataError
-from miles_core.mismatch.budget import STALE
-from miles_core.observe.budget_table import BUDGET_FILE
+from miles_core.mismatch.budget import BUDGET_FILE, STALE
 
 STEPS = 4
 OPTIONS = {"schedule": "ahead", "rollout_shuffle": True, "rollout_max_response_len": 6}

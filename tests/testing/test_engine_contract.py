@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from miles_core.testing.engine_contract import EngineContract
-from miles_core.testing.tiny import tiny_tokenizer
 from miles_embedded.engine.build import detokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_embedded.testing.process_engine import ProcessEngine
 from miles_embedded.testing.routes import ROUTES, record_routes
+from miles_testing.engine_contract import EngineContract
+from miles_testing.tiny import tiny_tokenizer
 
 
 class TestEmbeddedEngine(EngineContract):

@@ -6,7 +6,7 @@ import pytest
 
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.manifest import Pair, Rule
-from miles_core.testing import FormatPluginContract, plan
+from miles_testing import FormatPluginContract, plan
 
 FP8 = discover()["fp8"]
 BROKEN = {

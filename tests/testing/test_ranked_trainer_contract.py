@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from miles_core.contracts.trainer import Callbacks
-from miles_core.testing.ranked_trainer_contract import SHARES, RankedTrainerContract
-from miles_core.testing.tiny import tiny_checkpoint
-from miles_core.testing.yardstick import weighted
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import load_model
 from miles_embedded.trainer.build import data_parallel
 from miles_embedded.trainer.data_parallel import Replicated
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_testing.ranked_trainer_contract import SHARES, RankedTrainerContract
+from miles_testing.tiny import tiny_checkpoint
+from miles_testing.yardstick import weighted
 
 
 class Averaging(Replicated):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles_core.testing.ranks import RankError, Ranks
+from miles_testing.ranks import RankError, Ranks
 
 
 def added(own):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from miles_core.testing import RuntimeContract
-from miles_core.testing.doubles import apart
+from miles_testing import RuntimeContract
+from miles_testing.doubles import apart
 
 
 class TestInline(RuntimeContract):

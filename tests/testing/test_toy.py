@@ -7,7 +7,7 @@ import time
 import pytest
 
 from miles_core.errors import PlanError
-from miles_core.testing.toy import toy_arguments, toy_files
+from miles_testing.toy import toy_arguments, toy_files
 
 
 def test_a_toy_run_is_a_real_run(toy_run):

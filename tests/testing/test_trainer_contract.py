@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from miles_core.contracts.trainer import Callbacks
-from miles_core.testing.tiny import tiny_checkpoint
-from miles_core.testing.trainer_contract import Setup, TrainerContract
-from miles_core.testing.yardstick import make_batch, weighted, weights
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded import active_context
 from miles_embedded.model.load import load_model
 from miles_embedded.testing.staged_trainer import StagedTrainer
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_testing.tiny import tiny_checkpoint
+from miles_testing.trainer_contract import Setup, TrainerContract
+from miles_testing.yardstick import make_batch, weighted, weights
 
 
 def build(kind, checkpoint, setup, **changes):

@@ -8,11 +8,12 @@ from miles_core.config.load import load
 from miles_core.contracts.emulation import Emulation
 from miles_core.data.means import means
 from miles_core.data.sample import Sample
+from miles_core.remote.rank import Rank
 from miles_core.run.make import make_run
 from miles_core.run.prepare import applied, prepare
-from miles_core.run.rank import Rank, combined, divided
-from miles_core.testing.toy import toy_arguments
-from miles_core.testing.yardstick import copied
+from miles_core.train.share import combined, divided
+from miles_testing.toy import toy_arguments
+from miles_testing.yardstick import copied
 
 #: What needs statistics of the whole step: corrections, whitening, normalisers, balancing; and two optimiser steps.
 OPTIONS = {
@@ -60,7 +61,7 @@ def learned(words, directory, groups):
     mine = divided(samples, rank.run.config.train, rank.world.replicas)[rank.world.replica]
     before = rank.log_probs(mine.samples)
     rank.take_snapshot(0)
-    pairs = rank.learn(mine, 0)
+    pairs, _ = rank.learn(mine, 0)
     now, then = (rank.log_probs(mine.samples, Emulation(snapshot=snapshot)) for snapshot in (False, True))
     for old, new, kept in zip(before, now, then, strict=True):
         np.testing.assert_allclose(kept, old, atol=1e-4)

@@ -2,10 +2,10 @@
 
 import torch
 
-from miles_core.testing import FormatPluginContract
 from miles_embedded.testing import FormatInModelContract
 from miles_mxfp6 import plugin
 from miles_mxfp6.format import GRID, Mxfp6
+from miles_testing import FormatPluginContract
 
 
 class TestMxfp6(FormatInModelContract):

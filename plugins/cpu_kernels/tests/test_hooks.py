@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from miles_core.errors import ConfigError, PlanError
-from miles_core.testing import toy_run
-from miles_core.testing.toy import plan
 from miles_cpu_kernels import hooks
 from miles_cpu_kernels.hooks import CpuKernels, use_kernels
 from miles_cpu_kernels.kernels import rms_norm
 from miles_embedded.model.load import NAME
 from miles_embedded.model.operations import TORCH, operations_of
+from miles_testing import toy_run
+from miles_testing.toy import plan
 
 
 def test_every_model_of_a_run_computes_with_them(kernels):

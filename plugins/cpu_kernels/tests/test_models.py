@@ -7,7 +7,6 @@ import torch
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_core.testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 from miles_cpu_kernels import attention, experts, kernels
 from miles_cpu_kernels.hooks import use_kernels
 from miles_embedded.engine.runner import Runner
@@ -16,6 +15,7 @@ from miles_embedded.model.logprobs import logits_of, token_log_probs
 from miles_embedded.testing import lacking
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.packing import pack
+from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 
 from miles_core.cli.main import main
 from miles_core.format import Codec
-from miles_core.testing import tiny_checkpoint
 from miles_embedded import load_model
 from miles_embedded.model.views import Loader, export
 from miles_fp8.format import Fp8
+from miles_testing import tiny_checkpoint
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

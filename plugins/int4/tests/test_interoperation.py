@@ -5,8 +5,8 @@ import torch
 import transformers
 
 from miles_core.cli.main import main
-from miles_core.testing import tiny_checkpoint
 from miles_embedded import load_model
+from miles_testing import tiny_checkpoint
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

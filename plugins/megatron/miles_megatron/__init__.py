@@ -1,9 +1,13 @@
 """Megatron-Core as the trainer of miles-core: ``--trainer megatron``."""
 
-from miles_core import Plugin, Rule, Set
+from miles_core import Package, Plugin, Rule, Set
 from miles_megatron.config import MegatronConfig
+from miles_megatron.elsewhere import ELSEWHERE
 
 __version__ = "0.1.0"
+
+#: Versions that this trainer was tested with.
+CORE, ENGINE = ">=0.19.2,<0.20", ">=2.20,<2.21"
 
 plugin = Plugin(
     name="megatron",
@@ -11,8 +15,9 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=MegatronConfig,
+    elsewhere=ELSEWHERE,
     provides={"trainer": {"megatron": "miles_megatron.trainer.build:make_trainer"}},
-    capabilities={"trainer": ("entropy", "sampling_support", "routing_replay", "further_layers")},
+    capabilities={"trainer": ("entropy", "sampling_support", "routing_replay", "further_layers", "sleep")},
     sets={
         "env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": Set(
             "1",
@@ -49,6 +54,21 @@ plugin = Plugin(
             because="Megatron-Core takes the GPU where there is one; CUDA_VISIBLE_DEVICES= hides it",
         ),
     ),
+    packages=(
+        Package(
+            "megatron-core",
+            CORE,
+            when="trainer == megatron",
+            install=f'pip install "megatron-core{CORE}", with Python 3.12 or later',
+        ),
+        Package(
+            "transformer-engine",
+            ENGINE,
+            when="trainer == megatron and gpu.sm > 0",
+            install=f'pip install "transformer-engine[pytorch]{ENGINE}"',
+        ),
+    ),
     review="miles_megatron.review:review",
+    memory="miles_megatron.usage:usage",
     examine="miles_megatron.examine:examine",
 )

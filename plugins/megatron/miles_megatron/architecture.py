@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from miles_megatron.config_keys import layer_windows
+
 
 @dataclass(frozen=True)
 class Latent:
@@ -89,6 +91,8 @@ class Architecture:
         sparse: for each layer, whether it has experts.
         mtp: layers that predict a further token, after the decoder; they are sparse where the last layer is.
         epsilon: of the norms.
+        rotary: position embedding.
+        windows: for each layer, how many tokens it sees, itself included; 0 for all. Empty without windows.
     """
 
     family: str
@@ -141,6 +145,7 @@ def common(config: Mapping[str, Any]) -> dict[str, Any]:
         "mtp": int(config.get("num_nextn_predict_layers") or 0),
         "epsilon": config.get("rms_norm_eps", 1e-6),
         "rotary": rotary(config),
+        "windows": layer_windows(config),
     }
 
 

@@ -38,6 +38,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "bias_dropout_fusion": (None, "on where there is a GPU"),
     "apply_rope_fusion": (None, "on where there is a GPU, for rotary positions without YaRN"),
     "moe_permute_fusion": (None, "on where there is a GPU"),
+    "optimizer_offload_fraction": (1.0, "1: all of it, with --optimizer-cpu-offload"),
     "moe_router_bias_update_rate": (0.0, "0: the policy's router is trained by its gradient alone"),
 }
 

@@ -21,8 +21,6 @@ GB = 1e9
 LOGITS, LOGIT_BYTES = 1 << 26, 14
 #: Bytes of a CUDA context with its libraries, and of NCCL's buffers where there are several ranks.
 CONTEXT, CHANNELS = 1.0 * GB, 1.0 * GB
-#: Part of a GPU that a run can fill: the rest is lost between blocks of the allocator.
-USABLE = 0.95
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from miles_megatron.architecture import Architecture
 
 #: Ranks of tensor parallelism that are suggested at most: the GPUs of one machine, because they exchange something in every layer.
 _TENSOR = 8
+EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,20 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Sizes that do not divide: what, the option at fault, and values of it that do."""
+    """Sizes that do not divide.
+
+    Attributes:
+        needs, because: what must divide, and why.
+        options: names of the options at issue, the one to change first.
+        fit: values of the first option that would do.
+        others: further changes that would do, (option, value).
+    """
 
     needs: str
     because: str
-    option: str
+    options: tuple[str, ...]
     fit: tuple[int, ...] = ()
+    others: tuple[tuple[str, int], ...] = ()
 
 
 def ranks_of(facts: Facts) -> tuple[int, str]:
@@ -136,18 +145,19 @@ def misfits(s: Sizes, a: Architecture) -> Iterator[Misfit]:
         if size % s.tp:
             fit = tuple(n for n in divisors(s.ranks) if not any(whole % n for whole, _ in tensor))
             yield Misfit(
-                f"{what} that divide by {s.tp}", "each rank has equally many", "tensor_model_parallel_size", fit
+                f"{what} that divide by {s.tp}", "each rank has equally many", ("tensor_model_parallel_size",), fit
             )
     if s.sequence and s.tp == 1:
         yield Misfit(
             "--tensor-model-parallel-size above 1", "sequence parallelism divides what tensor parallelism repeats",
-            "sequence_parallel",
+            ("sequence_parallel",),
         )  # fmt: skip
     block = s.tp * s.pp * s.cp
     if s.ranks % block:
         yield Misfit(
             f"{s.ranks} ranks that divide by tensor x pipeline x context = {block}", "replicas are equally large",
-            "pipeline_model_parallel_size", tuple(n for n in divisors(s.ranks) if not s.ranks % (n * s.tp * s.cp)),
+            ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size"),
+            tuple(n for n in divisors(s.ranks) if not s.ranks % (n * s.tp * s.cp)),
         )  # fmt: skip
     yield from _stages(s, a)
     yield from _experts(s, a)
@@ -158,17 +168,17 @@ def _stages(s: Sizes, a: Architecture) -> Iterator[Misfit]:
     rest = a.layers - s.first - s.last
     if s.virtual > 1 and s.pp == 1:
         yield Misfit("--pipeline-model-parallel-size above 1", "virtual stages divide those of a pipeline",
-                     "virtual_pipeline_model_parallel_size")  # fmt: skip
+                     ("virtual_pipeline_model_parallel_size",))  # fmt: skip
     elif s.pp == 1 and (s.first or s.last):
         yield Misfit("--pipeline-model-parallel-size above 1", "a pipeline has a first and a last stage",
-                     "num_layers_in_first_pipeline_stage" if s.first else "num_layers_in_last_pipeline_stage")  # fmt: skip
+                     ("num_layers_in_first_pipeline_stage" if s.first else "num_layers_in_last_pipeline_stage",))  # fmt: skip
     elif rest < 0 or (middle <= 0 and rest) or (middle > 0 and rest % middle):
         fit = tuple(n for n in divisors(s.ranks) if n * s.virtual <= a.layers and not a.layers % (n * s.virtual))
         yield Misfit(
             f"{rest} layers that divide among {max(middle, 0)} pipeline stages",
             "stages have equally many layers; --num-layers-in-first-pipeline-stage and "
             "--num-layers-in-last-pipeline-stage take some apart",
-            "pipeline_model_parallel_size", fit,
+            ("pipeline_model_parallel_size",), fit,
         )  # fmt: skip
 
 
@@ -177,23 +187,25 @@ def _experts(s: Sizes, a: Architecture) -> Iterator[Misfit]:
     if e is None or not any(a.sparse):
         if s.ep > 1:
             yield Misfit("a mixture of experts", f"a {a.family} model of these sizes has no experts",
-                         "expert_model_parallel_size", (1,))  # fmt: skip
+                         (EXPERT,), (1,))  # fmt: skip
         return
     if e.count % s.ep:
         yield Misfit(f"{e.count} experts that divide by {s.ep}", "each rank has equally many",
-                     "expert_model_parallel_size", tuple(n for n in divisors(s.ranks) if not e.count % n))  # fmt: skip
+                     (EXPERT,), tuple(n for n in divisors(s.ranks) if not e.count % n))  # fmt: skip
     if e.ffn % s.etp:
         yield Misfit(f"{e.ffn} inner units of an expert that divide by {s.etp}", "each rank has equally many",
-                     "expert_tensor_parallel_size", tuple(n for n in divisors(s.ranks) if not e.ffn % n))  # fmt: skip
+                     (EXPERT_TENSOR,), tuple(n for n in divisors(s.ranks) if not e.ffn % n))  # fmt: skip
     if s.ranks % (s.ep * s.etp * s.pp):
         fit = tuple(n for n in divisors(s.ranks) if not s.ranks % (n * s.etp * s.pp) and not e.count % n)
+        cut = [n for n in divisors(s.ranks) if not s.ranks % (s.ep * n * s.pp) and not e.ffn % n]
         yield Misfit(
             f"{s.ranks} ranks that divide by expert x expert-tensor x pipeline = {s.ep * s.etp * s.pp}",
-            "every expert has equally many copies", "expert_model_parallel_size", fit,
+            "every expert has equally many copies",
+            (EXPERT, EXPERT_TENSOR, "pipeline_model_parallel_size"), fit, tuple((EXPERT_TENSOR, n) for n in cut),
         )  # fmt: skip
     if s.tp > 1 and not s.sequence:
         yield Misfit("--sequence-parallel", "Megatron-Core trains experts under tensor parallelism with it only",
-                     "sequence_parallel")  # fmt: skip
+                     ("sequence_parallel",), others=(("sequence_parallel", True),))  # fmt: skip
 
 
 def divisors(number: int) -> list[int]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from miles_core.backend import Codec, FurtherLayer, OptimizerConfig
-from miles_core.testing import Setup
 from miles_megatron import families
 from miles_megatron.sizes import Sizes
+from miles_testing import Setup
 
 if TYPE_CHECKING:
     from miles_megatron.trainer.trainer import MegatronTrainer
@@ -24,9 +24,10 @@ def make(
     balance: float = 0.0,
     codec: Codec | None = None,
     further: FurtherLayer | None = None,
+    dtype: torch.dtype = torch.float32,
     **sizes: Any,
 ) -> MegatronTrainer:
-    """A float32 trainer with the contract's settings, one rank of as many as there are processes.
+    """A trainer with the contract's settings, one rank of as many as there are processes.
 
     Args:
         checkpoint: the model, and the reference.
@@ -34,6 +35,7 @@ def make(
         balance: coefficient of the load-balancing loss.
         codec: of the number format.
         further: how to train the MTP layer.
+        dtype: of parameters and activations.
         sizes: fields of ``Sizes``.
     """
     from miles_megatron.trainer.build import FULL_RECOMPUTATION
@@ -60,6 +62,7 @@ def make(
             max_tokens=setup.max_tokens,
             entropy=setup.entropy,
             balance=balance,
+            dtype=dtype,
             longest=128,
             model=FULL_RECOMPUTATION if setup.recompute else {},
         )

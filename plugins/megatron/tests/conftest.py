@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_core.testing import tiny_checkpoint
 from miles_megatron.families import FAMILIES
+from miles_testing import tiny_checkpoint
 
 #: Families whose tiny configuration is another one's with changes: (configuration class, whose, changes).
 LIKE = {
@@ -31,7 +31,7 @@ def make_checkpoint(family, directory, **changes):
         return tiny_checkpoint(family, directory, **changes)
     import transformers
 
-    from miles_core.testing.tiny import FAMILIES as known
+    from miles_testing.tiny import FAMILIES as known
 
     name, like, own = LIKE[family]
     values = {k: v for k, v in known[like][1].items() if k != "head_dim"}
@@ -51,6 +51,12 @@ def checkpoints(tmp_path_factory):
         return make_checkpoint(family, tmp_path_factory.mktemp(family))
 
     return made
+
+
+@pytest.fixture(scope="session")
+def make_model():
+    """``make_checkpoint``."""
+    return make_checkpoint
 
 
 @pytest.fixture(scope="session")

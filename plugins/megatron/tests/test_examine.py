@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from miles_core import CheckpointError
 from miles_core.cli import main as cli
-from miles_core.testing import toy_files
 from miles_megatron.examine import examine_checkpoint
+from miles_testing import toy_files
 
 K = "model.layers.0.self_attn.k_proj.weight"
 BIAS = "model.layers.1.self_attn.o_proj.bias"

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from miles_core import CheckpointError, PlanError
 from miles_core.backend import Callbacks, FurtherLayer, combined
-from miles_core.testing import Setup, toy_files, toy_run
-from miles_core.testing.toy import plan
-from miles_core.testing.yardstick import make_batch, weighted
 from miles_megatron.testing import make, may_have_children
+from miles_testing import Setup, toy_files, toy_run
+from miles_testing.toy import plan
+from miles_testing.yardstick import make_batch, weighted
 
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), pytest.mark.slow]

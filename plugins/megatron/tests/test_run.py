@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from miles_core.testing import toy_run
+from miles_testing import toy_run
 
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), pytest.mark.slow]

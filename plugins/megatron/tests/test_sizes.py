@@ -9,9 +9,9 @@ from unittest.mock import ANY
 import pytest
 
 from miles_core import ConfigError, PlanError
-from miles_core.testing import plan
 from miles_megatron import families
 from miles_megatron.sizes import Sizes, candidates, misfits
+from miles_testing import plan
 
 #: Configurations of published checkpoints, as far as they decide sizes.
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
@@ -65,6 +65,10 @@ def checkpoint(tmp_path):
     return write
 
 
+#: Their engine is elsewhere, so that the memory of the trainer decides.
+ELSEWHERE = {"engine": "sglang", "sglang_url": "http://host:30000"}
+
+
 def refused(checkpoint, config, *facts, **options):
     with pytest.raises(PlanError) as error:
         plan(
@@ -94,16 +98,18 @@ def typed(flags):
     ("DEEPSEEK_V3", 1024, {}), ("QWEN3_235B", 64, {"rollout_batch_size": 128, "use_dynamic_batch_size": True}),
 ])  # fmt: skip
 def test_the_plan_refuses_what_cannot_fit_with_sizes_that_do(checkpoint, model, ranks, options):
-    text = refused(checkpoint, PUBLISHED[model], f"megatron.ranks={ranks}", **options)
-    assert re.search(r"megatron needs \d+ GB on each GPU", text) and "gpu.memory_gb = 141" in text
-    flags = re.search(r"these sizes fit: (.*)", text)[1].split("; ")[-1]
+    text = refused(checkpoint, PUBLISHED[model], f"megatron.ranks={ranks}", **ELSEWHERE, **options)
+    assert re.search(r"the trainer megatron needs \d+ GB on each GPU", text) and "gpu.memory_gb = 141" in text
+    offered = text.split("would do:\n")[1].splitlines()
+    sizes = next(line for line in offered if "parallel-size" in line and "--fact" not in line)
     accepted = plan(
         trainer="megatron",
         hf_checkpoint=checkpoint(PUBLISHED[model]),
         facts=["gpu=H200", f"megatron.ranks={ranks}"],
         micro_batch_size=1,
+        **ELSEWHERE,
         **options,
-        **typed(flags),
+        **typed(sizes),
     )
     assert f"billion parameters on {ranks} ranks" in "\n".join(accepted.reviews)
 
@@ -122,8 +128,8 @@ def test_ranks_that_are_no_number_are_a_sentence(checkpoint, monkeypatch):
 
 
 def test_too_few_gpus_for_any_sizes(checkpoint):
-    text = refused(checkpoint, PUBLISHED["DEEPSEEK_V3"], "megatron.ranks=8")
-    assert "no sizes fit on 8 ranks; 128 ranks do, with --tensor-model-parallel-size" in text
+    text = refused(checkpoint, PUBLISHED["DEEPSEEK_V3"], "megatron.ranks=8", **ELSEWHERE)
+    assert re.search(r"--fact megatron.ranks=\d+ --tensor-model-parallel-size", text)
 
 
 def test_a_family_that_cannot_be_built_is_refused(checkpoint):
@@ -159,7 +165,9 @@ def test_a_plan_with_replay_and_fp8_on_both_sides(checkpoint, options, override)
     accepted = plan(
         trainer="megatron",
         hf_checkpoint=checkpoint(PUBLISHED["QWEN3_235B"]),
-        facts=["gpu=H200", "megatron.ranks=256"],
+        facts=["gpu=H200", "megatron.ranks=256", "package.sglang=0.5.17", "gpu.count=8"],
+        engine="sglang",
+        sglang_tp_size=8,
         plugins=["r3", "fp8"],
         fp8_recipe="blockwise",
         expert_model_parallel_size=32,

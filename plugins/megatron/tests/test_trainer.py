@@ -13,10 +13,10 @@ import torch
 from miles_core import ConfigError
 from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES, Callbacks, OptimizerConfig, combined
 from miles_core.format import Codec, Format, Stored, store
-from miles_core.testing import RankedTrainerContract, Setup, TrainerContract
-from miles_core.testing.yardstick import make_batch, weighted
 from miles_megatron.sizes import Sizes
 from miles_megatron.testing import make, may_have_children
+from miles_testing import RankedTrainerContract, Setup, TrainerContract
+from miles_testing.yardstick import make_batch, weighted, yardstick, yardstick_model
 
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), pytest.mark.slow]
@@ -100,7 +100,7 @@ def replaying(trainer, routes, own=None):
             own.update(ctx.attached[OWN_ROUTES])
         chosen = [experts[ctx.rows >= 0].sum(-1) for experts in ctx.attached[OWN_ROUTES].values()]
         if chosen and ctx.kind == "train":
-            ctx.metrics["chosen"] = (torch.stack(chosen).sum(), torch.tensor(torch.stack(chosen).numel()))
+            ctx.metrics["mine/chosen"] = (torch.stack(chosen).sum(), torch.tensor(torch.stack(chosen).numel()))
         return output
 
     return forward
@@ -118,7 +118,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def four_layers(tmp_path_factory):
-    from miles_core.testing import tiny_checkpoint
+    from miles_testing import tiny_checkpoint
 
     return tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("ranks") / "four", num_hidden_layers=4)
 
@@ -149,7 +149,7 @@ def worked_with(checkpoint, sizes):
 
 
 def test_norms_over_all_heads_are_trained_by_the_ranks_that_have_them(ranks, tmp_path):
-    from miles_core.testing import tiny_checkpoint
+    from miles_testing import tiny_checkpoint
 
     checkpoint = tiny_checkpoint("minimax_m2", tmp_path / "model")
     expected, found = worked(checkpoint)["units"], ranks.run(worked_with, checkpoint, {"tp": 2, "sequence": True})[0]
@@ -313,8 +313,8 @@ def test_tiles_over_a_joint_are_refused(four_layers):
 def test_mtp_layers_are_exported_as_the_checkpoint_has_them(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    from miles_core.testing import tiny_checkpoint
     from miles_megatron import families
+    from miles_testing import tiny_checkpoint
 
     file = tiny_checkpoint("deepseek_v3", tmp_path / "from") / "model.safetensors"
     a = families.read(json.loads((tmp_path / "from/config.json").read_text()))
@@ -348,3 +348,30 @@ def test_what_is_fused_on_a_gpu(four_layers, monkeypatch):
     assert (
         "gradient_accumulation_fusion" not in fields
     )  # of TransformerEngine's layers alone: Megatron-Core's want APEX
+
+
+@pytest.mark.parametrize(
+    ("windowed", "changes"),
+    [
+        ("mistral", {"sliding_window": 5}),
+        ("mixtral", {"sliding_window": 5}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 5}),
+    ],
+)
+def test_windows_are_computed_as_transformers_does(make_model, tmp_path, windowed, changes):
+    """Windows shorter than the samples; without them the log-probs are others."""
+    checkpoint = make_model(windowed, tmp_path / "model", **changes)
+    batch, setup = make_batch(), Setup()
+    right = yardstick(yardstick_model(checkpoint), batch, setup.temperature)[0].float()
+    found = make(checkpoint, setup).log_probs(batch, "old")["log_probs"]
+    torch.testing.assert_close(found, right.detach(), rtol=0, atol=2e-5)
+    config = json.loads((checkpoint / "config.json").read_text())
+    layers = {"layer_types": ["full_attention"] * config["num_hidden_layers"]} if "layer_types" in config else {}
+    (checkpoint / "config.json").write_text(
+        json.dumps({**config, "sliding_window": None, "use_sliding_window": False, **layers})
+    )
+    other = make(checkpoint, setup).log_probs(batch, "old")["log_probs"]
+    assert (other - right).abs().max() > 1e-3

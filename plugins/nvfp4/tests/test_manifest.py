@@ -1,8 +1,8 @@
 import pytest
 
 from miles_core import ConfigError, PlanError
-from miles_core.testing import FormatPluginContract
 from miles_nvfp4 import plugin
+from miles_testing import FormatPluginContract
 
 BOTH = {"rollout_nvfp4": True, "train_nvfp4": True}
 

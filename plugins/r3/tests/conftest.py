@@ -5,11 +5,11 @@ import torch
 import transformers
 
 from miles_core import Context
-from miles_core.testing.tiny import FAMILIES, ROUTER_FAMILIES
 from miles_embedded.model import call as calls
 from miles_embedded.model.load import NAME
 from miles_r3 import ROUTES
 from miles_r3.embedded import RECORDED, REPLAY, moe_blocks, tap
+from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES
 
 ROWS = 48
 

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from miles_core import PlanError
-from miles_core.testing import plan
 from miles_r3 import ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits
 from miles_r3.routers import router_of
+from miles_testing import plan
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm4_moe", "minimax_m2", "mixtral", "gpt_oss")
 

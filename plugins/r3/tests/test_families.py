@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from miles_core import DataError, PlanError
-from miles_core.testing import plan
 from miles_r3 import ROUTES
 from miles_r3.embedded import OWN
 from miles_r3.hooks import check_routes, disagreement
 from miles_r3.routers import router_of
+from miles_testing import plan
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm4_moe", "minimax_m2", "mixtral", "gpt_oss")
 #: Those whose routers are called otherwise, or weigh the experts' input.

@@ -1,6 +1,6 @@
 """Trainer ranks and engines as actors of a Ray cluster, for miles-core."""
 
-from miles_core import Plugin, Rule
+from miles_core import Package, Plugin, Rule
 from miles_ray.config import RayConfig
 
 __version__ = "0.1.0"
@@ -13,7 +13,7 @@ plugin = Plugin(
     config=RayConfig,
     provides={"runtime": {"ray": "miles_ray.runtime:make_runtime"}},
     capabilities={"runtime": ("remote",)},
-    modules={"ray": "pip install 'ray>=2.50'"},
+    packages=(Package("ray", ">=2.50", install="pip install 'ray>=2.50'"),),
     review="miles_ray.review:review",
     requires=(
         Rule(needs="runtime == ray", because="the plugin is a runtime, and its options say where the parts run"),

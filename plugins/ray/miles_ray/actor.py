@@ -27,6 +27,10 @@ class Found(NamedTuple):
     gpus: tuple[str, ...]
 
 
+#: The concurrency group of heartbeats: Ray gives it an event loop and a thread of its own.
+BEAT = "beat"
+
+
 class Actor:
     """An actor that holds a worker. Everything that it writes goes to the run's directory.
 
@@ -39,6 +43,7 @@ class Actor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         write_there(directory, name, level)
         sys.setswitchinterval(SWITCH)
+        self.worker: Worker | None = None
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="worker", daemon=True).start()
 
@@ -50,6 +55,11 @@ class Actor:
 
         self.worker = await self._there(made())
 
+    @ray.method(concurrency_group=BEAT)
+    async def beat(self) -> tuple[str, ...]:
+        """See ``Worker.beat``."""
+        return self.worker.beat() if self.worker is not None else ()
+
     async def where(self) -> Found:
         """Where this process is."""
         here = ray.get_runtime_context()
@@ -58,6 +68,7 @@ class Actor:
 
     async def answer(self, method: str, *args: Any) -> Any:
         """See ``Worker.answer``."""
+        assert self.worker is not None  # made before anything is asked
         return await self._there(self.worker.answer(method, *args))
 
     async def _there(self, call: Coroutine[Any, Any, Any]) -> Any:

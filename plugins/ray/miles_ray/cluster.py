@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import ray
 
@@ -17,6 +19,9 @@ from miles_ray.config import RayConfig
 from miles_ray.review import START
 
 log = logging.getLogger(__name__)
+
+#: Seconds that the processes of a cluster that a run started outlive its control store (60 by default): time to save a checkpoint.
+OUTLIVE = 600
 
 
 class Cluster:
@@ -29,9 +34,12 @@ class Cluster:
     def __init__(self, run: Run) -> None:
         options: RayConfig = run.config.plugin("ray")
         self.options, self.sizes = options, options.sizes(run.config.run.colocate)
+        silent = sum(not policy.generates for policy in run.policies)
         self.policies = len(run.policies)
+        self.devices = self.sizes.devices * self.policies - (self.sizes.devices - self.sizes.ranks) * silent
         self.address = options.address or os.environ.get("RAY_ADDRESS")
         self.own = not ray.is_initialized()
+        self.lost = ""  #: why it cannot be used any more
         if self.own:
             self._connect()
         self.resources = ray.cluster_resources()
@@ -49,13 +57,14 @@ class Cluster:
             with _kept_handlers():
                 ray.init(
                     self.address or "local",
-                    num_cpus=None if self.address else max(os.cpu_count() or 1, self.sizes.devices * self.policies),
+                    num_cpus=None if self.address else max(os.cpu_count() or 1, self.devices),
                     include_dashboard=None if self.address else False,
                     log_to_driver=False,  # every process writes into the run's directory
                     logging_level=logging.WARNING,
                     configure_logging=False,
+                    _system_config=None if self.address else {"gcs_rpc_server_reconnect_timeout_s": OUTLIVE},
                 )
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # Ray raises Exception itself when its processes are late
             if not self.address:
                 raise ConfigError(f"Ray does not start on this machine: {error}") from error
             origin = "--ray-address" if self.options.address else "RAY_ADDRESS"
@@ -68,7 +77,7 @@ class Cluster:
     def _check(self) -> None:
         """Enough GPUs (or CPUs) for what was asked."""
         sizes, have = self.sizes, int(self.resources.get(self.unit, 0))
-        if sizes.devices * self.policies > have:
+        if self.devices > have:
             engines = (
                 "on the same ones"
                 if sizes.colocate
@@ -84,6 +93,24 @@ class Cluster:
         """End a cluster that was started here, leave one that was joined."""
         if self.own:
             ray.shutdown()
+
+    def abandon(self) -> None:
+        """Leave a cluster that does not answer any more, without asking it anything; end what is left of one that was started here."""
+        atexit.unregister(ray.shutdown)
+        node = ray._private.worker._global_node
+        if self.own and node is not None:
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+            _end_session(node.get_session_dir_path())
+
+
+def _end_session(directory: str) -> None:
+    """End the processes of a session that outlive those that started them: agents, and workers that are stopped."""
+    mine = os.getpid()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != mine:
+            with suppress(OSError):
+                if directory.encode() in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
 
 
 @contextmanager

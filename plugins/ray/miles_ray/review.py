@@ -26,6 +26,8 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     options = RayConfig(**{f.name: facts.value(f"ray.{f.name}") for f in fields(RayConfig)})
     sizes = options.sizes(bool(facts.value("colocate")))
     problems = [*_contradictions(facts, options, sizes)]
+    if facts.elsewhere:
+        return Review(problems=(*problems, *_there(facts, sizes)))
     address = options.address or os.environ.get("RAY_ADDRESS")
     if address:
         if not answers(address):
@@ -62,6 +64,45 @@ def _contradictions(facts: Facts, options: RayConfig, sizes: Sizes) -> list[Prob
     return found
 
 
+def _there(facts: Facts, sizes: Sizes) -> list[Problem]:
+    """What the machines that the plan is for do not have. A cluster is named when the run starts."""
+    count, machines = facts.value("gpu.count"), facts.value("gpu.machines")
+    if not count or facts.value("model.device") == "cpu":
+        return []
+    found = []
+    for option, processes, what in (
+        ("actor_num_gpus_per_node", sizes.per_node, "ranks of a machine"),
+        ("rollout_num_gpus_per_engine", sizes.per_engine, "the GPUs of an engine"),
+    ):
+        if processes > count:
+            found.append(
+                Problem(
+                    "ray",
+                    f"{processes} GPUs in one machine",
+                    f"{what} are on one machine",
+                    (described(facts.lookup(f"ray.{option}")), described(facts.lookup("gpu.count"))),
+                    choices=(f"ray.{option}",),
+                    tries=lambda option=option: [{f"ray.{option}": count}],  # type: ignore[misc]
+                )
+            )
+    if machines and not found and sizes.devices > machines * count:
+        found.append(_too_many(facts, sizes, machines * count, ("gpu.machines", "gpu.count")))
+    return found
+
+
+def _too_many(facts: Facts, sizes: Sizes, have: int, hardware: tuple[str, ...]) -> Problem:
+    """A run takes more GPUs than there are. Fewer for the trainer, and engines on the same GPUs, are tried."""
+    engines = "on the same ones" if sizes.colocate else f"and {sizes.engines} x {sizes.per_engine} to generate"
+    because = f"the trainer takes {sizes.nodes} x {sizes.per_node} {engines}, and there are {have}"
+    names = ("ray.actor_num_nodes", "ray.actor_num_gpus_per_node", "ray.rollout_num_gpus", *hardware)
+    values = tuple(described(facts.lookup(name)) for name in names)
+    left = (have - sizes.engines * sizes.per_engine) // sizes.nodes
+    tries: list[dict[str, Any]] = [{"colocate": True}]
+    tries += [{"ray.actor_num_gpus_per_node": left}] if left > 0 and not sizes.colocate else []
+    choices = ("ray.actor_num_gpus_per_node", "ray.rollout_num_gpus")
+    return Problem("ray", f"{sizes.devices} GPUs", because, values, choices=choices, tries=lambda: tries)
+
+
 def _this_machine(facts: Facts, sizes: Sizes) -> list[Problem]:
     """Without an address the cluster is this machine alone; processes on its CPUs are not limited."""
     found = []
@@ -75,20 +116,7 @@ def _this_machine(facts: Facts, sizes: Sizes) -> list[Problem]:
     if device == "cpu" or count.value is None or (device == "auto" and not count.value):
         return found
     if sizes.devices > count.value:
-        engines = "on the same ones" if sizes.colocate else f"and {sizes.engines} x {sizes.per_engine} to generate"
-        because = f"the trainer takes {sizes.nodes} x {sizes.per_node} {engines}, and this machine has {count.value}"
-        found.append(
-            Problem(
-                "ray",
-                f"{sizes.devices} GPUs",
-                because,
-                tuple(
-                    described(facts.lookup(n))
-                    for n in ("ray.actor_num_gpus_per_node", "ray.rollout_num_gpus", "gpu.count")
-                ),
-                choices=("ray.actor_num_gpus_per_node", "ray.rollout_num_gpus"),
-            )
-        )
+        found.append(_too_many(facts, sizes, count.value, ("gpu.count",)))
     return found
 
 

@@ -10,6 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from miles_core import ConfigError, Policy
 from miles_core.backend import RemoteRuntime, Run, Workers
 from miles_ray.cluster import Cluster
+from miles_ray.watch import RAYLET, first_death
 from miles_ray.workers import Place, RayWorkers
 
 #: Seconds that a cluster may take to have free what it has.
@@ -23,8 +24,11 @@ class RayRuntime(RemoteRuntime):
         super().__init__(run)
         self.cluster = Cluster(run)
         self.groups: list[PlacementGroup] = []
+        self._watch: asyncio.Task[None] | None = None
 
     async def place(self, policy: Policy) -> tuple[Workers, Workers]:
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._end_without_ray())
         sizes, unit = self.cluster.sizes, self.cluster.unit
         beside = sizes.per_node // sizes.per_engine if sizes.colocate else 0
         trainer = await self._group(
@@ -34,6 +38,8 @@ class RayRuntime(RemoteRuntime):
         )
         rank = {"CPU": 1.0, unit: 1.0}
         ranks = [Place(trainer, number // sizes.per_node, rank) for number in range(sizes.ranks)]
+        if not policy.generates:
+            return await self._started("trainer", ranks, policy), await self._started("engine", [], policy)
         if sizes.colocate:  # an engine finds its GPUs through the ranks that Ray gave them to
             started = await self._started("trainer", ranks, policy)
             process = {"CPU": 1.0} if unit == "GPU" else {}
@@ -83,11 +89,28 @@ class RayRuntime(RemoteRuntime):
             patience=self.patience,
             busy=self.busy,
         )
-        await asyncio.gather(*(workers.renew(number) for number in range(len(places))))
+        await self.start(workers)
         return workers
+
+    async def _end_without_ray(self) -> None:
+        """End the run when one of Ray's own processes died: nothing can be replaced then. Without the raylet the workers of this machine
+        die too. Without the control store they live on for a while, so the ranks are left to save what they hold."""
+        dead = await first_death()
+        cause = f"{dead} died, without which no worker can be replaced"
+        self.cluster.lost = cause
+        self.restarts.forbid()
+        for workers in self._placed:
+            workers.reachable = False  # type: ignore[attr-defined]
+        gone = [workers for workers in self._placed if dead == RAYLET or not workers.trains]
+        await asyncio.gather(*(w.declare_lost(number, cause) for w in gone for number in range(len(w))))
 
     async def close(self) -> None:
         await super().close()
+        if self._watch is not None:
+            self._watch.cancel()
+        if self.cluster.lost:
+            self.cluster.abandon()
+            return
         for group in self.groups:
             remove_placement_group(group)
         self.cluster.leave()

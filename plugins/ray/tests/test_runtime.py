@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from miles_core import ConfigError, PlanError
-from miles_core.testing import RuntimeContract, plan, toy_run
+from miles_testing import RuntimeContract, plan, toy_run
 
 STEPS = 3
 #: A machine dies in the second step's training: with its first rank and the engine beside it. The new ones find no shared memory.

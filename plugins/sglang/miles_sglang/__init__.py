@@ -1,8 +1,8 @@
 """SGLang as the rollout engine, for miles-core."""
 
-from miles_core import Capability, Plugin, Rule, Set
+from miles_core import Capability, Package, Plugin, Rule, Set
 from miles_sglang.config import OWN, SglangConfig
-from miles_sglang.installed import missing
+from miles_sglang.installed import INSTALL, TESTED
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,10 @@ plugin = Plugin(
     elsewhere={
         f"--sglang-{name.replace('_', '-')}": f"give {flag}" if flag else "the engine sets it itself"
         for name, flag in OWN.items()
+    }
+    | {
+        "--sglang-cuda-graph-bs": {"**": "--sglang-cuda-graph-bs-decode {list}"},
+        "--sglang-enable-ep-moe": {"": ""},
     },
     provides={"engine": {"sglang": "miles_sglang.build:make_engine"}},
     capabilities={
@@ -50,7 +54,6 @@ plugin = Plugin(
         ),
     },
     requires=(
-        *missing(),
         Rule(
             needs="gpu.count > 0 or model.device == cpu or sglang.url",
             because="SGLang computes on a GPU; --engine embedded runs anywhere",
@@ -139,5 +142,14 @@ plugin = Plugin(
             because="weights arrive for the model itself, and an adapter on top of it would not be what is trained",
         ),
     ),
+    packages=(
+        Package(
+            "sglang",
+            TESTED,
+            when="engine == sglang and not sglang.url",
+            install=f"{INSTALL}; or give --sglang-url of a running server",
+        ),
+    ),
     review="miles_sglang.review:review",
+    memory="miles_sglang.memory:usage",
 )

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles_sglang.loader import COMPLETE
+
 #: A tensor begins at a multiple of this many bytes, so that it can be viewed in its own dtype.
 ALIGNMENT = 64
 #: Where the arguments of ``rebuild_cuda_tensor`` hold the device.
@@ -114,7 +116,7 @@ def for_sglang(body: Mapping[str, Any], payload: bytes, ranks: int) -> tuple[Any
     """A bucket as ``loader.load`` is given it, one serialised copy a tensor-parallel rank, made in SGLang's process.
 
     Args:
-        body: ``tensors``, ``size``, and ``handles`` where the array is on a GPU.
+        body: ``tensors``, ``size``, ``handles`` where the array is on a GPU, and the ``weight_version`` that is complete with it.
         payload: the array's bytes, where it is not.
 
     Returns:
@@ -127,4 +129,5 @@ def for_sglang(body: Mapping[str, Any], payload: bytes, ranks: int) -> tuple[Any
     else:
         arrays = [torch.frombuffer(bytearray(payload), dtype=torch.uint8)] * ranks
     table = json.dumps(body["tensors"])
-    return arrays, [MultiprocessingSerializer.serialize([(table, array)]) for array in arrays]
+    last = [] if body.get("weight_version") is None else [(COMPLETE, torch.empty(0, dtype=torch.uint8))]
+    return arrays, [MultiprocessingSerializer.serialize([(table, array), *last]) for array in arrays]

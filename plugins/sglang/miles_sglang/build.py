@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core import CheckpointError, ConfigError
-from miles_core.backend import Codec, Layout, Restarts, config_facts, layout, make_codec, model_facts, moe_layers
+from miles_core.backend import Codec, Restarts, config_facts, make_codec, model_facts, moe_layers
 from miles_sglang import HEADS, inside, loader, plugin
 from miles_sglang.config import given_arguments
 from miles_sglang.engine import IN_PLACE, SglangEngine
@@ -21,6 +21,7 @@ from miles_sglang.server import ServerLink
 from miles_sglang.settings import Settings
 from miles_sglang.shapes import check_blocks
 from miles_sglang.weight_names import WeightNames
+from miles_tools.convert import Layout, layout
 
 #: Set unless a user says otherwise: no grammar is used; on a CPU, what SGLang can compute there.
 _DEFAULTS: dict[str, Any] = {"grammar_backend": "none", "log_level": "info"}
@@ -59,6 +60,7 @@ class Choices:
         bucket_bytes: at most, of weights that travel together.
         max_restarts: how often SGLang is started again when it died.
         beside_trainer: the trainer computes on the same GPU, and keeps its memory.
+        allow_mismatch: go on where an update does not reach all of SGLang's parameters.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class Choices:
     bucket_bytes: int = 512 << 20
     max_restarts: int = 0
     beside_trainer: bool = True
+    allow_mismatch: bool = False
 
     @property
     def speculative(self) -> bool:
@@ -99,11 +102,13 @@ class Choices:
 
 def make_engine(run: Any, policy: Any) -> SglangEngine:
     """The provider of ``--engine sglang``."""
-    config, options, tokenizer = run.config, run.config.plugin(plugin.name), run.tokenizer
+    config, tokenizer = run.config_of(policy), run.tokenizer
+    options = config.plugin(plugin.name)
     routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
+    device = _device(config.model.device)
     choices = Choices(
-        arguments=given_arguments(options),
-        device=_device(config.model.device),
+        arguments={**_tensor_parallel(config, device), **given_arguments(options)},
+        device=device,
         dtype=config.model.dtype,
         seed=config.train.seed,
         max_context=config.rollout.max_context_len or 0,
@@ -116,12 +121,21 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
         bucket_bytes=config.run.sync_bucket_size,
         max_restarts=config.run.max_restarts,
         beside_trainer=config.run.runtime == "inline" and not config.run.colocate,
+        allow_mismatch=config.run.allow_mismatch,
     )
 
     def detokenize(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
     return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, run.directory / "sglang", choices)
+
+
+def _tensor_parallel(config: Any, device: str) -> dict[str, int]:
+    """``tp_size`` where a runtime gives an engine several GPUs: all of them, among the pipeline stages that were asked for."""
+    if config.run.runtime != "ray" or device != "cuda":
+        return {}
+    stages = config.plugin(plugin.name).pp_size or 1
+    return {"tp_size": max(config.plugin("ray").rollout_num_gpus_per_engine // stages, 1)}
 
 
 def assemble(
@@ -167,6 +181,7 @@ def assemble(
         device="cuda" if choices.device == "cuda" and not choices.url and _sees_a_gpu() else "",
         restarts=Restarts(choices.max_restarts),
         separate_draft=choices.separate_draft,
+        allow_mismatch=choices.allow_mismatch,
     )
     engine = SglangEngine(link, settings)
     engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype

@@ -12,10 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from miles_core import MilesError, SyncError
+from miles_core import MilesError, MismatchError, SyncError
 from miles_core.backend import (
-    Arrival,
-    Arrivals,
     Encoded,
     Engine,
     EnginePart,
@@ -35,6 +33,7 @@ from miles_sglang.link import Link, SglangError, SglangLost
 from miles_sglang.renewal import Renewal
 from miles_sglang.settings import Settings
 from miles_sglang.weight_names import Seen
+from miles_transport import Arrival, Arrivals
 
 log = logging.getLogger(__name__)
 
@@ -359,7 +358,9 @@ class SglangEngine(Engine):
         body["disable_draft_model"] = self.settings.separate_draft
         body["flush_cache"] = version is not None and self._paused != "in_place"
         body["weight_version"] = None if version is None else str(version)
-        self._check(await self.link.call("update_weights_from_tensor", body, payload))
+        answer = await self.link.call("update_weights_from_tensor", body, payload)
+        self._check(answer)
+        self._check_coverage(answer.get("missed", ""))
 
     async def _update_from_files(self, units: Iterator[Encoded], version: int) -> None:
         with weight_files.written(units, self.settings.weights_dir, version) as directory:
@@ -378,6 +379,22 @@ class SglangEngine(Engine):
             )
             changes = {"model_path": str(directory), "load_format": "auto", "weight_version": str(version)}
             self._info = await self.link.restart(changes)
+
+    def _check_coverage(self, missed: str) -> None:
+        """Stop, or warn, where the first update did not reach all parameters. missed: which, in SGLang's words; empty for none.
+
+        Raises:
+            MismatchError: SGLang would compute with numbers that are nobody's weights.
+        """
+        if not missed:
+            return
+        message = (
+            f"the weight update did not reach {missed}: it keeps the numbers that SGLang started with, so SGLang computes "
+            "another function than the trainer. The checkpoint has no tensor that SGLang loads there"
+        )
+        if not self.settings.allow_mismatch:
+            raise MismatchError(f"{message}; use another engine, or train all the same with --allow-mismatch")
+        log.warning("%s (--allow-mismatch was given)", message)
 
     @staticmethod
     def _check(answer: Mapping[str, Any]) -> None:

@@ -6,6 +6,8 @@ Routed experts leave a scheduler as int32, and pass three processes. Where a mod
 A model that is started without weights is filled with random numbers, and its scales of the cached keys and values with it: attention
 would multiply by them for ever, because an update does not hold them.
 
+A checkpoint that ties its output layer to its embedding holds one of the two. Some models of SGLang have both.
+
 A scheduler asks its tokenizer for the number of the token that ends a text once for each token that it generates, and Transformers looks
 it up each time.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,14 @@ VARIABLE = "MILES_SGLANG_ROUTES"
 MOST = 256
 #: The dtype in which SGLang has them.
 WIDE = "int32"
+_READS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 _FILLS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
 _COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
 
 def digest() -> str:
-    """Of this half and of the loader beside it."""
-    texts = [Path(__file__).with_name(name).read_bytes() for name in ("inside.py", "loader.py")]
+    """Of the modules that run inside SGLang's schedulers."""
+    texts = [Path(__file__).with_name(name).read_bytes() for name in ("inside.py", "loader.py", "coverage.py")]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
@@ -42,9 +46,11 @@ def install() -> None:
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", settled, HookType.AFTER)
     HookRegistry.register(_FILLS, unscaled, HookType.AFTER)
+    HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
     if os.environ[VARIABLE] != WIDE:
         HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", narrow, HookType.AFTER)
     Scheduler.miles_digest = _same
+    Scheduler.miles_coverage = check_coverage
 
 
 def settled(_: None, scheduler: Any) -> None:
@@ -53,6 +59,20 @@ def settled(_: None, scheduler: Any) -> None:
     if tokenizer is not None:
         kind = type(tokenizer)
         tokenizer.__class__ = type(kind.__name__, (kind,), {"eos_token_id": tokenizer.eos_token_id})
+
+
+def read_tied_head(
+    model: Any, weights: Iterable[tuple[str, Any]], *more: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Read a checkpoint's embedding into the output layer too, where the checkpoint ties them and SGLang's model has both."""
+    from miles_sglang.coverage import tied_head
+
+    def streamed() -> Iterator[tuple[str, Any]]:
+        for entry in weights:
+            yield entry
+            yield from tied_head(model, [entry])
+
+    return (model, streamed(), *more), {}
 
 
 def unscaled(_: None, model: Any, *more: Any) -> None:
@@ -85,6 +105,27 @@ def check(engine: Any) -> None:
             f"SGLang's schedulers did not load what miles-plugin-sglang runs inside them ({error}): install it anew, and name miles in "
             "SGLANG_PLUGINS or leave that out"
         ) from error
+
+
+def ask_coverage(engine: Any) -> str:
+    """Ask an engine's scheduler which parameters of its model the first update did not reach; empty when it reached all."""
+    if engine.server_args.enable_dp_attention:  # such schedulers cannot be asked
+        return ""
+    try:
+        engine.collective_rpc("miles_coverage")
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def check_coverage(scheduler: Any) -> None:
+    """RuntimeError where a parameter of the scheduler's model was not written by the first update; names it."""
+    from miles_sglang.loader import unwritten
+
+    model = scheduler.tp_worker.model_runner.model
+    if names := unwritten(model):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise RuntimeError(f"{', '.join(names[:3])}{more} of SGLang's {type(model).__name__}")
 
 
 def _same(scheduler: Any, expected: str) -> None:

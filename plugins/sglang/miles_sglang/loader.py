@@ -5,6 +5,8 @@ A model's ``load_weights`` finds the place of every tensor by its name, which ta
 the copy, for a model of many small experts. Where it does nothing but copy, and fill places beside with a number (the rows by which
 an embedding is larger than its vocabulary), the copies of the first update are remembered, and the next bucket with the same table is
 copied in one go to the same places.
+
+The first update of a model also shows which of its parameters no update reaches (``coverage``).
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from miles_sglang.coverage import Coverage, tied_head
+
 #: The name by which SGLang finds ``load``.
 NAME = "miles_sglang.loader.load"
+#: The entry after an update's last bucket: everything came.
+COMPLETE = "complete"
 #: How the scales of a quantised weight's blocks end.
 _SCALES = "_scale_inv"
 
@@ -97,17 +103,26 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 #: model -> a bucket's table -> the copies that load it; None where loading does more than that.
 _known: weakref.WeakKeyDictionary[nn.Module, dict[str, Copies | None]] = weakref.WeakKeyDictionary()
+#: model -> the marks in it, until its first update is complete.
+_coverage: weakref.WeakKeyDictionary[nn.Module, Coverage] = weakref.WeakKeyDictionary()
+#: model -> its parameters that the first update did not reach.
+_unwritten: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 
 
 def load(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
     """Load buckets into a model of SGLang.
 
     Args:
-        named: table (``Bucket.tensors`` as JSON) -> bytes, on the model's device.
+        named: table (``Bucket.tensors`` as JSON) -> bytes, on the model's device; ``COMPLETE`` after the last one of an update.
     """
     known = _known.setdefault(model, {})
     with torch.no_grad():
+        if model not in _unwritten and model not in _coverage:
+            _coverage[model] = Coverage(model)
         for table, array in named:
+            if table == COMPLETE:
+                _complete(model)
+                continue
             memory = tuple(p.data_ptr() for p in model.parameters())
             copies = known.get(table)
             if copies is not None and copies.memory == memory:
@@ -116,11 +131,23 @@ def load(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
                 known[table] = _loaded(model, table, array, memory)
 
 
+def unwritten(model: nn.Module) -> list[str]:
+    """Names of the model's parameters that its first complete update did not reach."""
+    return _unwritten.get(model, [])
+
+
+def _complete(model: nn.Module) -> None:
+    """An update is over: with the first one it is known what it reached."""
+    coverage = _coverage.pop(model, None)
+    if coverage is not None:
+        _unwritten[model] = coverage.finish(model)
+
+
 def _loaded(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> Copies | None:
     """Load a bucket by the model's own method; what that did, where it was nothing but copies."""
     tensors = _tensors(table, array)
     with Watch(array) as watch:
-        model.load_weights(tensors)
+        model.load_weights([*tensors, *tied_head(model, tensors)])
         _load_scales(model, tensors, watch)
     if not watch.only_copies or tuple(p.data_ptr() for p in model.parameters()) != memory:
         return None

@@ -10,13 +10,31 @@ from urllib.parse import urlsplit
 
 from miles_core import Facts, Problem, Review, described
 from miles_sglang.config import server_fields
+from miles_sglang.memory import server_of, too_small
 
 _NAMES = tuple(str(field["name"]) for field in server_fields())
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     """See ``miles_core.Plugin.review``."""
-    return Review(problems=(*_address(facts), *_draft(facts), *_tables(facts)))
+    problems = (*_address(facts), *_draft(facts), *_tables(facts), *_gpus(facts), *too_small(facts, model))
+    return Review(problems=problems)
+
+
+def _gpus(facts: Facts) -> Iterator[Problem]:
+    """A runtime that gives an engine several GPUs, of which SGLang would use others."""
+    name = "ray.rollout_num_gpus_per_engine"
+    given = facts.value(name) if facts.value("plugin.ray") else None
+    server = server_of(facts, 0.0)
+    if given is None or facts.value("sglang.url") or facts.value("engine") != "sglang" or server.gpus == given:
+        return
+    names = ("sglang.tp_size", "sglang.pp_size", name)
+    why = "SGLang divides a model among tensor x pipeline ranks, with a GPU for each"
+    needs = f"--sglang-tp-size x --sglang-pp-size = {given}, the GPUs of an engine"
+    values = tuple(described(facts.lookup(each)) for each in names)
+    tries = [{"sglang.tp_size": given // server.pp}] if not given % server.pp else []
+    tries.append({name: server.gpus})
+    yield Problem("sglang", needs, why, values, choices=names, tries=lambda: tries)
 
 
 def _address(facts: Facts) -> Iterator[Problem]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import logging
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
+from miles_core.backend import MAX_BYTES, HttpError, exchange, redact
 from miles_sglang.answers import Answer
 from miles_sglang.link import Link, SglangError
 
@@ -22,6 +20,12 @@ log = logging.getLogger(__name__)
 _POLL_S = 1.0
 #: The status of a server that is loading its model.
 _NOT_YET = 503
+#: Seconds for a whole answer: long responses may wait for many others. A host that is gone is noticed before (TCP keep-alive).
+ANSWER_SECONDS = 3600.0
+#: Seconds for one answer of a server that may be starting.
+FIRST_ANSWER_SECONDS = 30.0
+#: Bytes of an answer of ``generate``, at most: recorded experts and sampling supports are long.
+MAX_ANSWER = 4 << 30
 #: Calls under way at once; each holds a thread, which does nothing but wait.
 _THREADS = 512
 
@@ -61,17 +65,18 @@ class ServerLink(Link):
 
     async def _first_answer(self) -> Any:
         """What the server says of itself, once it is up."""
-        started, told = time.monotonic(), False
+        end, told = time.monotonic() + self.startup_timeout, False
         while True:
             try:
-                return await self._ask("server_info", None)
+                left = max(end - time.monotonic(), 0.1)
+                return await self._ask("server_info", None, min(left, FIRST_ANSWER_SECONDS))
             except NotThere as error:
-                if time.monotonic() - started > self.startup_timeout:
+                if time.monotonic() + _POLL_S > end:
                     raise
                 if not told:
                     log.info("%s; waiting for it (--sglang-startup-timeout %g)", error, self.startup_timeout)
                     told = True
-                await asyncio.sleep(min(_POLL_S, self.startup_timeout))
+                await asyncio.sleep(_POLL_S)
             except SglangError as error:
                 raise SglangError(
                     f"{error}; that is no SGLang server as this plugin knows it: correct the address"
@@ -93,45 +98,57 @@ class ServerLink(Link):
         self._threads = None
 
     async def generate(self, body: Mapping[str, Any]) -> Answer:
-        return Answer.of(await self._ask("generate", body))
+        return _checked(await self._ask("generate", body), self.url)
 
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
         if payload:
             raise SglangError(f"{self.url} takes no tensors over HTTP; weights go to it by file")
-        if endpoint == "flush_cache":
-            await self._ask(endpoint, {})
-            return {"success": True}
-        return await self._ask(endpoint, body)
+        answer = await self._ask(endpoint, {} if endpoint == "flush_cache" else body)
+        return {"success": True} if endpoint == "flush_cache" else answer
 
-    async def _ask(self, endpoint: str, body: Mapping[str, Any] | None) -> Any:
+    async def _ask(self, endpoint: str, body: Mapping[str, Any] | None, timeout: float = ANSWER_SECONDS) -> Any:
         if self._threads is None:
             raise SglangError("the engine was not started, or was stopped")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._exchange, endpoint, body)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._exchange, endpoint, body, timeout)
 
-    def _exchange(self, endpoint: str, body: Mapping[str, Any] | None) -> Any:
+    def _exchange(self, endpoint: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"{self.url}/{endpoint}",
-            data,
-            {"Content-Type": "application/json"},
-            method="GET" if data is None else "POST",
-        )
+        headers, limit = {"Content-Type": "application/json"}, MAX_ANSWER if endpoint == "generate" else MAX_BYTES
         try:
-            with urllib.request.urlopen(request) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as error:
-            said = " ".join(error.read().decode(errors="replace").split())[:500]
-            kind = NotThere if error.code == _NOT_YET else SglangError
-            raise kind(f"--sglang-url {self.url}: {endpoint} answered {error.code}: {said}") from error
-        except (OSError, http.client.HTTPException) as error:
-            why = getattr(error, "reason", error)
+            answer = exchange(f"{self.url}/{endpoint}", data, headers, timeout, limit)
+        except HttpError as error:
             raise NotThere(
-                f"--sglang-url {self.url}: no SGLang server answers there ({why}); start it, or correct the address"
+                f"--sglang-url {self.url}: no SGLang server answers there ({error}); start it, or correct the address"
             ) from error
+        if 300 <= answer.status < 400:
+            raise SglangError(
+                f"--sglang-url {self.url}: {endpoint} answered {answer.status}: it moved to {redact(answer.location)}; give the address that "
+                "answers itself"
+            )
+        if answer.status >= 400:
+            kind = NotThere if answer.status == _NOT_YET else SglangError
+            raise kind(f"--sglang-url {self.url}: {endpoint} answered {answer.status}: {answer.excerpt(500)}")
         try:
-            return json.loads(text)
-        except ValueError:
-            return text.decode(errors="replace")  # some endpoints answer with a sentence
+            return json.loads(answer.body)
+        except (ValueError, RecursionError):
+            return answer.body.decode(errors="replace")  # some endpoints answer with a sentence
+
+
+def _checked(answer: Any, url: str) -> Answer:
+    """The answer of ``generate``. SglangError where it is not one."""
+    try:
+        found = Answer.of(answer)
+        reason = found.meta["finish_reason"]
+        if not (reason is None or isinstance(reason["type"], str)):
+            raise TypeError("finish_reason")
+        int(found.meta["weight_version"])
+        return found
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        excerpt = redact(repr(answer))[:200]
+        raise SglangError(
+            f"--sglang-url {url}: generate answered something that is no answer of SGLang ({type(error).__name__}: {error}): {excerpt}; "
+            "correct the address, or start a server of the supported version"
+        ) from error
 
 
 def _spellings(value: Any) -> tuple[Any, ...]:

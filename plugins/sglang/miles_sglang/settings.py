@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_core.backend import Codec, Layout, Restarts
+from miles_core.backend import Codec, Restarts
 from miles_sglang.responses import Translator
 from miles_sglang.weight_names import WeightNames
+from miles_tools.convert import Layout
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Settings:
         device: ``cuda`` where SGLang was started here on a GPU that this process sees too: weights from host memory go there, and
             SGLang copies them from there instead of out of a message; else empty.
         separate_draft: SGLang drafts with a model of its own, which updates must leave alone.
+        allow_mismatch: go on where an update does not reach all parameters.
         restarts: how often SGLang may be started again when it died.
     """
 
@@ -39,4 +41,5 @@ class Settings:
     bucket_bytes: int = 512 << 20
     device: str = ""
     separate_draft: bool = False
+    allow_mismatch: bool = False
     restarts: Restarts = field(default_factory=lambda: Restarts(0))

@@ -11,7 +11,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from miles_core.backend import Encoded, Layout
+from miles_core.backend import Encoded
+from miles_tools.convert import Layout
 
 _SHARD_BYTES = 2 << 30
 

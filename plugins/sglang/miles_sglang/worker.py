@@ -36,6 +36,7 @@ class Worker:
 
     def __init__(self, engine: Any, writer: asyncio.StreamWriter) -> None:
         self.engine, self.manager, self.writer = engine, engine.tokenizer_manager, writer
+        self._covered = False  # whether it is known which parameters an update reaches
         self.endpoints: dict[str, Callable[[dict[str, Any], bytes], Awaitable[Any]]] = {
             "generate": self.generate,
             "update_weights_from_tensor": self.update_from_tensor,
@@ -98,7 +99,10 @@ class Worker:
             None,
         )
         del held  # SGLang has copied it
-        return {"success": success, "message": message}
+        missed = ""
+        if success and body["weight_version"] is not None and not self._covered:
+            self._covered, missed = True, await asyncio.to_thread(inside.ask_coverage, self.engine)
+        return {"success": success, "message": message, "missed": missed}
 
     async def update_from_disk(self, body: dict[str, Any], _: bytes) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput

@@ -15,11 +15,11 @@ import pytest
 
 from miles_core.backend import Request, Sampling, Unit
 from miles_core.format import Codec
-from miles_core.testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
-from miles_core.testing.engine_contract import stored_units
 from miles_sglang import installed
 from miles_sglang.build import Choices, assemble
 from miles_sglang.engine import SglangEngine
+from miles_testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
+from miles_testing.engine_contract import stored_units
 
 pytestmark = pytest.mark.skipif(installed.version() is None, reason="SGLang is not installed")
 

@@ -41,7 +41,7 @@ class Scheduler:
 def hooks(monkeypatch: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     registry = types.SimpleNamespace(register=lambda target, hook, kind: found.update({target: hook}))
-    kinds = types.SimpleNamespace(AFTER="after")
+    kinds = types.SimpleNamespace(AFTER="after", BEFORE="before")
     for name, content in (
         ("sglang.srt.managers.scheduler", {"Scheduler": Scheduler}),
         ("sglang.srt.plugins.hook_registry", {"HookRegistry": registry, "HookType": kinds}),

@@ -153,7 +153,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/generate":
             self.answer({"error": {"message": "too long"}}, 400) if body.get("bad") else self.answer(
-                {"output_ids": [*body["input_ids"], 2], "meta_info": {}}
+                {
+                    "output_ids": [*body["input_ids"], 2],
+                    "meta_info": {"finish_reason": {"type": "stop"}, "weight_version": "0"},
+                }
             )
         else:
             self.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nCache flushed.")
@@ -197,7 +200,7 @@ def test_a_server_that_is_not_there_or_another_one_is_named(url: str, monkeypatc
         with pytest.raises(SglangError, match=said):
             asyncio.run(ServerLink(url, 0.1, arguments).start())
 
-    refused(r"--sglang-url http://127.0.0.1:9: no SGLang server answers there \(\[Errno 111\]", "http://127.0.0.1:9")
+    refused(r"--sglang-url http://127.0.0.1:9: no SGLang server answers there .*\[Errno 111\]", "http://127.0.0.1:9")
     refused("server_info answered 404: not here; .*correct the address", url + "/elsewhere")
     refused(r"the server runs with tp_size = 1, and --sglang-tp-size of this run is 2", url, tp_size=2)
     monkeypatch.setattr(_Handler, "info", {"models": []})

@@ -12,7 +12,6 @@ import miles_sglang
 from miles_core import ConfigError, PlanError
 from miles_sglang import installed, read_server_args
 from miles_sglang.config import SglangConfig, described_version, given_arguments
-from miles_sglang.installed import missing
 from miles_sglang.shapes import check_blocks
 
 SOURCE = '''
@@ -103,10 +102,17 @@ def test_a_separate_draft_has_no_mtp_layer(plan, tmp_path):
             plan(engine="sglang", sglang_url="http://host:30000", **given)
 
 
-def test_a_plan_says_what_to_install():
-    assert missing("0.5.17") == missing("0.5.17.post1") == ()
-    assert "not installed" in missing(None)[0].because and "pip install" in missing(None)[0].because
-    assert "SGLang 0.4.9 is installed" in missing("0.4.9")[0].because
+@pytest.mark.parametrize(
+    ("version", "good"), [("0.5.17", True), ("0.5.17.post1", True), ("0.4.9", False), ("none", False)]
+)
+def test_a_plan_says_what_to_install(plan, version, good):
+    given = {"engine": "sglang", "facts": [f"package.sglang={version}", "gpu.count=1"]}
+    if good:
+        assert "sglang" in plan(**given).order
+        return
+    with pytest.raises(PlanError, match=r"sglang needs sglang >=0.5.17,<0.5.18(.|\n)*pip install(.|\n)*--sglang-url"):
+        plan(**given)
+    plan(engine="sglang", sglang_url="http://host:30000", facts=[f"package.sglang={version}"])
 
 
 def test_an_engine_without_a_gpu_is_refused(plan):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from miles_core.testing.tiny import tiny_checkpoint
-from miles_core.testing.toy import toy_files
 from miles_speculative.checkpoint import with_mtp
+from miles_testing.tiny import tiny_checkpoint
+from miles_testing.toy import toy_files
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 from miles_core import CheckpointError, PlanError
 from miles_core.backend import Request, Sampling
 from miles_core.cli.main import main
-from miles_core.testing.tiny import tiny_checkpoint
-from miles_core.testing.toy import toy_files
 from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
@@ -24,6 +22,8 @@ from miles_speculative.draft_model import attach_model
 from miles_speculative.eagle import new_eagle
 from miles_speculative.lookahead import Lookahead
 from miles_speculative.tree import TreeDecoder
+from miles_testing.tiny import tiny_checkpoint
+from miles_testing.toy import toy_files
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8, "intermediate_size": 16}
 

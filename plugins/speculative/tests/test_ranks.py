@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from miles_core.backend import Callbacks, OptimizerConfig, Store
-from miles_core.testing.ranked_trainer_contract import SHARES, WHOLE, part
-from miles_core.testing.yardstick import weighted
 from miles_embedded import load_model
 from miles_embedded.trainer.build import data_parallel
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_speculative.config import SpeculativeConfig
 from miles_speculative.embedded import EmbeddedSpeculative
+from miles_testing.ranked_trainer_contract import SHARES, WHOLE, part
+from miles_testing.yardstick import weighted
 
 POLICY = SimpleNamespace(name="policy", hf_checkpoint="")
 

@@ -198,7 +198,7 @@ def test_a_trained_draft_comes_closer(toy_run, toy_model):
     ids=str,
 )
 def test_bad_input_is_one_sentence(toy_run, toy_model, options, message):
-    from miles_core.testing.toy import toy_files
+    from miles_testing.toy import toy_files
 
     given = {"hf_checkpoint": toy_model(), **OPTIONS} | options
     given["hf_checkpoint"] = given["hf_checkpoint"] or toy_files() / "model"
@@ -221,7 +221,7 @@ def test_a_family_that_runs_every_layer_is_refused(mtp_checkpoint):
 
 def test_convert_adds_the_layer(tmp_path, capsys):
     from miles_core.cli.main import main
-    from miles_core.testing.toy import toy_files
+    from miles_testing.toy import toy_files
 
     words = ["convert", "--mtp-num-layers", "1", "--model-dir", str(toy_files() / "model")]
     assert main([*words, "--save-dir", str(tmp_path / "out")]) == 0

@@ -7,7 +7,10 @@ import mmap
 import os
 import secrets
 import shutil
+import subprocess
+from functools import cache
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -17,6 +20,8 @@ from miles_core import SyncError
 #: Where Linux has shared memory.
 DIRECTORY = Path("/dev/shm")
 _NAME = "miles-weights-"
+#: Reads paths, one a line, and removes these files when the process at the other end of the pipe is gone.
+_REMOVE = 'while IFS= read -r path; do set -- "$@" "$path"; done; rm -f -- "$@"'
 
 
 class NoSegmentError(SyncError):
@@ -26,7 +31,8 @@ class NoSegmentError(SyncError):
 class Segment:
     """Shared memory with a name, reserved, mapped, and freed by ``close``.
 
-    It is locked as long as this process lives: a file that nobody has locked was left by a run that was killed (``free_leftovers``).
+    It is locked as long as this process lives. A helper process removes the file when this process ends in any way; where the helper is
+    killed too, the next run finds a file that is not locked and removes it (``free_leftovers``).
 
     Args:
         nbytes: its size.
@@ -43,6 +49,7 @@ class Segment:
             self.path, self._file = _locked(directory)
         except OSError as error:
             raise NoSegmentError(f"shared memory cannot be made in {directory}: {error.strerror}") from error
+        _remove_after_exit(self.path)
         try:
             os.posix_fallocate(self._file, 0, nbytes)  # a page that is not there later would end the process
             memory = mmap.mmap(self._file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
@@ -58,6 +65,32 @@ class Segment:
         """Free the name; the memory goes with the last process that has it mapped."""
         self.path.unlink(missing_ok=True)
         os.close(self._file)
+
+
+def _remove_after_exit(path: Path) -> None:
+    """Have a file removed when this process is gone, however it ends."""
+    try:
+        pipe = _helper(os.getpid())
+        pipe.write(f"{path}\n".encode())
+        pipe.flush()
+    except OSError:  # no processes to be had, or the helper was killed: the next run removes the file
+        pass
+
+
+@cache
+def _helper(process: int) -> IO[bytes]:
+    """The pipe to the helper of ``process``, which is this one. Signals to this process's group do not reach the helper."""
+    child = subprocess.Popen(
+        ["/bin/sh", "-c", _REMOVE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
+    child.returncode = 0  # it outlives this process: no warning that it still runs
+    assert child.stdin is not None
+    return child.stdin
 
 
 def _locked(directory: Path) -> tuple[Path, int]:

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from miles_core import SyncError
-from miles_core.backend import BLOCK, Encoded, Loan, room_of, rounded
+from miles_core.backend import Encoded
 from miles_core.format import Stored
+from miles_transport import BLOCK, Loan, room_of, rounded
 from miles_zero_copy.paths import Path
 from miles_zero_copy.slots import Receive, Slot, StandingSlot
 from miles_zero_copy.versions import Versions
@@ -22,9 +23,9 @@ log = logging.getLogger(__name__)
 #: Bytes of a slot before it is known that they do not do.
 FIRST = 16 << 20
 
-#: In how many buckets a version is sent that stays, and the bytes of one at least: the engine looks at what is in one while the next is
-#: filled.
-PIECES, PIECE = 4, 64 << 20
+#: In how many buckets a version is sent that stays, and the least bytes of one: the engine checks one while the next is filled, so only
+#: the time for the last one is added to that of the trainer.
+PIECES, PIECE = 16, 64 << 20
 
 #: How often the bucket is sent that measures a way.
 PROBES = 3
@@ -37,19 +38,21 @@ LOANS = 1024
 
 @dataclass
 class Sent:
-    """What was sent of one version: ``nbytes`` of tensors, ``saved`` of which did not travel, because the engine had them; whether any
-    was ``encoded`` in a number format."""
+    """What was sent of one version.
+
+    Attributes:
+        nbytes: of its tensors.
+        travelled: bytes that were moved to the engine: in messages and broadcasts all that was sent, padding included; in shared
+            memory and by handle the tensors alone.
+        encoded: whether any tensor was in a number format.
+        tensors, buckets: how many.
+    """
 
     nbytes: int = 0
-    saved: int = 0
+    travelled: int = 0
     encoded: bool = False
     tensors: int = 0
     buckets: int = 0
-
-    @property
-    def travelled(self) -> int:
-        """Bytes that did travel."""
-        return max(self.nbytes - self.saved, 0)
 
 
 class Sender:
@@ -76,6 +79,7 @@ class Sender:
         self._versions = Versions() if stay and path.stays else None
         self._standing: StandingSlot | None = None
         self._taken = self._piece = 0
+        self._packed = 0  # bytes of the tensors in the bucket that is being filled
         self._reading: list[asyncio.Task[float]] = []
         self._loan = Loan()
         self._loans: list[Loan] = []  # those under way keep their tensors alive
@@ -115,8 +119,6 @@ class Sender:
             self._standing = self._versions.begin(self._taken)
             self._piece = min(max(self._taken // PIECES, PIECE), self._given)
         try:
-            if self._standing and self._taken >= PIECE:
-                await self._deliver(receive, version)  # of nothing yet: engines check what comes while it is written
             self._taken = 0
             for unit in units:
                 await self._add(unit, receive, version)
@@ -166,6 +168,9 @@ class Sender:
             self._standing = None  # more came than the last time: engines copy the rest
             await self._grow(unit)
             self._slot.bucket.add(unit)
+            self._packed += nbytes
+        else:
+            self._packed += nbytes
         self.sent.tensors += len(unit.parts)
         self.sent.nbytes += nbytes
         self.sent.encoded |= bool(unit.format)
@@ -181,7 +186,9 @@ class Sender:
 
     async def _lend(self, receive: Receive, last: bool = False) -> None:
         """Send the message about what is to be read where it lies."""
-        await self._post(self._slot, self._loan.message(), receive, last)
+        message = self._loan.message()
+        self.sent.travelled += message["nbytes"]
+        await self._post(self._slot, message, receive, last)
         self._loans.append(self._loan)
         self._loan = Loan()
 
@@ -214,7 +221,10 @@ class Sender:
         """Send the bucket on its way, and go on with the other once it was read."""
         slot = self._slot
         header = slot.bucket.header()
-        await self._post(slot, {**header, "memory": slot.memory(header, version)}, receive, last)
+        memory, packed, self._packed = slot.memory(header, version), self._packed, 0
+        if header["units"]:  # otherwise it only shows that the engine can be reached
+            self.sent.travelled += slot.travels(header, memory, packed)
+        await self._post(slot, {**header, "memory": memory}, receive, last)
         self._taken += rounded(slot.bucket.end)
         if self._standing is not None and self._versions is not None:
             self._standing = self._versions.after(self._standing)
@@ -225,9 +235,6 @@ class Sender:
 
     async def _post(self, slot: Slot, message: Mapping[str, Any], receive: Receive, last: bool = False) -> None:
         """Send a message once those before it were answered, or are few."""
-        memory = message["memory"]
-        if memory["kind"] == "delta":
-            self.sent.saved += message["nbytes"] - len(memory["data"])
         numbered = {**message, "number": self.sent.buckets, "sender": list(self._sender)}
         self.sent.buckets += 1
         await self._acknowledged(self.path.ahead)

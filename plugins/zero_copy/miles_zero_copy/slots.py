@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from miles_core import SyncError
-from miles_core.backend import BLOCK, Broadcast, Bucket, DeviceMemory, difference
+from miles_transport import Broadcast, Bucket, DeviceMemory, difference
 from miles_zero_copy.segment import Segment
 
 #: Tells the engine to receive a message, the last one or not.
@@ -22,13 +22,17 @@ Receive = Callable[[Mapping[str, Any], bool], Awaitable[None]]
 class Slot(ABC):
     """Memory for one bucket."""
 
-    def __init__(self, buffer: Tensor, written: Callable[[int], None] | None = None) -> None:
-        self.bucket = Bucket(buffer, written)
+    def __init__(self, buffer: Tensor) -> None:
+        self.bucket = Bucket(buffer)
         self.reading: asyncio.Task[float] | None = None  # the last ``deliver``
 
     @abstractmethod
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
         """How the receiver gets at the bytes of the bucket, whose ``header`` was made and which belongs to ``version``."""
+
+    def travels(self, header: Mapping[str, Any], memory: Mapping[str, Any], packed: int) -> int:
+        """How many bytes are moved for a bucket with ``packed`` bytes of tensors."""
+        return packed
 
     async def left(self) -> None:
         """Returns when the bytes of a bucket that may be under way still can be written over."""
@@ -61,17 +65,10 @@ class SegmentSlot(Slot):
 
 
 class StandingSlot(Slot):
-    """A bucket in shared memory, from its byte ``start`` on, that is not filled again before a later version is in force. The last block
-    of this memory says how much of all before it is there."""
+    """A bucket in shared memory, from its byte ``start`` on, that is not filled again before a later version is in force."""
 
     def __init__(self, segment: Segment, start: int = 0) -> None:
-        count = segment.buffer[-BLOCK:].view(torch.int64).numpy()
-
-        def written(nbytes: int) -> None:
-            count[0] = start + nbytes
-
-        written(0)
-        super().__init__(segment.buffer[start:-BLOCK], written)
+        super().__init__(segment.buffer[start:])
         self.start, self._segment = start, segment
 
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
@@ -107,6 +104,9 @@ class BroadcastSlot(Slot):
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
         times = 1 if header["units"] else 2  # the second time everybody is there
         return {**self._group.memory, "turn": self._group.turn(), "times": times}
+
+    def travels(self, header: Mapping[str, Any], memory: Mapping[str, Any], packed: int) -> int:
+        return int(header["nbytes"])  # whole blocks are sent
 
     async def left(self) -> None:
         if self._sending is not None and not self._sending.done():
@@ -154,3 +154,6 @@ class MessageSlot(Slot):
         if changed is None:
             return {"kind": "data", "data": new.numpy().tobytes(), **kept}
         return {"kind": "delta", "data": changed, "base": name, **kept}
+
+    def travels(self, header: Mapping[str, Any], memory: Mapping[str, Any], packed: int) -> int:
+        return len(memory["data"])

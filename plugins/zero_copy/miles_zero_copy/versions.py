@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from miles_core.backend import BLOCK, rounded
+from miles_transport import rounded
 from miles_zero_copy import segment
 from miles_zero_copy.segment import NoSegmentError, Segment
 from miles_zero_copy.slots import StandingSlot
@@ -63,7 +63,7 @@ def _pair(nbytes: int) -> list[Segment]:
     made: list[Segment] = []
     try:
         for _ in range(2):
-            made.append(Segment(nbytes + BLOCK))
+            made.append(Segment(nbytes))
     except NoSegmentError as error:
         for half in made:
             half.close()

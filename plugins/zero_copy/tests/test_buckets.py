@@ -8,6 +8,7 @@ import logging
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -16,9 +17,9 @@ import torch
 
 from miles_core import MilesError, SyncError
 from miles_core.backend import CopyTransport, Encoded, Sampling, World
-from miles_core.testing.asking import ask, under_way
-from miles_core.testing.engine_contract import FREE
-from miles_core.testing.stored import stored_units
+from miles_testing.asking import ask, under_way
+from miles_testing.engine_contract import FREE
+from miles_testing.stored import stored_units
 from miles_zero_copy import paths, segment, sender
 from miles_zero_copy import transport as transport_module
 from miles_zero_copy.transport import BucketTransport
@@ -334,12 +335,23 @@ def test_a_bucket_that_is_smaller_than_a_tensor_grows(engine, checkpoints, caplo
     assert "--sync-bucket-size 2048 is smaller than " in caplog.text and "buckets are made that large" in caplog.text
 
 
-def test_memory_of_a_run_that_was_killed_is_freed_and_that_of_a_living_one_is_not(shared_memory):
-    code = (
-        "import os, pathlib, signal, sys; from miles_zero_copy import segment; segment.DIRECTORY = pathlib.Path(sys.argv[1]); "
-        "segment.Segment(4096); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(shared_memory)], check=False)
+KILLED = (
+    "import os, pathlib, signal, sys; from miles_zero_copy import segment; segment.DIRECTORY = pathlib.Path(sys.argv[1]); "
+    "{}segment.Segment(4096); os.kill(os.getpid(), signal.SIGKILL)"
+)
+
+
+def test_memory_is_freed_when_its_process_is_killed(shared_memory):
+    subprocess.run([sys.executable, "-c", KILLED.format(""), str(shared_memory)], check=False)
+    end = time.monotonic() + 20
+    while list(shared_memory.iterdir()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not list(shared_memory.iterdir())
+
+
+def test_memory_that_is_left_is_freed_by_the_next_run_and_that_of_a_living_one_is_not(shared_memory):
+    no_helper = "segment._remove_after_exit = lambda path: None; "
+    subprocess.run([sys.executable, "-c", KILLED.format(no_helper), str(shared_memory)], check=False)
     mine = segment.Segment(8192)
     assert segment.free_leftovers() == 4096
     assert mine.path.exists()
@@ -388,4 +400,99 @@ def test_a_staged_version_that_is_wrong_leaves_the_engine_as_it_was(engine, chec
     engine._weights.arrivals.forget()  # it was started anew
     with pytest.raises(SyncError, match="version 3 was not staged in this engine"):
         asyncio.run(transport.send(iter(()), 3))
+    transport.close()
+
+
+def inline_bytes(engine, monkeypatch):
+    """From now on: the bytes of weights that each message to the engine carries."""
+    carried, receive = [], engine.receive
+
+    async def counting(message, version, last):
+        if message.get("units"):
+            carried.append(len(message["memory"]["data"]))
+        await receive(message, version, last)
+
+    monkeypatch.setattr(engine, "receive", counting)
+    return carried
+
+
+def test_the_bytes_that_are_reported_are_those_that_were_sent(engine, transport, checkpoints, unreachable, monkeypatch):
+    engine.spoil = unreachable
+    units = stored_units(checkpoints[1])
+    asyncio.run(transport.send(iter(units), 1))
+    carried = inline_bytes(engine, monkeypatch)
+    limit, whole = transport._limit, sum(u.nbytes for u in units)
+    noise = [Encoded(u.name, {u.name: torch.randn_like(u.parts[u.name])}) for u in units]
+    for version, step in enumerate((units, stepped(units), noise, noise, stepped(noise)), start=2):
+        carried.clear()
+        report = asyncio.run(transport.send(iter(step), version))
+        assert report.nbytes == sum(carried) > 0 and report.metrics["travelled"] == sum(carried) / whole
+        assert report.metrics["of_limit"] == pytest.approx(sum(carried) / report.seconds / limit)
+
+
+def test_padding_between_small_tensors_is_no_saving(engine, transport, unreachable, monkeypatch):
+    """Mostly padding: each tensor takes 1,024 bytes of a bucket. The difference is larger than the tensors."""
+
+    async def receive(message, version, last):
+        unreachable(message, 0)
+        if message["units"]:
+            sent.append(len(message["memory"]["data"]))
+
+    sent = []
+    monkeypatch.setattr(engine, "receive", receive)
+    for version in (1, 2, 3):
+        sent.clear()
+        units = [Encoded(f"t{i}", {f"t{i}": torch.randint(0, 256, (24,)).byte()}) for i in range(500)]
+        report = asyncio.run(transport.send(iter(units), version))
+        assert report.nbytes == sum(sent) > sum(u.nbytes for u in units)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["in turn", "staged"])
+def test_a_bit_that_flips_in_shared_memory_before_the_message_is_found(
+    engine, checkpoints, shared_memory, monkeypatch, staged
+):
+    """In every bucket of a version that stays, of large versions too, and wherever in the bucket."""
+    monkeypatch.setattr(sender, "PIECE", SMALL)
+    transport = BucketTransport(engine, World(), SMALL, staging=staged, stay=True)
+    units = stored_units(checkpoints[1])
+
+    async def push(version):
+        if staged:
+            await transport.stage(iter(units), version)
+        await transport.send(iter(() if staged else units), version)
+
+    for version in (1, 2):
+        asyncio.run(push(version))
+    buckets = len(engine.received) // 2
+    found = tried = 0
+    for number in range(buckets):
+        for place in (0.0, 0.3, 0.6, 0.999):
+            asyncio.run(push(3))  # one that arrives, so that versions stay again
+
+            async def flip(message, version, last, number=number, place=place):
+                nonlocal tried
+                where = message.get("memory", {})
+                if where.get("stays") and message["number"] == number and message["units"]:
+                    await asyncio.sleep(0.02)  # whoever reads along has read it
+                    offset = where["start"] + int(place * (message["nbytes"] - 1))
+                    with open(where["path"], "r+b") as file:
+                        file.seek(offset)
+                        byte = file.read(1)[0]
+                        file.seek(offset)
+                        file.write(bytes([byte ^ 1 << 6]))
+                    tried += 1
+                await type(engine).receive(engine, message, version, last)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "receive", flip)
+                before = tried
+                try:
+                    asyncio.run(push(4))
+                except SyncError as error:
+                    assert "checksum" in str(error)
+                    found += 1
+            if tried == before:
+                break
+            asyncio.run(push(5))
+    assert tried >= 8 and found == tried
     transport.close()

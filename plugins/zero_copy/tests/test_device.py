@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from miles_core import SyncError
-from miles_core.backend import DeviceMemory, Encoded, Inbox, Loan, World
-from miles_core.sync.device_memory import attach
-from miles_core.testing.stored import stored_units
+from miles_core.backend import Encoded, World
 from miles_embedded.testing import ProcessEngine
+from miles_testing.stored import stored_units
+from miles_transport import DeviceMemory, Inbox, Loan
+from miles_transport.device_memory import attach
 from miles_zero_copy import sender
 from miles_zero_copy.transport import BucketTransport
 

@@ -9,7 +9,7 @@ import torch
 
 from miles_core import SyncError
 from miles_core.backend import World
-from miles_core.testing.stored import stored_units
+from miles_testing.stored import stored_units
 from miles_zero_copy import limits
 from miles_zero_copy.paths import Path
 from miles_zero_copy.sender import Sender

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from miles_core import PlanError
-from miles_core.cli import doctor
-from miles_core.testing import plan
-from miles_core.testing.doubles import apart
+from miles_testing import plan
+from miles_testing.doubles import apart
+from miles_tools.commands import doctor
 from miles_zero_copy import segment
 
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}

@@ -13,14 +13,14 @@ from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
-from miles_core.testing.stored import stored_units
-from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
 from miles_embedded.engine.build import end_tokens
 from miles_embedded.engine.decoder import Decoder
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.scheduler import StopText
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
+from miles_testing.stored import stored_units
+from miles_testing.tiny import FAMILIES, tiny_checkpoint
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15]]
 

@@ -4,11 +4,11 @@ import pytest
 
 from miles_core.config.load import load
 from miles_core.precision.installed import format_class, providers
-from miles_core.testing.quantized_engine_contract import QuantizedEngineContract
-from miles_core.testing.tiny import tiny_tokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
+from miles_testing.quantized_engine_contract import QuantizedEngineContract
+from miles_testing.tiny import tiny_tokenizer
 
 
 class Embedded(QuantizedEngineContract):
@@ -53,8 +53,8 @@ def test_an_engine_that_keeps_old_weights_does_not_pass():
     from pathlib import Path
 
     from miles_core.precision.codec import Codec
-    from miles_core.testing.quantized_engine_contract import coupled
-    from miles_core.testing.tiny import tiny_checkpoint
+    from miles_testing.quantized_engine_contract import coupled
+    from miles_testing.tiny import tiny_checkpoint
 
     suite = Stale()
     root, codec = Path(tempfile.mkdtemp()), Codec(suite.format())

@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from miles_core.errors import CheckpointError
-from miles_core.testing.tiny import tiny_checkpoint
-from miles_embedded.engine.self_check import plain, self_check
+from miles_embedded.engine.self_check import self_check
+from miles_embedded.model.call import active_call
 from miles_embedded.model.load import load_model
+from miles_embedded.model.self_check import in_float32, plain, probe_sequences
+from miles_embedded.testing.families import family_checkpoint, lacking
+from miles_embedded.trainer import self_check as trained
+from miles_testing.tiny import tiny_checkpoint
 
 
 def counted_over_the_call(model):
@@ -59,3 +63,85 @@ def test_an_engine_is_checked_when_a_run_builds_it(toy_run, monkeypatch):
 
 def test_a_model_with_several_tokens_that_end_a_text(tmp_path):
     self_check(load_model(tiny_checkpoint("llama", tmp_path / "model", eos_token_id=[1, 2])))
+
+
+def late_temperature(model):
+    """From row 32 on, for packed and cached rows only."""
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+
+    def late(x, position_ids):
+        factor = 1 + 0.2 * (position_ids >= 32) * in_call()
+        return tuple(part * factor[..., None] for part in forward(x, position_ids))
+
+    rotary.forward = late
+
+
+def in_call():
+    return active_call() is not None
+
+
+@pytest.mark.parametrize("check", [self_check, trained.self_check])
+def test_what_begins_late_is_found_in_either_dtype(check, tmp_path):
+    checkpoint = tiny_checkpoint("qwen3", tmp_path / "model")
+    for dtype in ("float32", "bfloat16"):
+        model = load_model(checkpoint, dtype)
+        late_temperature(model)
+        with pytest.raises(CheckpointError, match=r"is not computed rightly .* in float32"):
+            check(model)
+
+
+def test_a_small_scale_is_found_in_bfloat16(tmp_path):
+    model = load_model(tiny_checkpoint("qwen3", tmp_path / "model"), "bfloat16")
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, **named: tuple(
+        x if x is None else x * (0.97 if in_call() else 1) for x in forward(*args, **named)
+    )
+    with pytest.raises(CheckpointError, match="is not computed rightly"):
+        self_check(model)
+
+
+def test_a_plain_forward_that_fails_is_a_failed_check(tmp_path):
+    model = load_model(tiny_checkpoint("llama", tmp_path / "model"))
+
+    def hook(module, args, kwargs):
+        if kwargs.get("call") is None:
+            raise KeyError("call")
+
+    model.model.layers[0].self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+    with pytest.raises(
+        CheckpointError, match=r"could not be compared with its plain forward.*KeyError.*--no-self-check"
+    ):
+        self_check(model)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "llama, longrope", "llama, dynamic", "llama4"])
+@pytest.mark.parametrize("check", [self_check, trained.self_check])
+def test_families_with_plain_forwards_of_their_own_pass(family, check, tmp_path):
+    if lacking(family):
+        pytest.skip(lacking(family))
+    check(load_model(family_checkpoint(family, tmp_path / "model"), "bfloat16"))
+
+
+def test_the_model_is_kept_in_its_dtype(tmp_path):
+    model = load_model(tiny_checkpoint("qwen3_moe", tmp_path / "model"), "bfloat16")
+    before = {name: (tensor.dtype, tensor.data_ptr()) for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError), in_float32(model):
+        assert model.lm_head.weight.dtype == torch.float32
+        raise RuntimeError
+    self_check(model)
+    assert {name: (tensor.dtype, tensor.data_ptr()) for name, tensor in model.state_dict().items()} == before
+
+
+def test_the_sequences_cross_the_boundaries(tmp_path):
+    config = {"use_sliding_window": True, "sliding_window": 80, "max_window_layers": 1}
+    model = load_model(tiny_checkpoint("qwen3", tmp_path / "model", **config))
+    assert [len(s) for s in probe_sequences(model)] == [96, 17, 9]
+
+
+def test_the_trainer_is_checked_where_the_engine_is_another_one(toy_run, monkeypatch):
+    seen = []
+    monkeypatch.setattr("miles_embedded.trainer.build.self_check", lambda model: seen.append(type(model).__name__))
+    toy_run(steps=0, self_check=True)
+    assert seen == []

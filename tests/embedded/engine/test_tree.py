@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from miles_core.contracts.engine import Request, Sampling
-from miles_core.testing.tiny import tiny_checkpoint
 from miles_embedded.engine.decoder import Decoder, Emitted
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
+from miles_testing.tiny import tiny_checkpoint
 
 #: Children of the fed token, and theirs: two paths of which the second is kept.
 PARENTS = [-1, 0, 0, 1, 2, 4]

@@ -13,7 +13,6 @@ from torch import nn
 from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate
 from miles_core.errors import CheckpointError
-from miles_core.testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.runner import Runner
@@ -22,6 +21,7 @@ from miles_embedded.model.attention import AttentionOptions, attend_padded, with
 from miles_embedded.model.load import load_model, prepare
 from miles_embedded.testing.families import small_groups
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 
 COMMON = {k: v for k, v in FAMILIES["qwen3"][1].items() if k != "head_dim"}
 MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}

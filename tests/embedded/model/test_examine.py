@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from miles_core.cli import main as cli
 from miles_core.errors import CheckpointError
-from miles_core.testing.tiny import tiny_checkpoint
-from miles_core.testing.toy import toy_arguments, toy_files
 from miles_embedded.model.examine import examine_checkpoint
 from miles_embedded.model.load import load_model
+from miles_testing.tiny import tiny_checkpoint
+from miles_testing.toy import toy_arguments, toy_files
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +93,19 @@ def test_a_weight_that_is_not_finite_is_told_when_it_is_read(changed):
     with pytest.raises(
         CheckpointError,
         match=r"model.embed_tokens.weight holds 2 values that are not finite, the first \(inf\) at \[5, 2\]",
+    ):
+        load_model(model)
+
+
+def test_a_buffer_that_is_not_finite_is_named_like_a_weight(tmp_path):
+    """The correction bias of DeepSeek-V3's router chooses experts, and is no parameter."""
+    model = tiny_checkpoint("deepseek_v3", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    (name,) = (n for n in weights if n.endswith("e_score_correction_bias"))
+    weights[name][1] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"e_score_correction_bias holds 1 values that are not finite, .* at \[1\]"
     ):
         load_model(model)
 

@@ -8,11 +8,11 @@ import torch
 import transformers
 from torch import nn
 
-from miles_core.testing.tiny import tiny_checkpoint
 from miles_embedded.engine.runner import Runner
 from miles_embedded.model.load import load_model
 from miles_embedded.model.logprobs import token_log_probs
 from miles_embedded.model.operations import TORCH, Operations, operations_of, use_operations
+from miles_testing.tiny import tiny_checkpoint
 
 _TINY = {
     "vocab_size": 64,

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from miles_core.data.unit import Encoded
-from miles_core.testing.tiny import tiny_checkpoint
 from miles_embedded.model.load import load_model
 from miles_embedded.model.load_units import Update
 from miles_embedded.model.views import export
+from miles_testing.tiny import tiny_checkpoint
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "llama", "gpt_oss"])

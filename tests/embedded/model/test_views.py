@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from miles_core.errors import CheckpointError
-from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import Loader, export, views
+from miles_testing.tiny import FAMILIES, tiny_checkpoint
 
 SMALL = {
     "vocab_size": 32,

@@ -8,8 +8,6 @@ from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.unit import Encoded
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product, Products
-from miles_core.testing.doubles.product import ExactProduct
-from miles_core.testing.tiny import tiny_checkpoint
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
@@ -19,6 +17,8 @@ from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.weights import install
 from miles_fp8.format import CODES, SCALES, Fp8
+from miles_testing.doubles.product import ExactProduct
+from miles_testing.tiny import tiny_checkpoint
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
 FORMAT = Fp8()

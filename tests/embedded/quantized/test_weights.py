@@ -7,11 +7,11 @@ from miles_core.contracts.trainer import Context
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Stored, store
-from miles_core.testing.tiny import FAMILIES, tiny_checkpoint
 from miles_embedded.engine.attention import PromptCall
 from miles_embedded.model.load import decoder_layers, load_model
 from miles_embedded.model.views import Loader, export
 from miles_embedded.quantized.weights import install
+from miles_testing.tiny import FAMILIES, tiny_checkpoint
 
 #: gpt-oss joins the experts of a layer in one tensor; test_joined_experts_same_bytes has it.
 QUANTISED = [family for family in FAMILIES if family != "gpt_oss"]

@@ -8,17 +8,17 @@ from miles_core.contracts.trainer import Callbacks
 from miles_core.errors import CheckpointError
 from miles_core.precision.codec import Codec
 from miles_core.precision.snapshot import snapshot
-from miles_core.testing.doubles.pair_format import PairFormat
-from miles_core.testing.ranked_trainer_contract import SHARES, WHOLE, RankedTrainerContract, part
-from miles_core.testing.tiny import tiny_checkpoint
-from miles_core.testing.trainer_contract import Setup
-from miles_core.testing.yardstick import make_batch, weighted
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import load_model
 from miles_embedded.quantized.activation import encoded_views
 from miles_embedded.quantized.weights import install
 from miles_embedded.trainer.build import data_parallel
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_testing.doubles.pair_format import PairFormat
+from miles_testing.ranked_trainer_contract import SHARES, WHOLE, RankedTrainerContract, part
+from miles_testing.tiny import tiny_checkpoint
+from miles_testing.trainer_contract import Setup
+from miles_testing.yardstick import make_batch, weighted
 
 
 def build(strategy, checkpoint, setup, dtype="float32", format=None, **changes):

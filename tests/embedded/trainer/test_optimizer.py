@@ -122,7 +122,7 @@ def test_a_group_is_trained_in_its_own_way(dtype):
         metrics = optimizer.step()
         assert metrics["lr"] == 0.1 and metrics["grad_norm/further"] == pytest.approx(scale * math.sqrt(15))
         results.append({n: p.detach().clone() for n, p in net.named_parameters()})
-        assert [g["lr"] for g in optimizer._adam.param_groups if g["params"]] == [0.1, 0.1, 0.01]
+        assert [g["lr"] for g in optimizer._inner.param_groups if g["params"]] == [0.1, 0.1, 0.01]
         # new values written into the parameters are what the next step starts from, without moments
         net[2].weight.data.fill_(0.25)
         group.renewed = True

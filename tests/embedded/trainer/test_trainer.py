@@ -6,13 +6,13 @@ import torch
 from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate
 from miles_core.errors import CheckpointError, ConfigError
-from miles_core.testing.tiny import tiny_checkpoint
-from miles_core.testing.trainer_contract import Setup, TrainerContract
-from miles_core.testing.yardstick import copied, make_batch, weighted, weights
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded import active_context
 from miles_embedded.model.load import load_model
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_testing.tiny import tiny_checkpoint
+from miles_testing.trainer_contract import Setup, TrainerContract
+from miles_testing.yardstick import copied, make_batch, weighted, weights
 
 
 def trainer_config(setup, **changes):

@@ -18,6 +18,7 @@ from typing import Any
 
 from miles_core import CheckpointError
 from miles_megatron.architecture import Architecture
+from miles_megatron.config_keys import find_foreign
 from miles_megatron.families.parts import Entry, ends
 
 #: ``model_type`` of a checkpoint -> module of this package.
@@ -40,7 +41,18 @@ LACKING = {
     "gemma2": "norms behind attention and feed-forward layers, caps on scores and logits, and a scaled embedding",
     "gemma3_text": "norms behind attention and feed-forward layers, a rotary base of their own for layers with a window, and a scaled embedding",
 }
-LACKING["gemma3"] = LACKING["gemma3_text"]
+LACKING |= {
+    "gemma3": LACKING["gemma3_text"],
+    "gemma3n": "inputs per layer, several residual streams, and keys that layers share",
+    "gemma3n_text": "inputs per layer, several residual streams, and keys that layers share",
+    "gemma4": "norms behind attention and feed-forward layers, and heads of two sizes",
+    "gemma4_text": "norms behind attention and feed-forward layers, and heads of two sizes",
+    "glm4": "norms behind attention and feed-forward layers",
+    "llama4": "attention in chunks, layers without rotary embedding, and scores that weigh the experts' input",
+    "llama4_text": "attention in chunks, layers without rotary embedding, and scores that weigh the experts' input",
+    "deepseek_v32": "attention whose keys an indexer chooses (in the modules that are used here)",
+    "glm_moe_dsa": "attention whose keys an indexer chooses (in the modules that are used here)",
+}
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
@@ -54,11 +66,18 @@ def read(config: Mapping[str, Any]) -> Architecture:
     """
     family = str(config.get("model_type"))
     if family in LACKING:
-        raise CheckpointError(f"config.json says model_type {family}, of which Megatron-Core lacks {LACKING[family]}")
+        raise CheckpointError(
+            f"config.json says model_type {family}, of which Megatron-Core lacks {LACKING[family]}; use --trainer embedded"
+        )
     if family not in FAMILIES:
         raise CheckpointError(
             f"config.json says model_type {family}, for which the megatron plugin has no table of weights; it has "
-            f"{', '.join(FAMILIES)}. A table is one file: miles_megatron/families/__init__.py says how to write it"
+            f"{', '.join(FAMILIES)}. use --trainer embedded, or write a table, which is one file: miles_megatron/families/__init__.py says how"
+        )
+    if foreign := list(find_foreign(config)):
+        raise CheckpointError(
+            f"Megatron-Core's model would not be that of config.json: {'; '.join(foreign)}; use --trainer embedded, which runs "
+            "Transformers' own modules"
         )
     try:
         return _module(family).read(config)

@@ -16,13 +16,10 @@ from miles_megatron.families.parts import Entry, Layout, attention, norms
 def read(config: Mapping[str, Any]) -> Architecture:
     """From ``config.json``."""
     a = Architecture(**common(config), qkv_bias=True, out_bias=True, mlp_bias=True, sinks=True)
-    kinds = config.get("layer_types") or ["full_attention"] * a.layers
-    window = config.get("sliding_window") or 0
     return replace(
         a,
         sparse=(True,) * a.layers,
         experts=Experts(experts_of(config), config["num_experts_per_tok"], a.ffn),
-        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
     )
 
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 and Mistral: grouped-query attention without biases, a gated feed-forward layer."""
+"""Llama 2 and 3, and Mistral, which may have a window: grouped-query attention without biases, a gated feed-forward layer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from miles_megatron.families.parts import Entry, attention, mlp, norms
 
 def read(config: Mapping[str, Any]) -> Architecture:
     """From ``config.json``."""
-    windows = (config["sliding_window"],) if config.get("sliding_window") else ()  # Mistral's, on every layer
-    return Architecture(**common(config), qkv_bias=bool(config.get("attention_bias")), windows=windows)
+    return Architecture(**common(config))
 
 
 def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:

@@ -13,4 +13,4 @@ __all__ = ["layer", "read"]
 
 def read(config: Mapping[str, Any]) -> Architecture:
     """From ``config.json``."""
-    return Architecture(**common(config), qkv_bias=bool(config.get("attention_bias")), qk_norm="head")
+    return Architecture(**common(config), qk_norm="head")

@@ -12,7 +12,7 @@ from miles_megatron.families.parts import PROJECTIONS, Entry, attention, experts
 
 def read(config: Mapping[str, Any]) -> Architecture:
     """From ``config.json``."""
-    made = Architecture(**common(config), qkv_bias=bool(config.get("attention_bias")), qk_norm="head")
+    made = Architecture(**common(config), qk_norm="head")
     return with_experts(made, config)
 
 

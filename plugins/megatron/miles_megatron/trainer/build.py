@@ -47,16 +47,16 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
         adapt_modules()
         from miles_megatron.trainer.trainer import MegatronTrainer
 
-        directory = Path(run.config.model.ref_load or policy.hf_checkpoint)
+        directory = Path(run.config_of(policy).model.ref_load or policy.hf_checkpoint)
         architecture = families.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-        codec = make_codec(run, policy, run.config.train.precision)
+        codec = make_codec(run, policy, run.config_of(policy).train.precision)
 
         def told(chunk: nn.Module) -> None:
             run.hooks.on("on_model", run=run, policy=policy, model=chunk, role="train")
 
         wish = further_layer(run, policy)
         return MegatronTrainer(
-            architecture, sizes, world, directory, settings(run.config), directory, told, codec, wish
+            architecture, sizes, world, directory, settings(run.config_of(policy)), directory, told, codec, wish
         )
 
 

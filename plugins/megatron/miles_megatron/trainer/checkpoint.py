@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from miles_core import CheckpointError
-from miles_core.backend import Store, World, get_rng, put_rng
+from miles_core.backend import Store, Unit, World, get_rng, put_rng
 
 if TYPE_CHECKING:
     from miles_megatron.trainer.trainer import MegatronTrainer
@@ -74,10 +75,11 @@ def _sharded(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
     return state
 
 
-def export(trainer: MegatronTrainer, directory: Path, tokenizer: Any) -> None:
-    """Write a Hugging Face checkpoint: files of at most ``SHARD`` bytes, and what the source has beside weights."""
+def export(trainer: MegatronTrainer, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
+    """Write a Hugging Face checkpoint: files of at most ``SHARD`` bytes, and what the source has beside weights. ``units`` as for
+    ``Trainer.export``."""
     writer, copies = _Writer(directory) if dist.get_rank() == 0 else None, trainer.weights.copies()
-    for unit in trainer.units(everywhere=trainer.s.pp > 1):
+    for unit in trainer.units(everywhere=trainer.s.pp > 1) if units is None else units:
         for name, tensor in unit.tensors.items() if writer else ():
             assert writer is not None
             for each in (name, *copies.get(name, ())):

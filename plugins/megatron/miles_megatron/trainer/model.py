@@ -115,7 +115,8 @@ def _windows(a: Architecture) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if any(a.windows):
         # a token sees itself and so many before it
-        found |= {"window_size": (max(a.windows) - 1, 0), "window_attn_skip_freq": [int(w > 0) for w in a.windows]}
+        every = None if all(a.windows) else [int(w > 0) for w in a.windows]
+        found |= {"window_size": (max(a.windows) - 1, 0), "window_attn_skip_freq": every}
     if a.sinks:
         found |= {"softmax_type": "learnable"}
     if a.mlp_bias:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -35,6 +35,7 @@ from miles_core.backend import (
     Quantizer,
     Ragged,
     Trainer,
+    TrainerPart,
     Unit,
     World,
     trained_tokens,
@@ -46,6 +47,7 @@ from miles_megatron.recipes import ROWS
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer import checkpoint
 from miles_megatron.trainer.context import everywhere
+from miles_megatron.trainer.device_memory import DeviceMemory
 from miles_megatron.trainer.flight import Flight, flatten, merge, merged, passes
 from miles_megatron.trainer.further import Further
 from miles_megatron.trainer.logprobs import head_on, token_log_probs, whole_rows
@@ -123,7 +125,7 @@ class MegatronTrainer(Trainer):
         further: how to train the checkpoint's layer that predicts a further token; without it there is none.
     """
 
-    capabilities = frozenset({"entropy", "sampling_support", "routing_replay", "further_layers"})
+    capabilities = frozenset({"entropy", "sampling_support", "routing_replay", "further_layers", "sleep"})
 
     @_on_cpu_too
     def __init__(
@@ -166,6 +168,7 @@ class MegatronTrainer(Trainer):
         if self.further is not None:
             wrapped = self._wrap(self.further.layer, overlap_grad_reduce=False)
             self.further.wrap(wrapped, settings.adamw, settings.dtype, settings.optimizer)
+        self._memory = DeviceMemory(self)
         self.config.finalize_model_grads_func = _finalize
         self.config.no_sync_func = [c.no_sync for c in self.wrapped] if s.virtual > 1 else self.wrapped[0].no_sync
         self.config.grad_scale_func = self.optimizer.inner.scale_loss
@@ -339,6 +342,18 @@ class MegatronTrainer(Trainer):
         """See ``Trainer.units``."""
         return self.weights.units(everywhere)
 
+    def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """See ``Trainer.sleep``."""
+        if "optimizer" in parts:
+            self.optimizer.inner.zero_grad()
+            if self.further is not None:
+                self.further.optimizer.inner.zero_grad()
+        self._memory.release(parts)
+
+    def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
+        """See ``Trainer.wake``."""
+        self._memory.restore(parts)
+
     def quantizer(self, format: Format) -> Quantizer | None:
         """See ``Trainer.quantizer``."""
         return self.format.quantizer(format)
@@ -369,9 +384,9 @@ class MegatronTrainer(Trainer):
         """See ``Trainer.load``; CheckpointError when ``directory`` holds another model."""
         checkpoint.load(self, Path(directory))
 
-    def export(self, directory: Path, tokenizer: Any) -> None:
+    def export(self, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
         """See ``Trainer.export``."""
-        checkpoint.export(self, Path(directory), tokenizer)
+        checkpoint.export(self, Path(directory), tokenizer, units)
 
 
 def _finalize(chunks: list[Any], num_tokens: Any = None, **groups: Any) -> None:

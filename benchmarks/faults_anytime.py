@@ -1,0 +1,289 @@
+"""Kills and stops at random moments, for ``faults.py --anytime N``.
+
+A plugin file kills (SIGKILL) or stops (SIGSTOP) a random worker after a random time, and sometimes in the middle of a hook: at a tensor of a
+push, a micro-batch, a save, the build of a model. With the runtime ``apart`` the workers are objects of the run's process, which makes many
+faults cheap; with ``ray`` they are processes.
+
+Counted over all runs: samples that were lost or trained twice (of a step that was repeated the last time counts), versions that an engine
+installed with tensors of two pushes, workers that the log calls lost although nothing was done to them, runs that failed, and seconds from a
+fault to the next completed step. The last checkpoint is compared byte for byte with that of a run without faults.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from miles_testing.doubles import apart
+from miles_testing.toy import toy_arguments
+
+GROUPS, SAMPLES = 2, 4
+#: Faults of one run; a run ends a few steps after the last one.
+A_RUN = 100
+#: Seconds after which a stopped worker counts as lost.
+HEARTBEAT = {"apart": 0.5, "ray": 5.0}
+
+PLUGIN = r"""
+import asyncio, hashlib, json, os, random, re, signal, threading, time
+from pathlib import Path
+from miles_core import hookimpl
+
+HERE = Path(__file__).parent
+RUNTIME, KILLS, SEED, GAP = json.loads((HERE / "fault.json").read_text())
+DICE = random.Random(f"{SEED} {os.getpid() if RUNTIME == 'ray' else ''} {time.time() if RUNTIME == 'ray' else ''}")
+SENT, STARTED = {}, []
+
+def fell():
+    path = HERE / "faults.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+def note(moment, how, name):
+    with (HERE / "faults.jsonl").open("a") as file:
+        file.write(json.dumps([moment, how, name, time.time()]) + "\n")
+
+def inflict(moment, name=None):
+    if fell() >= KILLS:
+        return
+    how = "stop" if DICE.random() < 0.25 else "kill"
+    if RUNTIME == "apart":
+        from miles_testing.doubles import apart
+        runtime = apart.latest()
+        alive = [n for n, w in runtime.workers.items() if apart._ALIVE.get((w.number, n)) and not apart._ALIVE[w.number, n].stopped]
+        if not alive:
+            return
+        name = name if name in alive else DICE.choice(alive)
+        note(moment, how, name)
+        (runtime.hang if how == "stop" else runtime.kill)(name)
+        return
+    found = {}
+    for log in (HERE / "run/workers").glob("*.log"):
+        numbers = re.findall(r"process (\d+) on", log.read_text())
+        if numbers and Path(f"/proc/{numbers[-1]}").exists() and state(numbers[-1]) not in "TZX":
+            found[log.stem] = int(numbers[-1])
+    if found:
+        name = DICE.choice(sorted(found))
+        note(moment, how, name)
+        os.kill(found[name], signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+
+def state(number):
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+
+def perhaps(moment, chance):
+    if DICE.random() < chance:
+        inflict(moment)
+
+async def strike():
+    while fell() < KILLS:
+        await asyncio.sleep(DICE.expovariate(1 / GAP))
+        inflict("anytime")
+
+@hookimpl
+def on_start(run):
+    if not STARTED and "miles_ray.actor" not in __import__("sys").modules or RUNTIME == "apart" and not STARTED:
+        STARTED.append(asyncio.get_running_loop().create_task(strike()))
+
+@hookimpl
+def on_model(run, policy, model, role):
+    if RUNTIME == "apart":
+        perhaps("build", 0.05)
+
+@hookimpl
+def on_batch(run, batch):
+    prompts = batch.tokens[batch.starts].tolist()
+    with (HERE / "trained.jsonl").open("a") as file:
+        file.write(json.dumps([run.step, sorted(zip(batch.group.tolist(), prompts))]) + "\n")
+    if RUNTIME == "apart":
+        perhaps("train", 0.1)
+
+@hookimpl
+def on_save(run, policy):
+    if policy is not None and RUNTIME == "apart":
+        perhaps("save", 0.1)
+
+def digest(tensor):
+    import torch
+    return hashlib.blake2b(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+
+@hookimpl
+def wrap_weights(run):
+    def wrap(inner):
+        def weights():
+            whole = {}
+            for unit in inner():
+                whole |= {name: digest(tensor) for name, tensor in unit.tensors.items()}
+                if RUNTIME == "apart":
+                    perhaps("push", 0.004)
+                yield unit
+            with (HERE / "sent.jsonl").open("a") as file:
+                file.write(json.dumps(whole) + "\n")
+        return weights
+    return wrap
+
+from miles_embedded.engine.engine import EmbeddedEngine
+if not hasattr(EmbeddedEngine, "_noted"):
+    EmbeddedEngine._noted = True
+    plain = EmbeddedEngine.update_weights
+    async def update_weights(self, units, version):
+        whole = {}
+        def seen():
+            for unit in units:
+                whole.update({name: digest(tensor) for name, tensor in unit.parts.items()})
+                yield unit
+        await plain(self, seen(), version)
+        with (HERE / "installed.jsonl").open("a") as file:
+            file.write(json.dumps([version, whole]) + "\n")
+    EmbeddedEngine.update_weights = update_weights
+"""
+
+
+def steps_of(kills: int) -> int:
+    """Steps of a run with so many faults."""
+    return max(4, kills // 2)
+
+
+def once(runtime: str, kills: int, seed: int, gap: float, ranks: int, directory: Path) -> dict[str, Any]:
+    """One run with ``kills`` faults; what was found in it."""
+    steps = steps_of(kills)
+    letters = [chr(ord("a") + n % 26) + str(n // 26) for n in range(GROUPS * steps)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
+    (directory / "faults.py").write_text(PLUGIN)
+    (directory / "fault.json").write_text(json.dumps([runtime, kills, seed, gap]))
+    plugins = [str(directory / "faults.py"), *([apart.__file__] if runtime == "apart" else [])]
+    sizes = {"apart_engines": 2} if runtime == "apart" else {"rollout_num_gpus": 2, "actor_num_gpus_per_node": ranks}
+    words = toy_arguments(
+        plugins,
+        directory / "run",
+        steps,
+        runtime=runtime,
+        prompt_data=directory / "prompts.jsonl",
+        save_interval=1,
+        keep=2,
+        max_restarts=20 * kills + 20,
+        rollout_batch_size=GROUPS,
+        n_samples_per_prompt=SAMPLES,
+        sync_bucket_size=1 << 14,
+        worker_heartbeat=HEARTBEAT[runtime],
+        **sizes,
+    )
+    environment = {**os.environ, "RAY_TMPDIR": str(directory)}
+    with (directory / "output").open("ab") as output:
+        command = [sys.executable, "-m", "miles_core.cli.main", "train", *words]
+        code = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False).returncode
+    return judge(directory, steps, code)
+
+
+def judge(directory: Path, steps: int, code: int) -> dict[str, Any]:
+    """What the files of a run say."""
+    from faults import read_lines
+
+    faults = read_lines(directory / "faults.jsonl")
+    trained = dict(read_lines(directory / "trained.jsonl"))
+    samples = Counter(tuple(pair) for pairs in trained.values() for pair in pairs)
+    sent = {json.dumps(whole, sort_keys=True) for whole in read_lines(directory / "sent.jsonl")}
+    sent |= {json.dumps(merge, sort_keys=True) for merge in _merged(read_lines(directory / "sent.jsonl"))}
+    mixed = [
+        v for v, whole in read_lines(directory / "installed.jsonl") if json.dumps(whole, sort_keys=True) not in sent
+    ]
+    log = (directory / "run/run.log").read_text() if (directory / "run/run.log").is_file() else ""
+    blamed = Counter(re.findall(r"worker (\S+) was lost: .*; it is replaced", log.replace("\n", " ")))
+    struck = Counter(name for _, _, name, _ in faults)
+    done = [record["time"] for record in read_lines(directory / "run/metrics.jsonl")]
+    waits = [min((at for at in done if at > when), default=when) - when for *_, when in faults]
+    found = {
+        "kills": len(faults),
+        "moments": dict(Counter(moment for moment, *_ in faults)),
+        "stopped": sum(how == "stop" for _, how, *_ in faults),
+        "lost": max(0, GROUPS * SAMPLES * steps - samples.total()) + steps - len(trained),
+        "doubled": sum(n - SAMPLES for n in samples.values() if n > SAMPLES),
+        "mixed": len(mixed),
+        "innocent": sum(max(0, count - struck[name]) for name, count in blamed.items()),
+        "failed": int(code != 0),
+        "waits": waits,
+        "weights": weights_of(directory / "run/checkpoints", steps),
+    }
+    if code:
+        found["error"] = (directory / "output").read_text()[-1500:]
+    return found
+
+
+def _merged(parts: list[dict[str, str]]) -> list[dict[str, str]]:
+    """What several ranks send is one version: all unions of two parts without a name in common."""
+    return [a | b for n, a in enumerate(parts) for b in parts[n + 1 :] if not a.keys() & b.keys()]
+
+
+def weights_of(checkpoints: Path, step: int) -> str:
+    """Digest of all tensors in the checkpoint of a step; empty without one."""
+    files = sorted((checkpoints / f"step_{step:08d}").rglob("*.safetensors"))
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else ""
+
+
+def many(kills: int, runtime: str, ranks: int, gap: float, seconds: float, log: Path | None) -> dict[str, Any]:
+    """Runs until ``kills`` faults happened or the time is over; the counts of all."""
+    end, runs = time.monotonic() + seconds, list[dict[str, Any]]()
+    compared = equal = 0
+    undisturbed: dict[int, str] = {}
+    while (open_ := kills - sum(run["kills"] for run in runs)) > 0 and time.monotonic() < end:
+        count, seed = min(A_RUN, open_), random.randrange(1 << 30)
+        with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as name:
+            found = once(runtime, count, seed, gap, ranks, Path(name))
+        if (steps := steps_of(count)) not in undisturbed:
+            with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as name:
+                undisturbed[steps] = reference(runtime, steps, ranks, Path(name))
+        if not found["failed"]:
+            compared += 1
+            equal += found["weights"] == undisturbed[steps]
+        runs.append(found)
+        line = json.dumps({"runtime": runtime, "seed": seed, **found})
+        print(line[:3000], file=sys.stderr, flush=True)
+        if log is not None:
+            with log.open("a") as file:
+                file.write(line + "\n")
+    waits = [seconds for run in runs for seconds in run["waits"]]
+    names = ("kills", "stopped", "lost", "doubled", "mixed", "innocent", "failed")
+    moments = sum((Counter(run["moments"]) for run in runs), Counter[str]())
+    return {
+        "runtime": runtime,
+        "ranks": ranks,
+        "engines": 2,
+        "runs": len(runs),
+        **{name: sum(run[name] for run in runs) for name in names},
+        "moments": dict(moments),
+        "runs_compared": compared,
+        "checkpoints_equal": equal,
+        "seconds_to_next_step": {"median": round(statistics.median(waits), 2), "most": round(max(waits), 2)}
+        if waits
+        else {},
+        "load": os.getloadavg()[0],
+    }
+
+
+def reference(runtime: str, steps: int, ranks: int, directory: Path) -> str:
+    """The weights of the last checkpoint of a run of as many steps without a fault."""
+    letters = [chr(ord("a") + n % 26) + str(n // 26) for n in range(GROUPS * steps)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
+    sizes = {"apart_engines": 2} if runtime == "apart" else {"rollout_num_gpus": 2, "actor_num_gpus_per_node": ranks}
+    plugins = [apart.__file__] if runtime == "apart" else []
+    words = toy_arguments(
+        plugins,
+        directory / "run",
+        steps,
+        runtime=runtime,
+        prompt_data=directory / "prompts.jsonl",
+        rollout_batch_size=GROUPS,
+        n_samples_per_prompt=SAMPLES,
+        **sizes,
+    )
+    command = [sys.executable, "-m", "miles_core.cli.main", "train", *words]
+    subprocess.run(command, capture_output=True, env={**os.environ, "RAY_TMPDIR": str(directory)}, check=True)
+    return weights_of(directory / "run/checkpoints", steps)

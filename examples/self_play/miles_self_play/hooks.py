@@ -1,0 +1,11 @@
+"""The second player joins the run."""
+
+from miles_core import Policy, Run, hookimpl
+
+
+class SelfPlay:
+    """Adds a policy with the first one's checkpoint."""
+
+    @hookimpl
+    def on_start(self, run: Run) -> None:
+        run.policies.append(Policy(hf_checkpoint=run.policy.hf_checkpoint, name="guesser"))

@@ -1,0 +1,90 @@
+"""The options of generation; ``groups`` holds the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from miles_core.plugin.option import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """How samples are generated."""
+
+    batch_size: int = option(32, flag="--rollout-batch-size", help="prompts per rollout step", ge=1, le=100_000)
+    n_samples_per_prompt: int = option(8, help="samples per prompt: one group", ge=1, le=100_000)
+    num_rollout: int = option(100, help="rollout steps in all", ge=0)
+    temperature: float = option(1.0, flag="--rollout-temperature", help="sampling temperature", gt=0)
+    top_p: float = option(
+        1.0, flag="--rollout-top-p", help="nucleus: keep the most probable tokens up to this mass; 1 is off", gt=0, le=1
+    )
+    top_k: int = option(-1, flag="--rollout-top-k", help="keep the k most probable tokens; -1 is off", ge=-1)
+    max_response_len: int = option(1024, flag="--rollout-max-response-len", help="tokens in a response at most", ge=1)
+    max_prompt_len: int | None = option(
+        None, flag="--rollout-max-prompt-len", help="leave out prompts of more tokens than this, and count them", ge=1
+    )
+    max_context_len: int | None = option(
+        None, flag="--rollout-max-context-len", help="prompt and response together at most (default: the model's)", ge=1
+    )
+    stop: tuple[str, ...] = option((), flag="--rollout-stop", help="strings that end a response", metavar="TEXT,...")
+    stop_token_ids: tuple[int, ...] = option(
+        (), flag="--rollout-stop-token-ids", help="token ids that end a response, beside the model's own", ge=0
+    )
+    over_sampling_batch_size: int | None = option(
+        None, help="prompts asked for at a time when groups may be filtered out (default: --rollout-batch-size)", ge=1
+    )
+    dynamic_sampling_filter_path: str | None = option(
+        None, help="keep(args, group) -> bool; groups for which it is false are replaced", metavar="FILE.py:FN"
+    )
+    partial_rollout: bool | None = option(
+        None,
+        help="responses that are not finished when a collection ends or weights change go on under the new weights (default: "
+        "with --schedule async)",
+    )
+    mask_offpolicy_in_partial_rollout: bool = option(
+        False, help="train only on those tokens of such a response that its newest weights generated"
+    )
+    pause_generation_mode: Literal["abort", "retract", "in_place"] = option(
+        "abort",
+        help="how the engine stops for new weights: return what there is and be asked again; keep the requests and compute their "
+        "cache anew; keep the cache of the old weights",
+    )
+    max_weight_staleness: int | None = option(
+        None,
+        help="with --schedule async: versions by which samples may be older than the weights they train (default: 1)",
+        ge=0,
+    )
+    stale_samples: Literal["drop", "train"] = option(
+        "drop",
+        help="what becomes of groups that are older all the same: their prompts are sent again, or they are trained on",
+    )
+    custom_generate_function_path: str | None = option(
+        None, help="async generate(args, sample, sampling_params) -> Sample or list of siblings", metavar="FILE.py:FN"
+    )
+    generate: str = option(
+        "turn",
+        flag="--generate",
+        help="rollout function: turn is one answer to the prompt",
+        choices=("turn", "*"),
+        part="generate",
+    )
+    generate_key: str | None = option(
+        None,
+        help="metadata entry that names a prompt's rollout function, where it differs from --generate",
+        metavar="KEY",
+    )
+    full_vocab_logprobs: bool = option(
+        False, help="log-probs over the whole vocabulary on both sides even with top-p or top-k (biased)"
+    )
+    max_running_requests: int = option(256, help="sequences the engine decodes at once", ge=1)
+    kv_cache_dtype: Literal["auto", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = option(
+        "auto", flag="--kv-cache-dtype", help="type the engine rounds cached keys and values to"
+    )
+    precision: str = option(
+        "bf16",
+        flag="--rollout-precision",
+        help="number format of the engine's weights",
+        choices=("bf16", "*"),
+        part="format",
+    )

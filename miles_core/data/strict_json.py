@@ -1,0 +1,25 @@
+"""JSON without what Python's reader lets pass: two entries of one name in an object, where it keeps the last one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def load_strict_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: malformed, or an object has two entries of one name; the message names it.
+        RecursionError: nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in made if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} occurs {names.count(twice)} times in one object; keep one of them")
+    return made

@@ -1,0 +1,99 @@
+"""Keeping credentials out of everything that a run writes.
+
+``redact`` is the only place that decides what a credential is. Every writer of a run calls it: files of the run directory, log handlers,
+metrics services, error messages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+#: What a credential is replaced by.
+MARK = "<redacted>"
+
+#: Shorter values of environment variables are too likely to be ordinary words.
+_SHORTEST = 8
+_WORDS = r"token|key|secret|password|passwd|pwd|auth|authorization|signature|sig|credential|credentials|bearer"
+#: An environment variable, or a parameter in the query of a URL, with one of these words in its name.
+_NAME = re.compile(
+    rf"(?:^|[_.\-]|(?<=[a-z])(?=[A-Z]))(?:\w*(?:token|secret|password|credential)s?|{_WORDS})(?:$|[_.\-\d])", re.I
+)
+#: A header, flag or entry that holds a credential; plain ``key`` and ``token`` are names of ordinary options.
+_ENTRY = (
+    r"(?:[\w\-]*(?:api|access|secret|private|auth|session|signing|bearer|refresh|id|wandb|hf)[_\-]?(?:key|token)|[\w\-]*(?:password|passwd|secret)"
+    r"|authorization|proxy-authorization|x-auth-token)"
+)
+_PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(?i)\b([a-z][a-z0-9+.\-]*://)[^\s/?#@\"'<>]+@"), rf"\1{MARK}@"),  # http://user:password@host
+    (re.compile(rf"(?i)([?&;#][\w.\-\[\]%]*?(?:{_WORDS})[\w.\-\[\]%]*=)(?!\${{)[^&;#\s\"'<>]+"), rf"\1{MARK}"),
+    (re.compile(r"(?i)\b(bearer|basic)(\s+|%20)(?=[A-Za-z0-9+/_.~\-=]{8,})[A-Za-z0-9+/_.~\-]+=*"), rf"\1\2{MARK}"),
+    (
+        re.compile(
+            rf"(?i)((?<![\w])(?:--)?[\"']?{_ENTRY}[\"']?\s*[=:]\s*[\"']?)(?!\s|\${{|{re.escape(MARK)})[^\s\"',;&}}]+"
+        ),
+        rf"\1{MARK}",
+    ),
+    (re.compile(rf"(?i)((?:^|\s)--{_ENTRY}\s+)(?!-)[^\s\"',]+"), rf"\1{MARK}"),
+)
+
+
+def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """``text`` without credentials: user names and passwords in URLs, parameters of URLs whose names look like one, bearer tokens,
+    entries such as ``api_key=...``, and the values of environment variables whose names look like one.
+
+    Args:
+        environment: by default this process's.
+    """
+    for value in secrets(os.environ if environment is None else environment):
+        text = text.replace(value, MARK)
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def redact_values(value: Any) -> Any:
+    """Nested dicts, lists and tuples with each of their texts redacted, for writers that take data."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {
+            name: MARK
+            if isinstance(entry, str) and entry and isinstance(name, str) and _holds(name)
+            else redact_values(entry)
+            for name, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        words = redact_values_of_flags([redact_values(entry) for entry in value])
+        return words if isinstance(value, list) else tuple(words)
+    return value
+
+
+def redact_values_of_flags(words: list[Any]) -> list[Any]:
+    """Words of a command line, without the ones that follow a flag for a credential."""
+    found = list(words)
+    for i, word in enumerate(words[:-1]):
+        if isinstance(word, str) and word.startswith("--") and _holds(word[2:]) and isinstance(words[i + 1], str):
+            found[i + 1] = MARK
+    return found
+
+
+def secrets(environment: Mapping[str, str]) -> list[str]:
+    """Values of variables whose names look like a credential, with and without surrounding white space, the longest first."""
+    found = set()
+    for name, value in environment.items():
+        if _NAME.search(name) and not value.startswith("/"):  # sockets and files of keys are paths
+            found |= {value, value.strip()}
+    return sorted((v for v in found if len(v.strip()) >= _SHORTEST), key=len, reverse=True)
+
+
+def has_credentials(url: str) -> bool:
+    """Whether a URL contains a user name, a password, or a parameter that looks like a credential. ``${NAME}`` is none: it names a
+    variable."""
+    return redact(re.sub(r"\$\{\w+\}", "", url), {}) != re.sub(r"\$\{\w+\}", "", url)
+
+
+def _holds(name: str) -> bool:
+    return re.fullmatch(_ENTRY, name, re.I) is not None

@@ -1,0 +1,32 @@
+"""Checks of the weights that an engine was just given: what plugins and core provide under the kind ``check``."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts
+from miles_core.stash import StashKey
+
+#: Looks at one policy after a sync; returns metrics, raises a MilesError to stop the run.
+SyncCheck = Callable[[PolicyParts], Awaitable[Mapping[str, float]]]
+
+_CHECKS = StashKey[list[SyncCheck]]()
+
+
+async def check_synced(run: Run, parts: PolicyParts) -> dict[str, float]:
+    """Run every check of the plan on a policy whose engine was just given its learner's weights.
+
+    Returns:
+        the metrics of all checks.
+
+    Raises:
+        MilesError: a check stops the run.
+    """
+    if _CHECKS not in run.stash:
+        made = (run.hooks.make("check", name, run=run) for name in run.hooks.provided("check"))
+        run.stash[_CHECKS] = [check for check in made if check is not None]
+    metrics: dict[str, float] = {}
+    for check in run.stash[_CHECKS]:
+        metrics |= await check(parts)
+    return metrics

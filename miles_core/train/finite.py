@@ -1,0 +1,61 @@
+"""Whether weights are finite: asked before a checkpoint is written, so that one that cannot be used never replaces one that can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, distributed
+
+from miles_core.contracts.trainer import Trainer
+from miles_core.data.unit import Unit
+from miles_core.errors import NonFiniteError
+
+#: Norms that are computed before the device is waited for.
+AT_ONCE = 256
+
+
+def check_finite(trainer: Trainer, step: int) -> None:
+    """Check the weights of all ranks, after ``step`` completed steps. A collective: every rank raises or none does.
+
+    Raises:
+        NonFiniteError: names the first weight that holds NaN or infinity.
+    """
+    found = first_nonfinite(trainer.units())
+    if trainer.world.size > 1 and distributed.is_initialized():
+        reports: list[str | None] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(reports, found)
+        found = next((name for name in reports if name), None)
+    if found is not None:
+        raise NonFiniteError(
+            f"step {step} is not saved: its weight {found} holds NaN or infinity. Earlier checkpoints are unchanged: go on from one of them with "
+            "a lower --lr or --clip-grad"
+        )
+
+
+def first_nonfinite(units: Iterable[Unit]) -> str | None:
+    """The name of the first tensor that holds NaN or infinity; None without one. Reads ``units`` to the end."""
+    names: list[str] = []
+    norms: list[Tensor] = []
+    found: str | None = None
+    for name, tensor in _floating(units):
+        names.append(name)
+        norms.append(torch.linalg.vector_norm(tensor.detach(), ord=float("inf"), dtype=torch.float32))
+        if len(norms) == AT_ONCE:
+            found = found or _first(names, norms)
+            names, norms = [], []
+    return found or _first(names, norms)
+
+
+def _floating(units: Iterable[Unit]) -> Iterator[tuple[str, Tensor]]:
+    for unit in units:
+        for name, tensor in unit.tensors.items():
+            if tensor.is_floating_point() and tensor.numel():
+                yield name, tensor
+
+
+def _first(names: list[str], norms: list[Tensor]) -> str | None:
+    if not norms:
+        return None
+    finite = torch.stack(norms).isfinite().tolist()
+    return next((name for name, good in zip(names, finite, strict=True) if not good), None)

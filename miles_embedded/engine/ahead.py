@@ -1,0 +1,210 @@
+"""Decode steps one ahead of the host: the next step is launched before the tokens of the last one are read.
+
+A step leaves the tokens it drew where the next one reads them, so the GPU does not wait while the host appends tokens, looks for
+ends and answers requests. When rows join or leave, the step under way still counts for the rows that stayed; the one after it
+starts from the host again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_core.errors import NonFiniteError
+from miles_embedded.engine import sampling as draw
+from miles_embedded.engine.decoder import Emitted, one_each
+from miles_embedded.engine.graphs import Graphs
+from miles_embedded.engine.static_attention import CannotBeStatic
+from miles_embedded.engine.static_batch import StaticBatch
+from miles_embedded.engine.static_step import Shape, StaticStep, padded_rows
+
+if TYPE_CHECKING:
+    from miles_embedded.engine.engine import EmbeddedEngine
+    from miles_embedded.engine.scheduler import Row
+
+log = logging.getLogger(__name__)
+
+#: Own tokens for which room is made at once, so that the cache, and with it the graphs, move less often.
+_ROOM = 512
+#: Mean |difference| of log-probabilities between a static step and a plain one, in nats, that rounding explains.
+TOLERANCE = {torch.float32: 5e-3, torch.float64: 5e-3}
+TOLERANCE_LOW = 0.3
+
+
+@dataclass
+class _Launched:
+    """A step under way: its rows in order, what it draws (on the host once ``event`` has passed), and those of its rows that still
+    wait for it, with their places."""
+
+    rows: list[Row]
+    shape: Shape
+    results: Tensor
+    event: torch.cuda.Event | None
+    waiting: dict[Row, int]
+
+
+class StepsAhead:
+    """Static steps of ``engine``'s model, for a decoder that draws one token a row.
+
+    Attributes:
+        used: whether there are any; otherwise every step is a plain one.
+        refused: why there are none, although they were to be used.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, used: bool) -> None:
+        self.engine, self.runner, self.used = engine, engine.runner, used
+        size = padded_rows(engine.settings.max_running_requests)
+        self.batch = StaticBatch(size, self.runner.device)
+        self.graphs = Graphs(StaticStep(self.runner, self.batch, engine.settings.seed), engine.model)
+        on_gpu = self.graphs.records
+        self._hosts = [torch.zeros(2, size, dtype=torch.float64, pin_memory=on_gpu) for _ in range(2)]
+        self._pending: _Launched | None = None
+        self._compared = False
+        self.refused = ""
+
+    def step(self, rows: list[Row]) -> Emitted | None:
+        """Advance the rows, which are all of the engine's; None when that has to be done without static buffers."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.waiting and pending.rows != rows:
+            return self._read(pending, rows)  # of other rows than now run
+        if pending is None or not pending.waiting:
+            if not self.used or not self._made(rows):
+                return None
+            shape = self._shape(rows)
+            if not shape.draws:
+                return self._from_logits(rows, shape)
+            pending = self._launch(rows, shape)
+        if self._may_continue(pending):
+            self._pending = self._launch(rows, pending.shape)
+        return self._read(pending, rows)
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        """These rows have left the cache: a step under way no longer counts for them."""
+        if self._pending is not None:
+            for row in rows:
+                self._pending.waiting.pop(row, None)
+
+    def settle(self) -> None:
+        """Forget the step under way: it will be computed again, with the weights that are there then."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            slots = np.fromiter((row.slot for row in pending.waiting), np.int64, len(pending.waiting))
+            self.runner.cache.own.lengths[slots] -= 1
+
+    # -- launching --------------------------------------------------------------------------------------------------
+
+    def _shape(self, rows: Sequence[Row]) -> Shape:
+        samplings = [row.request.sampling for row in rows]
+        draws = not any(s.truncated and s.temperature > 0 for s in samplings)
+        mixed = draws and any(s.temperature == 0 for s in samplings)
+        return Shape(padded_rows(len(rows)), draws, mixed, frozenset(self.engine.recorded_fields()))
+
+    def _made(self, rows: list[Row]) -> bool:
+        """Make room, record what is to be replayed, and fill the batch; False, with a word in the log, where that is impossible."""
+        try:
+            if self.engine.native_products:
+                raise CannotBeStatic("every update brings new codes for its quantised products")
+            shape = self._shape(rows)
+            self._make_room(rows, shape)
+            if not self._compared:
+                self._compare(rows)
+                self._compared = True
+            self._fill(rows)
+            if not self.graphs.ready(shape):
+                self.graphs.prepare(shape)
+                self._fill(rows)
+        except NonFiniteError:
+            raise
+        except (CannotBeStatic, RuntimeError) as error:  # recording fails with RuntimeErrors of many kinds
+            self.used, self.refused = False, str(error).splitlines()[0]
+            self.graphs.clear()
+            log.warning(
+                "%s decodes without CUDA graphs, which is slower: %s", type(self.engine.model).__name__, self.refused
+            )
+            return False
+        return True
+
+    def _make_room(self, rows: list[Row], shape: Shape) -> None:
+        own = self.runner.cache.own
+        length = int(own.lengths[: len(rows)].max())
+        left = max(row.limit - len(row.tokens) for row in rows)
+        own.reserve(max(shape.rows, own.size), max(length + 2, min(length + left + 1, _ROOM)))
+
+    def _fill(self, rows: list[Row]) -> None:
+        """Write the rows into the batch."""
+        cache, samplings = self.runner.cache, [row.request.sampling for row in rows]
+        slots = cache.prefix_of[: len(rows)]
+        self.batch.fill(
+            [row.tokens[-1] for row in rows],
+            cache.own.lengths[: len(rows)],
+            slots,
+            cache.prefixes.lengths[slots],
+            [row.request.key for row in rows],
+            [sampling.temperature for sampling in samplings],
+        )
+
+    def _launch(self, rows: list[Row], shape: Shape) -> _Launched:
+        """Run a step over the batch as it is, and start the copy of what it draws."""
+        self.graphs.run(shape)
+        self.runner.cache.own.lengths[: len(rows)] += 1
+        self._hosts.reverse()
+        host = self._hosts[0]
+        host.copy_(self.batch.results, non_blocking=True)
+        event = None
+        if self.graphs.records:
+            event = torch.cuda.Event()
+            event.record()
+        return _Launched(list(rows), shape, host, event, {row: i for i, row in enumerate(rows)})
+
+    def _may_continue(self, launched: _Launched) -> bool:
+        """Whether the next step of the same rows can start before the tokens of this one are known: none of them would be beyond the
+        model's context or the cache, and some row will want it."""
+        lengths = [len(row.tokens) + 1 for row in launched.rows]
+        limits = [row.limit for row in launched.rows]
+        own = self.runner.cache.own
+        return (
+            max(lengths) < self.engine.max_context
+            and any(length < limit for length, limit in zip(lengths, limits, strict=True))
+            and int(own.lengths[: len(launched.rows)].max()) < own.width
+            and self.graphs.ready(launched.shape)
+        )
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def _read(self, launched: _Launched, rows: Sequence[Row]) -> Emitted:
+        """Wait for a step; what it drew for those of ``rows`` that it had."""
+        if launched.event is not None:
+            launched.event.synchronize()
+        places = [launched.waiting.get(row) for row in rows]
+        drawn, log_probs = launched.results[:, : len(launched.rows)].tolist()
+        tokens = [[] if i is None else [int(drawn[i])] for i in places]
+        found = [[] if i is None else [log_probs[i]] for i in places]
+        draw.check_finite(drawn, log_probs, self.runner.vocabulary)
+        return Emitted(tokens, found)
+
+    def _from_logits(self, rows: list[Row], shape: Shape) -> Emitted:
+        """A step of rows whose distribution is truncated: how many tokens they keep is known on the host only."""
+        logits = self.graphs.run(shape)[: len(rows)]
+        self.runner.cache.own.lengths[: len(rows)] += 1
+        return one_each(self.engine.sample(logits, rows))
+
+    def _compare(self, rows: list[Row]) -> None:
+        """Compute one step of the rows both ways, once an engine; CannotBeStatic where they differ by more than rounding."""
+        shape = Shape(padded_rows(len(rows)), draws=False)
+        self._fill(rows)
+        self.graphs.prepare(shape)
+        static = self.graphs.run(shape)[: len(rows)].float().log_softmax(-1)
+        plain = self.engine.forward(rows, [row.tokens[-1:] for row in rows]).logits.float().log_softmax(-1)
+        self.runner.cache.own.lengths[: len(rows)] -= 1
+        gap = float((static - plain).abs().mean())
+        if (
+            not gap <= TOLERANCE.get(next(self.engine.model.parameters()).dtype, TOLERANCE_LOW)
+            and plain.isfinite().all()
+        ):
+            raise CannotBeStatic(f"a step in static buffers differs from a plain one by {gap:.2g} nats a token")

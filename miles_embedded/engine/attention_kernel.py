@@ -1,0 +1,177 @@
+"""Attention of a decode step as Triton kernels: one query a row against its prompt and its own tokens, where the cache has them.
+
+The keys of a row are divided into splits of fixed size (Dao et al. 2023, Flash-Decoding). A program takes one split of one row for
+the query heads that share a key head, and a second kernel merges the splits by their sums of exponentials. A key's split depends on
+its position alone, so the result of a row is the same in any batch, and wherever its prompt ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from miles_embedded.model.attention import AttentionOptions
+
+#: Keys of a step of the loop, and of a split while there are no more splits than that.
+BLOCK, SPLIT, MOST_SPLITS = 64, 256, 32
+
+
+class Rows(Protocol):
+    """Which tokens of the slabs each row has: of the prompt in slot ``prompt_slots`` the first ``prompt_lengths``, then its own
+    first ``lengths`` and the one that is fed; [rows] int64 each. No row has more than ``longest``."""
+
+    prompt_slots: Tensor
+    prompt_lengths: Tensor
+    lengths: Tensor
+
+    @property
+    def longest(self) -> int: ...
+
+
+@triton.jit
+def _load(prompt_slab, own_slab, prompt_at, own_at, in_prompt, in_row, DIM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[keys, BLOCK] entries of tokens, each from the slab that has it; zeros for tokens that neither has."""
+    dim = tl.arange(0, BLOCK)[None, :]
+    of_prompt, of_row = in_prompt[:, None], in_row[:, None]
+    a = tl.load(prompt_slab + prompt_at[:, None] * DIM + dim, mask=of_prompt & (dim < DIM), other=0.0)
+    b = tl.load(own_slab + own_at[:, None] * DIM + dim, mask=of_row & (dim < DIM), other=0.0)
+    return tl.where(of_prompt, a, b)
+
+
+# fmt: off
+@triton.jit
+def _attend_split(  # type: ignore[no-untyped-def]
+    q, prompt_keys, prompt_values, own_keys, own_values, prompt_slots, prompt_lengths, own_lengths, partial, sums,
+    scaling, cap, prompt_width, own_width, split_size,
+    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    prompt = tl.load(prompt_lengths + row)
+    last = prompt + tl.load(own_lengths + row)  # the query's position, whose own key is in the cache
+    first = last * 0
+    if WINDOW > 0:
+        first = tl.maximum(first, last + 1 - WINDOW)
+    if CHUNK > 0:
+        first = tl.maximum(first, last // CHUNK * CHUNK)
+    of_prompts = (tl.load(prompt_slots + row) * KV_HEADS + kv_head) * prompt_width
+    of_row = (row * KV_HEADS + kv_head) * own_width - prompt
+
+    head, dim, value_dim = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
+    real, query_head = head < SHARED, (row * KV_HEADS + kv_head) * SHARED + head
+    query = tl.load(q + query_head[:, None] * DIM + dim, mask=real[:, None] & (dim < DIM), other=0.0)
+    highest = tl.full([BLOCK_HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    result = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
+    low = tl.maximum(split * split_size, first // BLOCK_KEYS * BLOCK_KEYS)
+    for start in range(low, tl.minimum((split + 1) * split_size, last + 1), BLOCK_KEYS):
+        position = start + tl.arange(0, BLOCK_KEYS)
+        seen = (position >= first) & (position <= last)
+        mine, its = seen & (position >= prompt), seen & (position < prompt)
+        key = _load(prompt_keys, own_keys, of_prompts + position, of_row + position, its, mine, DIM, BLOCK_DIM)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
+        if CAPPED:
+            score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
+        score = tl.where(seen[None, :], score, -float("inf"))
+        now = tl.maximum(highest, tl.max(score, 1))  # finite: a block that is looked at holds a key that is seen
+        before, weight = tl.exp(highest - now), tl.exp(score - now[:, None])
+        value = _load(prompt_values, own_values, of_prompts + position, of_row + position, its, mine, VALUE_DIM, BLOCK_VALUE)
+        total = total * before + tl.sum(weight, 1)
+        result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        highest = now
+
+    at = query_head * tl.num_programs(2) + split
+    tl.store(sums + at * 2, highest, mask=real)
+    tl.store(sums + at * 2 + 1, total, mask=real)
+    tl.store(partial + at[:, None] * VALUE_DIM + value_dim, result, mask=real[:, None] & (value_dim < VALUE_DIM))
+
+
+@triton.jit
+def _merge_splits(  # type: ignore[no-untyped-def]
+    partial, sums, sinks, out, splits, heads,
+    VALUE_DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+):
+    row_head = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, BLOCK_VALUE)
+    known = dim < VALUE_DIM
+    highest = tl.load(sums + row_head * splits * 2)
+    for split in range(1, splits):
+        highest = tl.maximum(highest, tl.load(sums + (row_head * splits + split) * 2))
+    total = highest * 0.0
+    if SINKS:
+        sink = tl.load(sinks + row_head % heads).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+        total = tl.exp(sink - highest)
+    result = tl.zeros([BLOCK_VALUE], tl.float32)
+    for split in range(0, splits):
+        at = row_head * splits + split
+        weight = tl.exp(tl.load(sums + at * 2) - highest)  # 0 for a split without keys
+        total += weight * tl.load(sums + at * 2 + 1)
+        result += weight * tl.load(partial + at * VALUE_DIM + dim, mask=known, other=0.0)
+    tl.store(out + row_head * VALUE_DIM + dim, (result / total).to(out.dtype.element_ty), mask=known)
+
+# fmt: on
+
+
+def attend_rows(
+    q: Tensor,
+    keys: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],
+    call: Rows,
+    scaling: float,
+    options: AttentionOptions | None = None,
+) -> Tensor:
+    """The attention of one layer, with whatever ``options`` say.
+
+    Args:
+        q: [rows, heads, dim], contiguous.
+        keys: slabs of the prompts and of the rows, [slots, kv heads, width, dim], contiguous.
+        values: likewise, [slots, kv heads, width, value dim].
+        call: which tokens of the slabs each row has; the query's own is among them.
+        scaling: of the scores.
+
+    Returns:
+        [rows, heads, value dim] in the type of the values.
+    """
+    options = options or AttentionOptions()
+    rows, heads, dim = q.shape
+    (prompt_keys, own_keys), (prompt_values, own_values) = keys, values
+    kv_heads, value_dim = own_keys.shape[1], own_values.shape[3]
+    size = SPLIT
+    while MOST_SPLITS * size < call.longest:
+        size *= 2
+    splits = triton.cdiv(call.longest, size)
+    partial = q.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)
+    sums = q.new_empty(rows, heads, splits, 2, dtype=torch.float32)
+    out = own_values.new_empty(rows, heads, value_dim)
+    wide: dict[str, Any] = {"VALUE_DIM": value_dim, "BLOCK_VALUE": max(16, triton.next_power_of_2(value_dim))}
+    tokens = (call.prompt_slots, call.prompt_lengths, call.lengths)
+    slabs = (prompt_keys, prompt_values, own_keys, own_values)
+    widths = (prompt_keys.shape[2], own_keys.shape[2])
+    blocks = {"BLOCK_HEADS": max(16, triton.next_power_of_2(heads // kv_heads)), "BLOCK_KEYS": BLOCK}
+    blocks["BLOCK_DIM"] = max(16, triton.next_power_of_2(dim))
+    shape = {"KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim}
+    hides = {"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)}
+    _attend_split[(rows, kv_heads, splits)](
+        q,
+        *slabs,
+        *tokens,
+        partial,
+        sums,
+        scaling,
+        options.cap or 1.0,
+        *widths,
+        size,
+        **shape,
+        **hides,
+        **blocks,
+        **wide,
+    )
+    sinks = q if options.sinks is None else options.sinks
+    _merge_splits[(rows * heads,)](partial, sums, sinks, out, splits, heads, SINKS=options.sinks is not None, **wide)
+    return out

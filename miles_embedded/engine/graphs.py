@@ -1,0 +1,83 @@
+"""Static steps as CUDA graphs: recorded when first needed, replayed as long as everything stays where it was."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from miles_embedded.engine.cache import Cache
+from miles_embedded.engine.static_step import Shape, StaticStep
+
+
+class Graphs:
+    """Runs static steps; on a GPU by replaying their graphs.
+
+    A graph holds addresses: of the weights, of the cache's slabs, of the batch. The batch's never change. When the cache's do, or an
+    update put weights elsewhere, all graphs are dropped and recorded again when needed.
+
+    Args:
+        step: what to run.
+        model: whose weights it reads.
+    """
+
+    def __init__(self, step: StaticStep, model: nn.Module) -> None:
+        self.step, self.model = step, model
+        self.records = step.runner.device.type == "cuda"
+        self._recorded: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._cache: tuple[weakref.ref[Cache], int, int] | None = None
+        self._weights: tuple[int, ...] = ()
+
+    def ready(self, shape: Shape) -> bool:
+        """Whether ``run`` would start at once. Recording runs the step, which moves its batch on: fill it again afterwards."""
+        return not self.records or (self._current() and shape in self._recorded)
+
+    def prepare(self, shape: Shape) -> None:
+        """Record a step that is not ready, with whatever its batch holds."""
+        if self.ready(shape):
+            return
+        if not self._current():
+            self.clear()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.step(shape)  # makes slabs, loads kernels and compiles those of Triton, which a recording must not
+        torch.cuda.current_stream().wait_stream(side)
+        if not self._current():  # new slabs
+            self.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            logits = self.step(shape)
+        self._recorded[shape] = graph, logits
+
+    def run(self, shape: Shape) -> Tensor:
+        """One step; returns its logits [rows, vocab], which the next one may overwrite."""
+        if not self.records:
+            return self.step(shape)
+        graph, logits = self._recorded[shape]
+        graph.replay()
+        return logits
+
+    def weights_changed(self) -> None:
+        """An update was loaded, in place or not."""
+        if self._recorded and self._addresses() != self._weights:
+            self.clear()
+
+    def clear(self) -> None:
+        """Drop all graphs and their memory."""
+        self._recorded.clear()
+        cache = self.step.runner.cache
+        self._weights = self._addresses() if self.records else ()
+        self._cache = weakref.ref(cache), cache.prefixes.generation, cache.own.generation
+        if self.records:
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def _current(self) -> bool:
+        cache = self.step.runner.cache
+        if self._cache is None or self._cache[0]() is not cache:
+            return False
+        return self._cache[1:] == (cache.prefixes.generation, cache.own.generation)
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(t.data_ptr() for t in (*self.model.parameters(), *self.model.buffers()))

@@ -1,0 +1,143 @@
+"""Models that compute something slightly else: what a check of engine against trainer has to find.
+
+Each defect changes one instance of a model after it was built, and leaves the names and shapes of its weights as they are.
+``benchmarks/planted_defects.py`` and the tests plant them into an engine.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_embedded.model.configuration import text_configuration
+from miles_embedded.model.load import backbone, decoder_layers
+
+#: Rows from which on the late defects begin.
+_LATE, _SHIFT = 32, 16
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A defect and a model that can have it.
+
+    Attributes:
+        name: what is wrong.
+        family: of ``miles_testing.tiny``.
+        plant: changes a model.
+        sizes: entries of the family's configuration to override.
+    """
+
+    name: str
+    family: str
+    plant: Callable[[Any], None]
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _untied_head(model: Any) -> None:
+    weight = model.lm_head.weight
+    model.lm_head.weight = nn.Parameter(torch.randn_like(weight) * weight.std())
+
+
+def _swapped_gate_and_up(model: Any) -> None:
+    mlp: Any = decoder_layers(model)[0].mlp
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x))
+
+
+def _rope_theta(model: Any) -> None:
+    rotary: Any = backbone(model).rotary_emb
+    rotary.inv_freq.copy_(rotary.inv_freq**1.5)  # a theta of 1e6 for 1e4
+
+
+def _missing_norm(model: Any) -> None:
+    layer: Any = decoder_layers(model)[1]
+    layer.post_attention_layernorm.forward = lambda x: x
+
+
+def _stale_layer(model: Any) -> None:
+    layer: Any = decoder_layers(model)[1]
+    config = text_configuration(model)
+    stale = copy.deepcopy(layer, {id(config): config})
+    with torch.no_grad():
+        for parameter in stale.parameters():
+            parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
+    layer.forward = stale.forward
+
+
+def _attention_scale(model: Any) -> None:
+    attention: Any = decoder_layers(model)[0].self_attn
+    attention.scaling *= 1.25
+
+
+def _ignored_window(model: Any) -> None:
+    wide = 1 << 20
+    text_configuration(model).sliding_window = wide
+    for layer in decoder_layers(model):
+        attention: Any = layer.self_attn
+        if getattr(attention, "sliding_window", None):
+            attention.sliding_window = wide
+
+
+def _activation(model: Any) -> None:
+    mlp: Any = decoder_layers(model)[0].mlp
+    mlp.act_fn = nn.GELU()
+
+
+def _late_temperature(model: Any) -> None:
+    _rotation(model, lambda part, positions: part * (1 + 0.2 * (positions >= _LATE))[..., None].to(part))
+
+
+def _logit_scale(model: Any) -> None:
+    norm: Any = backbone(model).norm
+    norm.register_forward_hook(lambda module, args, output: output * 0.97)
+
+
+def _swapped_expert(model: Any) -> None:
+    layer: Any = decoder_layers(model)[0]
+    experts = layer.mlp.experts
+
+    def swap(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, index, *more = args
+        swapped = torch.where(index < 2, 1 - index, index)
+        return hidden, swapped, *more
+
+    experts.register_forward_pre_hook(swap)
+
+
+def _shifted_positions(model: Any) -> None:
+    rotary: Any = backbone(model).rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, position_ids + (position_ids >= _SHIFT))
+
+
+def _rotation(model: Any, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    rotary: Any = backbone(model).rotary_emb
+    forward = rotary.forward
+
+    def changed(x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        return tuple(change(each, position_ids) for each in forward(x, position_ids))
+
+    rotary.forward = changed
+
+
+_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+
+#: In the order of the page that lists them.
+DEFECTS = (
+    Defect("untied head", "qwen3_moe", _untied_head, {"tie_word_embeddings": True}),
+    Defect("swapped gate and up", "qwen3", _swapped_gate_and_up),
+    Defect("wrong rope theta", "qwen3", _rope_theta),
+    Defect("missing norm", "qwen3_moe", _missing_norm),
+    Defect("one stale layer", "qwen3_moe", _stale_layer),
+    Defect("wrong attention scale", "qwen3", _attention_scale),
+    Defect("ignored window", "qwen3", _ignored_window, _WINDOW),
+    Defect("wrong activation", "qwen3", _activation),
+    Defect("late temperature", "qwen3", _late_temperature),
+    Defect("logit scale .97", "qwen3", _logit_scale),
+    Defect("one expert swapped", "qwen3_moe", _swapped_expert),
+    Defect("shifted positions", "llama", _shifted_positions),
+)

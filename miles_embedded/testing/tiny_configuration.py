@@ -1,0 +1,112 @@
+"""A tiny configuration of any Transformers configuration class, made from its defaults.
+
+Sizes are replaced by small ones, in the language model and in the towers; everything that decides what is computed (activations, biases,
+scales, kinds of layers) stays as the class has it. Windows, chunks and indexers become shorter than the sequences of the comparison.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+_TEXT: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 64),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "text_hidden_size", "out_hidden_size"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
+    **dict.fromkeys(("moe_intermediate_size", "expert_hidden_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"), 16),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts", "experts_per_token"), 2),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "index_topk", "sliding_window_size"), 5),
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "topk_group"), 1),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "index_head_dim", "index_n_heads", "global_head_dim"), 16),
+    "num_key_value_heads": 2, "v_head_dim": 12, "n_group": 2, "query_pre_attn_scalar": 16, "moe_layer_start_index": 1,
+    "num_kv_shared_layers": 0, "num_nextn_predict_layers": 0, "num_mtp_modules": 0,
+    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "mlp_only_layers": [],
+}  # fmt: skip
+_TOWER: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "intermediate_size", "projection_dim", "projector_input_dim", "projector_output_dim",
+                     "vision_output_dim", "encoder_ffn_dim", "mm_hidden_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "encoder_layers", "n_layers", "temporal_patch_size"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "num_key_value_heads", "encoder_attention_heads", "spatial_merge_size"), 2),
+    "out_hidden_size": 32, "image_size": 28, "patch_size": 14, "head_dim": 16, "num_position_embeddings": 16,
+    "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0], "window_size": 28,
+}  # fmt: skip
+#: Families whose code has ``mrope_section``, though their defaults do not name it.
+_SECTIONED = ("glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni")
+#: Lists with one entry per layer; the kinds that the defaults have are spread over the tiny layers.
+_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types")
+
+
+def tiny_configuration(kind: type[Any]) -> Any:
+    """Make a configuration of this class.
+
+    Args:
+        kind: a subclass of Transformers' ``PretrainedConfig`` whose arguments have defaults.
+
+    Raises:
+        Exception: whatever the class raises for these sizes; then it needs an entry in ``families.FAMILIES``.
+    """
+    return kind(**_tiny(kind().to_dict(), kind, _TEXT))
+
+
+def _tiny(values: Mapping[str, Any], kind: type[Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    parts: Mapping[str, Any] = getattr(kind, "sub_configs", None) or {}
+    accepted = set(inspect.signature(kind.__init__).parameters)
+    made: dict[str, Any] = {}
+    media = iter(range(50, 64))
+    for name, value in values.items():
+        if isinstance(value, dict) and (name in parts or name.endswith("_config")):
+            made[name] = _part(name, value, parts.get(name, kind))
+        elif name in sizes and (value is not None or name in ("num_key_value_heads", "head_dim")):
+            if name == "num_key_value_heads" and value == values.get("num_attention_heads"):
+                made[name] = sizes["num_attention_heads"]
+            elif not isinstance(value, list):
+                made[name] = sizes[name]
+        elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
+            made[name] = next(media)
+        elif name in _PER_LAYER and isinstance(value, list) and value:
+            kinds = list(dict.fromkeys(value))
+            made[name] = [kinds[i % len(kinds)] for i in range(max(2, len(kinds)))]
+        elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            made[name] = _rope(value, str(values.get("model_type")).startswith(_SECTIONED))
+    layers = max((len(made[name]) for name in _PER_LAYER if name in made), default=0)
+    for name in [n for n in ("num_hidden_layers", "num_layers") if n in made and layers]:
+        made[name] = max(layers, made[name])
+    for name in [n for n in _PER_LAYER if n in made]:
+        made[name] = [made[name][i % len(made[name])] for i in range(layers)]
+    return {
+        name: value
+        for name, value in made.items()
+        if name in accepted or "kwargs" in accepted or isinstance(value, dict)
+    }
+
+
+def _part(name: str, value: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """A part of a configuration: the language model, or a tower."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = value.get("model_type", "")
+    known = kind
+    if model_type in CONFIG_MAPPING:  # whose ``get`` finds nothing that was not asked for before
+        known = CONFIG_MAPPING[model_type]
+    text = not any(
+        word in name
+        for word in ("vision", "audio", "speech", "image", "encoder", "qformer", "projector", "adapter", "vq", "vae")
+    )
+    made = _tiny(value, known, _TEXT if text else _TOWER)
+    return {"model_type": model_type, **made} if model_type else made
+
+
+def _rope(value: dict[str, Any], sections: bool = False) -> dict[str, Any]:
+    """Rotary parameters with the sections of a tiny head; ``sections``: the class has them, and its defaults do not say so."""
+    made = {n: _rope(v) if isinstance(v, dict) else v for n, v in value.items()}
+    if "mrope_section" in made or sections:
+        pairs = int(_TEXT["head_dim"] * (made.get("partial_rotary_factor") or 1.0)) // 2
+        made["mrope_section"] = [pairs // 4, (pairs - pairs // 4) // 2, pairs - pairs // 4 - (pairs - pairs // 4) // 2]
+    return made

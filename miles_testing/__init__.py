@@ -1,0 +1,61 @@
+"""The test kit for plugin authors.
+
+``toy_run``, ``plan`` and ``ranks`` are pytest fixtures once miles-core is installed, the first two functions here as well. The
+contracts are suites that an implementation is run through: subclass one and write what makes the thing under test. Importing
+this imports no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from miles_core.lookup import looked_up
+from miles_testing.toy import ToyRun, plan, toy_files, toy_run
+
+if TYPE_CHECKING:
+    from miles_testing.engine_contract import EngineContract, Limits
+    from miles_testing.format_contract import FormatContract, hard_cases
+    from miles_testing.format_plugin_contract import FormatPluginContract
+    from miles_testing.prompt_source_contract import PromptSourceContract
+    from miles_testing.quantized_engine_contract import QuantizedEngineContract
+    from miles_testing.ranked_trainer_contract import RankedTrainerContract
+    from miles_testing.ranks import RankError, Ranks
+    from miles_testing.runtime_contract import RuntimeContract
+    from miles_testing.tiny import tiny_checkpoint, tiny_tokenizer
+    from miles_testing.trainer_contract import Setup, TrainerContract
+
+__all__ = [
+    "EngineContract",
+    "FormatContract",
+    "FormatPluginContract",
+    "Limits",
+    "PromptSourceContract",
+    "QuantizedEngineContract",
+    "RankError",
+    "RankedTrainerContract",
+    "Ranks",
+    "RuntimeContract",
+    "Setup",
+    "ToyRun",
+    "TrainerContract",
+    "hard_cases",
+    "plan",
+    "tiny_checkpoint",
+    "tiny_tokenizer",
+    "toy_files",
+    "toy_run",
+]
+
+__getattr__, __dir__ = looked_up(
+    __name__,
+    {
+        "miles_testing.engine_contract": "EngineContract Limits",
+        "miles_testing.format_contract": "FormatContract hard_cases",
+        "miles_testing.format_plugin_contract": "FormatPluginContract",
+        "miles_testing.prompt_source_contract": "PromptSourceContract",
+        "miles_testing.quantized_engine_contract": "QuantizedEngineContract",
+        "miles_testing.ranked_trainer_contract": "RankedTrainerContract",
+        "miles_testing.ranks": "RankError Ranks",
+        "miles_testing.runtime_contract": "RuntimeContract",
+        "miles_testing.tiny": "tiny_checkpoint tiny_tokenizer",
+        "miles_testing.trainer_contract": "Setup TrainerContract",
+    },
+)

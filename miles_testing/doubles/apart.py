@@ -1,0 +1,171 @@
+"""A runtime whose workers are in this process and behave as if they were not: what crosses is pickled, and they can be killed.
+
+``plugin`` is its manifest: ``--plugins .../apart.py --runtime apart``. ``kill`` ends a worker as a crash would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Run
+from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.option import option
+from miles_core.remote.engine_worker import EngineWorker
+from miles_core.remote.patience import Patience
+from miles_core.remote.rank_worker import RankWorker
+from miles_core.remote.runtime import RemoteRuntime
+from miles_core.remote.worker import Order, Worker
+from miles_core.remote.workers import Busy, Workers
+from miles_core.version import __version__
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApartConfig:
+    """Options of the double."""
+
+    engines: int = option(1, help="engines", flag="--apart-engines", ge=1)
+
+
+plugin = Plugin(
+    name="apart",
+    summary="workers that behave as if they were in other processes",
+    version=__version__,
+    core=f"=={__version__}",
+    config=ApartConfig,
+    provides={"runtime": {"apart": "miles_testing.doubles.apart:make_runtime"}},
+    capabilities={"runtime": ("remote",)},
+)
+
+
+class Process:
+    """A worker that is alive until it is killed."""
+
+    def __init__(self, kind: type[Worker], order: Order, policy: str) -> None:
+        self.worker = kind(*_sent((order, policy)))
+        self.killed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.stopped = False
+
+
+#: Every worker of every runtime in this process, by its place in ``ApartWorkers``.
+_ALIVE: dict[tuple[int, str], Process] = {}
+_NUMBERS = itertools.count()
+
+
+class ApartWorkers(Workers):
+    """Reaches objects of this process as if they were elsewhere."""
+
+    def __init__(
+        self, kind: type[Worker], names: Sequence[str], order: Order, policy: str, patience: Patience, busy: Busy
+    ) -> None:
+        super().__init__(names, patience, kind is RankWorker, busy)
+        self.kind, self.order, self.policy, self.number = kind, order, policy, next(_NUMBERS)
+        #: workers made, the replaced ones included
+        self.made = 0
+
+    async def send(self, number: int, method: str, *args: Any) -> Any:
+        process = _ALIVE.get((self.number, self.names[number]))
+        if process is None:
+            raise self.lost(number, "it was killed")
+        if process.stopped:
+            await asyncio.wait([process.killed])  # which is not cancelled with this call
+            raise self.lost(number, "it was killed")
+        answer = asyncio.ensure_future(process.worker.answer(method, *_sent(args)))
+        try:
+            await asyncio.wait([answer, process.killed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not answer.done():
+                answer.cancel()
+        if process.killed.done():
+            raise self.lost(number, "it was killed")
+        return _sent(answer.result())
+
+    async def renew(self, number: int) -> None:
+        await self.kill(number)
+        self.made += 1
+        with self.naming(number):
+            _ALIVE[self.number, self.names[number]] = Process(self.kind, self.order, self.policy)
+
+    async def kill(self, number: int) -> None:
+        self.crash(number)
+
+    def stop(self, number: int) -> None:
+        """Have a worker answer nothing from now on, as SIGSTOP does."""
+        if process := _ALIVE.get((self.number, self.names[number])):
+            process.stopped = True
+
+    def crash(self, number: int) -> None:
+        """End a worker; its calls fail at once."""
+        process = _ALIVE.pop((self.number, self.names[number]), None)
+        if process is not None:
+            process.killed.set_result(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _there, (self.number, self.names)
+
+
+class _There(ApartWorkers):
+    """What another worker gets of it."""
+
+    def __init__(self, number: int, names: Sequence[str]) -> None:
+        Workers.__init__(self, names)
+        self.number = number
+
+
+def _there(number: int, names: Sequence[str]) -> ApartWorkers:
+    return _There(number, names)
+
+
+def _sent(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+class ApartRuntime(RemoteRuntime):
+    """One rank and ``--apart-engines`` engines a policy."""
+
+    def __init__(self, run: Run) -> None:
+        self.options: ApartConfig = run.config.plugin("apart")
+        super().__init__(run)
+        self.workers: dict[str, ApartWorkers] = {}
+
+    async def place(self, policy: Policy) -> tuple[Workers, Workers]:
+        made = []
+        for kind, names in (
+            (RankWorker, self.names(policy, "trainer", 1)),
+            (EngineWorker, self.names(policy, "engine", self.options.engines if policy.generates else 0)),
+        ):
+            workers = ApartWorkers(kind, names, self.order, policy.name, self.patience, self.busy)
+            self.workers |= dict.fromkeys(names, workers)
+            made.append(await self.start(workers))
+        return made[0], made[1]
+
+    def kill(self, name: str) -> None:
+        """End the worker of that name."""
+        workers = self.workers[name]
+        workers.crash(workers.names.index(name))
+
+    def hang(self, name: str) -> None:
+        """Stop the worker of that name, which stays alive."""
+        workers = self.workers[name]
+        workers.stop(workers.names.index(name))
+
+
+def make_runtime(run: Run) -> ApartRuntime:
+    """The provider of ``--runtime apart``. The last one made is ``latest()``."""
+    global _latest
+    _latest = ApartRuntime(run)
+    return _latest
+
+
+_latest: ApartRuntime | None = None
+
+
+def latest() -> ApartRuntime:
+    """The runtime of the run that goes on, for tests that kill its workers."""
+    assert _latest is not None
+    return _latest

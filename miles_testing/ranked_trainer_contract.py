@@ -1,0 +1,204 @@
+"""What every trainer of several ranks must do, as tests: compute what one process computes.
+
+    class TestMyTrainerOnRanks(RankedTrainerContract):
+        def make(self, checkpoint, setup):
+            return MyTrainer(checkpoint, **vars(setup))
+
+Its methods run in processes of their own (``miles_testing.ranks``), so the class stands at the top of its module and keeps
+nothing in its instances. What each rank holds of one process's samples is its *share*; every test has a rank with an unequal one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from miles_core.contracts.trainer import Callbacks, Context, Loss, Output, Trainer
+from miles_core.data.batch import Batch, collate
+from miles_core.data.means import add
+from miles_core.errors import MilesError
+from miles_testing.ranks import Ranks
+from miles_testing.tiny import tiny_checkpoint
+from miles_testing.yardstick import Setup, copied, make_batch, weighted
+
+__all__ = ["RankedTrainerContract"]
+
+Share = list[int]
+WHOLE: Share = list(range(12))
+#: Of two ranks: unequal ones, in groups; one without samples.
+SHARES: dict[str, list[Share]] = {"unequal": [WHOLE[:11], WHOLE[11:]], "empty": [[], WHOLE]}
+
+
+class RankedTrainerContract:
+    """Subclass it and write ``make``.
+
+    Attributes:
+        family: of ``miles_testing.tiny.FAMILIES``.
+        atol: how far log-probabilities, and weights after steps of 1e-2, may be from one process's.
+    """
+
+    family = "qwen3_moe"
+    atol = 5e-5
+
+    def make(self, checkpoint: Path, setup: Setup) -> Trainer:
+        """A new float32 trainer of ``checkpoint`` whose reference model is the same checkpoint: one rank among those of
+        torch.distributed's default group, each a replica of its own, or all there is where there is no group."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A tiny random checkpoint."""
+        return tiny_checkpoint(self.family, tmp_path_factory.mktemp("ranks") / "checkpoint")
+
+    @pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+    def test_ranks_compute_what_one_process_computes(self, ranks: Ranks, checkpoint: Path, shares: list[Share]) -> None:
+        one = self.worked(checkpoint, WHOLE)
+        found = ranks.run(self.worked, checkpoint, each=[(share,) for share in shares])
+        for share, result in zip(shares, found, strict=True):
+            for name, column in one["columns"].items():
+                torch.testing.assert_close(result["columns"][name], _of(column, share), rtol=0, atol=self.atol)
+        metrics: dict[str, tuple[float, float]] = {}
+        for result in found:
+            add(metrics, result["metrics"])
+        assert metrics.keys() == one["metrics"].keys()
+        for name, (total, weight) in one["metrics"].items():
+            assert metrics[name][0] / metrics[name][1] == pytest.approx(total / weight, rel=1e-4, abs=1e-6), name
+        assert metrics["sum"][1] == one["metrics"]["sum"][1]
+        self.same(_joined(r["weights"] for r in found), one["weights"], self.atol)
+        assert [r["sum"] for r in found] == [3.0, 3.0]
+
+    def test_each_unit_comes_from_one_rank_or_from_each(self, ranks: Ranks, checkpoint: Path, tmp_path: Path) -> None:
+        one = self.exported(checkpoint, tmp_path / "one")
+        found = ranks.run(self.exported, checkpoint, tmp_path / "two")
+        self.same(_joined(r["units"] for r in found), one["units"], 0.0)
+        for result in found:
+            self.same(result["everywhere"], one["everywhere"], 0.0)
+        written, expected = (tmp_path / name / "model.safetensors" for name in ("two", "one"))
+        assert written.read_bytes() == expected.read_bytes()
+
+    def test_saved_on_two_ranks_and_loaded_on_one_two_and_three(
+        self, ranks: Ranks, checkpoint: Path, tmp_path: Path
+    ) -> None:
+        saved, unequal = tmp_path / "saved", SHARES["unequal"]
+        went_on = ranks.run(self.saved, checkpoint, saved, each=[(share,) for share in unequal])
+        resumed = ranks.run(self.resumed, checkpoint, saved, each=[(share,) for share in unequal])
+        assert [r["random"] for r in resumed] == [r["random"] for r in went_on]
+        assert went_on[0]["random"] != went_on[1]["random"]
+        at, after = _joined(r["at"] for r in went_on), _joined(r["after"] for r in went_on)
+        self.same(_joined(r["after"] for r in resumed), after, 0.0)
+        for found in (
+            [self.resumed(checkpoint, saved, WHOLE)],
+            ranks.run(self.resumed, checkpoint, saved, size=3, each=[(WHOLE[:7],), ([],), (WHOLE[7:],)]),
+        ):
+            self.same(_joined(r["at"] for r in found), at, 0.0)
+            self.same(_joined(r["after"] for r in found), after, self.atol)
+
+    def test_a_bad_gradient_on_one_rank_stops_them_all_before_anything_changes(
+        self, ranks: Ranks, checkpoint: Path
+    ) -> None:
+        for message, unchanged in ranks.run(self.stopped, checkpoint, each=[(share,) for share in SHARES["unequal"]]):
+            assert "gradient norm" in message and unchanged
+
+    # -- on each rank -----------------------------------------------------------------------------------------------------
+
+    def worked(self, checkpoint: Path, share: Share) -> dict[str, Any]:
+        """Two steps and passes of every kind."""
+        trainer, batch = self.rank(checkpoint, Setup(micro_batch_size=3, clip_grad=0.5)), part(share)
+        columns = {f"first {n}": c for n, c in trainer.log_probs(batch, "old", entropy=True).items()}
+        metrics: dict[str, tuple[float, float]] = {}
+        for _ in range(2):
+            add(metrics, trainer.step(batch))
+        columns |= {kind: trainer.log_probs(batch, kind)["log_probs"] for kind in ("old", "ref")}
+        columns |= {"second": trainer.log_probs(batch, "verify")["log_probs"]}
+        return {
+            "columns": columns,
+            "metrics": metrics,
+            "weights": copied(trainer),
+            "sum": float(trainer.sum(torch.tensor(trainer.world.rank + 1.0))),
+        }
+
+    def exported(self, checkpoint: Path, directory: Path) -> dict[str, dict[str, Tensor]]:
+        """Units both ways, and an export."""
+        trainer = self.rank(checkpoint, Setup())
+        trainer.export(directory, None)
+        everywhere = {n: t.clone() for unit in trainer.units(everywhere=True) for n, t in unit.tensors.items()}
+        return {"units": copied(trainer), "everywhere": everywhere}
+
+    def saved(self, checkpoint: Path, directory: Path, share: Share) -> dict[str, Any]:
+        """One step, saved, and one more."""
+        trainer = self.rank(checkpoint, Setup())
+        torch.manual_seed(trainer.world.rank)
+        trainer.step(part(share))
+        trainer.save(directory)
+        return self._gone_on(trainer, share)
+
+    def resumed(self, checkpoint: Path, directory: Path, share: Share) -> dict[str, Any]:
+        """The same step from what was saved, by a trainer that has made others."""
+        trainer = self.rank(checkpoint, Setup())
+        trainer.step(part(share))
+        trainer.load(directory)
+        return self._gone_on(trainer, share)
+
+    def _gone_on(self, trainer: Trainer, share: Share) -> dict[str, Any]:
+        at, number = copied(trainer), float(torch.rand(()))
+        trainer.step(part(share))
+        return {"at": at, "random": number, "after": copied(trainer)}
+
+    def stopped(self, checkpoint: Path, share: Share) -> tuple[str, bool]:
+        """A step whose gradient is not finite on one rank; what was said, and whether the weights are as before."""
+
+        def poisoned(output: Output, micro: Batch, ctx: Context) -> Loss:
+            assert output.log_probs is not None
+            return Loss(output.log_probs.sum() * (math.nan if 11 in micro.index.tolist() else 1.0))
+
+        trainer, batch = self.rank(checkpoint, Setup()), part(share)
+        before = copied(trainer)
+        with pytest.raises(MilesError) as caught:
+            trainer.step(batch, loss=poisoned)
+        unchanged = all(torch.equal(before[n], t) for n, t in copied(trainer).items())
+        trainer.step(batch)  # and nothing of it is left behind
+        return str(caught.value), unchanged
+
+    def rank(self, checkpoint: Path, setup: Setup) -> Trainer:
+        """A bound trainer."""
+        trainer = self.make(checkpoint, setup)
+        trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
+        return trainer
+
+    def same(self, found: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
+        """Equal names, and values within ``atol``."""
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            worst = (found[name].double() - tensor.double()).abs().max()
+            assert worst <= atol, f"{name} differs by up to {worst:.3g}"
+
+
+def part(share: Share) -> Batch:
+    """A rank's share of the samples; without any, what ``collate`` makes of none."""
+    batch = make_batch()
+    if share:
+        return batch.select(share)
+    nothing = collate([])
+    return replace(nothing, columns=nothing.columns | {"weight": torch.zeros(0)})
+
+
+def _of(column: Tensor, share: Share) -> Tensor:
+    """The rows of a share's samples."""
+    batch = make_batch()
+    batch.columns["asked"] = column
+    return batch.select(share).column("asked")
+
+
+def _joined(parts: Any) -> dict[str, Tensor]:
+    """What all ranks yielded; no name twice."""
+    joined: dict[str, Tensor] = {}
+    for found in parts:
+        assert not joined.keys() & found.keys()
+        joined |= found
+    return joined

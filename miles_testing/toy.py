@@ -1,0 +1,196 @@
+"""A toy run: a real run of the real loop on a tiny model, in well under a second.
+
+The reward is the fraction of even token ids in the response. Enough for rewards to
+differ within a group, for a gradient to flow and for every hook to be called.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import shutil
+import string
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from miles_core.contracts.run import Run
+    from miles_core.contracts.runtime import PolicyParts
+    from miles_core.plugin.plan import Plan
+
+REWARD = """
+async def reward(args, sample):
+    response = sample.tokens[sample.prompt_length :]
+    return sum(token % 2 == 0 for token in response) / len(response)
+"""
+
+
+@dataclass(frozen=True)
+class ToyRun:
+    """A finished toy run.
+
+    Attributes:
+        run: as plugins saw it.
+        parts: what it was built of, one a policy (released).
+        metrics: what it logged, one record a step.
+    """
+
+    run: Run
+    parts: list[PolicyParts]
+    metrics: list[dict[str, Any]]
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.run.directory
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The samples that it trained on, as it kept them on disk."""
+        from miles_core.observe.rollouts import read_rollouts
+
+        return list(read_rollouts(self.directory))
+
+    @property
+    def engine(self) -> Any:
+        """The engine of the first policy."""
+        return self.parts[0].engine
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer of the first policy, which lives in this process."""
+        return self.parts[0].learner.ranks.rank.trainer  # type: ignore[attr-defined]
+
+
+def _temporary(prefix: str) -> Path:
+    """A directory that goes with the process."""
+    directory = tempfile.mkdtemp(prefix=prefix)
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
+
+
+@lru_cache
+def toy_files(family: str = "qwen3_moe", **sizes: Any) -> Path:
+    """A directory with ``model/``, ``prompts.jsonl`` and ``reward.py``, made once a process. ``sizes`` override entries
+    of the model's configuration, as for ``tiny_checkpoint``."""
+    from miles_testing.tiny import tiny_checkpoint
+    from miles_tools.demo.model import make_tokenizer
+
+    directory = _temporary("miles-toy-")
+    tokenizer = make_tokenizer()
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    tiny_checkpoint(family, directory / "model", vocab_size=len(tokenizer), **ids, **sizes)
+    tokenizer.save_pretrained(directory / "model")
+    rows = [json.dumps({"input": letter, "label": "a"}) for letter in "abcdefgh"]
+    (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    (directory / "reward.py").write_text(REWARD, encoding="utf-8")
+    return directory
+
+
+def _prompts_for(checkpoint: str | Path, usual: Path) -> Path:
+    """A prompt file for a checkpoint's tokenizer: ``usual``, or other characters where it has no token for those."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError):  # no tokenizer here: a plan needs none, and a run says so
+        return usual
+
+    def known(text: str) -> bool:
+        return bool(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    rows = [json.loads(line) for line in usual.read_text(encoding="utf-8").splitlines()]
+    if all(known(row["input"]) for row in rows):
+        return usual
+    letters = [c for c in string.ascii_uppercase + string.digits if known(c)][: len(rows)]
+    if not letters:
+        return usual  # the run itself refuses what the tokenizer cannot read
+    file = _temporary("miles-toy-prompts-") / "prompts.jsonl"
+    lines = [json.dumps({"input": letter, "label": "a"}) for letter in letters]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def toy_arguments(
+    plugins: Sequence[str] = (),
+    directory: Path | str | None = None,
+    steps: int = 2,
+    family: str = "qwen3_moe",
+    sizes: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[str]:
+    """The command line of a toy run; ``options`` are flags with underscores (``rollout_top_k=3``, ``use_wandb=True``)."""
+    files = toy_files(family, **(sizes or {}))
+    given: dict[str, Any] = {
+        "hf_checkpoint": files / "model",
+        "prompt_data": files / "prompts.jsonl",
+        "custom_rm_path": files / "reward.py",
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 4,
+        "num_rollout": steps,
+        "rollout_max_response_len": 4,
+        "lr": 1e-3,
+        "save": Path(directory) if directory else _temporary("miles-toy-run-") / "run",
+        "log_level": "warning",
+        "self_check": False,
+        **options,
+    }
+    if "hf_checkpoint" in options and "prompt_data" not in options:
+        given["prompt_data"] = _prompts_for(options["hf_checkpoint"], files / "prompts.jsonl")
+    words = ["--plugins", ",".join(plugins)] if plugins else []
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif value is False:
+            words.append("--no-" + name.replace("_", "-"))
+        elif value is not None:
+            words += [flag, str(value)]
+    return words
+
+
+def toy_run(
+    plugins: Sequence[str] = (),
+    directory: Path | str | None = None,
+    steps: int = 2,
+    family: str = "qwen3_moe",
+    sizes: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> ToyRun:
+    """Run the loop with ``plugins`` (names or paths of single files) on a tiny mixture-of-experts model.
+
+    Args:
+        plugins: as after ``--plugins``.
+        directory: the run directory; a temporary one by default.
+        steps: rollout steps.
+        family: a model family of ``miles_testing.tiny``.
+        sizes: entries of the model's configuration to override, e.g. ``{"hidden_size": 64}``.
+        options: further flags; None leaves a default flag of the toy run out.
+
+    Raises:
+        PlanError: the combination is refused.
+    """
+    from rich.console import Console
+
+    from miles_core.config.load import load
+    from miles_core.launch import launch
+    from miles_core.observe.metrics import read
+    from miles_core.run.prepare import applied, prepare
+
+    config = load(toy_arguments(plugins, directory, steps, family, sizes, **options))
+    accepted, catalogue = prepare(config)
+    done = launch(applied(config, accepted), accepted, catalogue, Console(file=io.StringIO()))
+    return ToyRun(done.run, done.parts, read(done.run.directory / "metrics.jsonl"))
+
+
+def plan(plugins: Sequence[str] = (), facts: Sequence[str] = (), **options: Any) -> Plan:
+    """Resolve without running: the accepted plan, or PlanError. ``facts`` are ``NAME=VALUE`` overrides, e.g. ``gpu=B200``."""
+    from miles_core.config.load import load
+    from miles_core.run.prepare import prepare
+
+    return prepare(load(toy_arguments(plugins, **options)), facts)[0]

@@ -1,0 +1,27 @@
+"""Tools around a run that ship in core's wheel: conversion, verification, report, demo, diagnosis, authoring.
+
+They attach to core as a third party would, through this manifest: commands, reports and rewards. Core imports none of them.
+"""
+
+from miles_core import Command, Plugin, __version__
+
+_COMMANDS = {
+    "demo": "train a small model on this machine in minutes and write a report",
+    "plugins": "list what is installed; check, explain, new",
+    "convert": "convert a checkpoint to a number format, or back to bf16",
+    "verify": "check that engine and trainer agree about the same tokens, and explain the gap",
+    "report": "write an HTML report of a run",
+    "doctor": "show environment, versions, hardware, and what each plugin can do here",
+    "completion": "print a script that completes commands and flags in bash, zsh or fish",
+}
+
+plugin = Plugin(
+    name="tools",
+    summary="conversion, verification, reports and the demo, shipped with miles-core",
+    version=__version__,
+    core=f"=={__version__}",
+    commands={name: Command(summary, f"miles_tools.commands.{name}:run") for name, summary in _COMMANDS.items()},
+    standard=True,
+    examine="miles_tools.convert.storable:examine",
+    provides={"report": {"html": "miles_tools.report.report:report"}},
+)

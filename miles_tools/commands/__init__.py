@@ -1,0 +1,1 @@
+"""Commands of ``miles`` beyond ``train`` and ``plan``. Each module has ``run(argv) -> exit code``."""

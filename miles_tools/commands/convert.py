@@ -1,0 +1,316 @@
+"""``miles convert``: a checkpoint to any installed number format, or back to BF16, file by file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from miles_core.config.config import Config
+    from miles_core.plugin.manifest import Plugin
+    from miles_tools.convert.conversion import Conversion, Outcome
+
+USAGE = "miles convert --to FORMAT --model-dir DIR --save-dir DIR [--dry-run] [options of the format]"
+PLAIN = "bf16"
+#: Core's options that decide, like a format's own, which weights are left alone.
+SHARED = re.compile(r"--(plugins|config|num-layers-at-(start|end)-in-bf16|extra-high-precision-layers-hf)")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Convert as ``argv`` says; every mistake is a ``MilesError``."""
+    words = list(argv)
+    if "-h" in words or "--help" in words:
+        print(_help(words))
+        return 0
+    options, rest = _parser().parse_known_args(words)
+    if options.to is None and (found := _change(rest)):
+        return _changed(*found, options, rest)
+    missing = [
+        flag for flag, value in (("--to FORMAT", options.to), ("--model-dir DIR", options.model_dir)) if not value
+    ]
+    missing += [] if options.save_dir or options.dry_run else ["--save-dir DIR"]
+    if missing:
+        raise ConfigError(f"miles convert needs {' and '.join(missing)}: {USAGE}")
+    conversion = _plan(options, rest)
+    for note in conversion.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if options.dry_run:
+        if options.save_dir:
+            from miles_tools.convert.conversion import check_places
+
+            check_places(conversion, options.save_dir)
+        print(_as_json(conversion) if options.json else _listing(conversion, options.verbose))
+        return 0
+    from miles_tools.convert.conversion import run as convert
+
+    with _progress(conversion.before) as advance:
+        outcome = convert(conversion, options.save_dir, options.workers, options.shard_size, advance)
+    print(_summary(conversion, outcome, options.json))
+    return 0
+
+
+def _change(rest: Sequence[str]) -> tuple[Plugin, str] | None:
+    """The plugin that changes checkpoints where one of these flags is given, and that flag."""
+    from miles_core.config.load import schema_for
+
+    given = {word.partition("=")[0] for word in rest}
+    for plugin in schema_for(rest).manifests.values():
+        for flag in plugin.converts:
+            if flag in given:
+                return plugin, flag
+    return None
+
+
+def _changed(plugin: Plugin, flag: str, options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Let ``plugin`` write the checkpoint, and print what it says."""
+    missing = [
+        word for word, value in (("--model-dir", options.model_dir), ("--save-dir", options.save_dir)) if not value
+    ]
+    if missing:
+        raise ConfigError(f"miles convert {flag} needs {' and '.join(f'{word} DIR' for word in missing)}")
+    if options.dry_run or options.json:
+        raise ConfigError(f"miles convert {flag}: --dry-run and --json go with --to FORMAT; leave them out")
+    from miles_core.config.load import load
+    from miles_core.plugin.load import import_target
+
+    config = load(["--plugins", plugin.name, *rest])
+    _refuse_foreign(config, plugin)
+    change = import_target(plugin.name, plugin.converts[flag])
+    print(change(options.model_dir, options.save_dir, config.plugin(plugin.name)))
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"miles convert: {message}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = _Parser(prog="miles convert", usage=USAGE, description=__doc__, add_help=False, allow_abbrev=False)
+    made.add_argument("--to", metavar="FORMAT", help="an installed number format, or bf16 to dequantise")
+    made.add_argument("--model-dir", metavar="DIR", type=_path, help="the Hugging Face checkpoint to read")
+    made.add_argument("--save-dir", metavar="DIR", type=_path, help="where to write; must not exist, or be empty")
+    made.add_argument("--dry-run", action="store_true", help="list what would be done, from headers alone, and stop")
+    made.add_argument("--verbose", action="store_true", help="with --dry-run: every tensor, not groups of them")
+    made.add_argument("--workers", type=_count, default=2, metavar="N", help="weights converted at a time (default: 2)")
+    made.add_argument(
+        "--shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="of a weight file, e.g. 2GB (default: 5GB)"
+    )
+    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument("--help", "-h", action="store_true", help="show this help")
+    return made
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 256")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", text.strip().upper())
+    size = float(found[1]) * _UNITS[found[2] if found[2] in _UNITS else found[2] + "B"] if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 5GB or 500MB")
+    return int(size)
+
+
+def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
+    if options.to == PLAIN:
+        if rest:
+            raise ConfigError(f"{rest[0]}: dequantising takes no options; the checkpoint says how it is stored")
+        return _plan_plain(options.model_dir)
+    from miles_core.config.load import load, schema_for
+    from miles_core.precision.installed import format_class, providers, unknown
+
+    manifests = schema_for(rest).manifests
+    known = providers(manifests)
+    if options.to not in known:
+        raise ConfigError(unknown(options.to, known))
+    config = load(["--rollout-precision", options.to, *rest])
+    _refuse_foreign(config, known[options.to])
+    from miles_core.checkpoint.hf_files import CheckpointFiles
+    from miles_core.precision.options import codec_for
+    from miles_tools.convert.encode import to_format
+
+    codec = codec_for(format_class(options.to, manifests), config, str(options.model_dir))
+    return to_format(CheckpointFiles(options.model_dir), codec)
+
+
+def _plan_plain(directory: Path) -> Conversion:
+    from miles_core.errors import CheckpointError
+    from miles_tools.convert.decode import open_quantized, to_bf16
+
+    source = open_quantized(directory)
+    if source is None:
+        raise CheckpointError(
+            f"--model-dir {directory} is not quantised (its config.json has no quantization_config), so there is "
+            "nothing to dequantise; name a number format after --to"
+        )
+    return to_bf16(source)
+
+
+def _refuse_foreign(config: Config, plugin: Plugin) -> None:
+    """Only options that change what is written may be given."""
+    for path, option in config.schema.options.items():
+        allowed = SHARED.fullmatch(option.flag) or option.flag == "--rollout-precision"
+        owners = config.schema.flag_of(path).owners
+        if config.chosen(path) and not allowed and plugin.name not in owners:
+            raise ConfigError(f"{config.origin(path)}: it has no effect on a checkpoint's conversion; leave it out")
+
+
+def _help(words: Sequence[str]) -> str:
+    """Own options and, for every installed format, those of its plugin."""
+    from miles_core.config.flags import describe, metavar
+    from miles_core.config.load import schema_for
+    from miles_core.precision.installed import providers
+
+    made = _parser()
+    schema = schema_for([w for w in words if w not in ("-h", "--help")])
+    shared = made.add_argument_group("any format", "weights left alone beside those a format never quantises")
+    for flag in schema.distinct_flags():
+        if SHARED.fullmatch(flag.spelling) and flag.spelling not in ("--plugins", "--config"):
+            shared.add_argument(flag.spelling, help=describe(flag).replace("%", "%%"), metavar=metavar(flag.option))
+    shown: set[str] = set()
+    for plugin in {p.name: p for p in providers(schema.manifests).values()}.values():
+        group = made.add_argument_group(f"--to {' or '.join(plugin.formats)}", plugin.summary.replace("%", "%%"))
+        for flag in schema.distinct_flags():
+            if plugin.name in flag.owners and flag.spelling not in shown:
+                shown.add(flag.spelling)
+                text = describe(flag).replace("%", "%%")
+                kind: dict[str, Any] = (
+                    {"action": "store_true"} if flag.option.is_bool else {"metavar": metavar(flag.option)}
+                )
+                group.add_argument(flag.spelling, help=text, **kind)
+    for plugin in schema.manifests.values():
+        for name in plugin.converts:
+            group = made.add_argument_group(f"{name}, without --to", plugin.summary.replace("%", "%%"))
+            flag = next(f for f in schema.distinct_flags() if f.spelling == name)
+            group.add_argument(name, help=describe(flag).replace("%", "%%"), metavar=metavar(flag.option))
+    return made.format_help().rstrip()
+
+
+def _listing(conversion: Conversion, verbose: bool) -> str:
+    """Tensors with the same name but for numbers, and the same fate, in one line."""
+    groups: dict[tuple[str, tuple[int, ...], str], list[Any]] = {}
+    for item in conversion.items:
+        name = item.name if verbose else re.sub(r"\.\d+(?=\.)", ".*", item.name)
+        groups.setdefault((name, item.shape, item.reason), []).append(item)
+    lines = []
+    for (name, shape, reason), items in groups.items():
+        count = f"{len(items)} x " if not verbose else ""
+        what = f"{count}{list(shape)}"
+        before, after = sum(i.before for i in items), sum(i.after for i in items)
+        fate = f"kept: {reason}" if reason else f"{conversion.to}  {_bytes(before)} -> {_bytes(after)}"
+        lines.append(f"  {name:<62} {what:<24} {fate}")
+    return "\n".join([*lines, "", _totals(conversion)])
+
+
+def _totals(conversion: Conversion) -> str:
+    before, after = conversion.before, conversion.after
+    changed = conversion.changed
+    return (
+        f"{len(changed)} of {len(conversion.items)} tensors become {conversion.to}; weights {_bytes(before)} -> "
+        f"{_bytes(after)} ({before / max(after, 1):.2f} to 1)"
+    )
+
+
+def _summary(conversion: Conversion, outcome: Outcome, as_json: bool) -> str:
+    pace = (outcome.before - outcome.resumed) / max(outcome.seconds, 1e-9) / 1e6
+    if as_json:
+        content = {
+            "to": conversion.to,
+            "directory": str(outcome.directory),
+            "files": outcome.shards,
+            "bytes_before": outcome.before,
+            "bytes_after": outcome.after,
+            "bytes_resumed": outcome.resumed,
+            "seconds": round(outcome.seconds, 3),
+            "notes": [*conversion.notes, *outcome.notes],
+        }
+        return json.dumps(content)
+    resumed = f", {_bytes(outcome.resumed)} of it done before" if outcome.resumed else ""
+    notes = [f"note: {note}" for note in outcome.notes]
+    took = f"{outcome.seconds:.1f} s, {pace:.0f} MB/s{resumed}"
+    return "\n".join(
+        [*notes, _totals(conversion), f"wrote {outcome.directory} ({outcome.shards} weight files, {took})"]
+    )
+
+
+def _as_json(conversion: Conversion) -> str:
+    content = {
+        "to": conversion.to,
+        "bytes_before": conversion.before,
+        "bytes_after": conversion.after,
+        "tensors": [
+            {
+                "name": i.name,
+                "shape": i.shape,
+                "to": "" if i.reason else conversion.to,
+                "kept_because": i.reason,
+                "bytes_before": i.before,
+                "bytes_after": i.after,
+            }
+            for i in conversion.items
+        ],
+        "files": {name: json.loads(text) for name, text in conversion.texts.items()},
+    }
+    return json.dumps(content)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Bar with rate and remaining time on a terminal; elsewhere a line every ten seconds. Both on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(total)
+        return
+    columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+class _Lines:
+    """A line of progress every ``every`` seconds."""
+
+    def __init__(self, total: int, every: float = 10.0) -> None:
+        self.total, self.every, self.done = total, every, 0
+        self.start = self.last = time.monotonic()
+
+    def __call__(self, nbytes: int) -> None:
+        self.done += nbytes
+        now = time.monotonic()
+        if now - self.last < self.every:
+            return
+        self.last = now
+        rate = self.done / (now - self.start)
+        left = (self.total - self.done) / rate if rate else 0.0
+        print(
+            f"converted {_bytes(self.done)} of {_bytes(self.total)}, {rate / 1e6:.0f} MB/s, {left:.0f} s left",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _bytes(count: float) -> str:
+    from miles_core.observe.environment import bytes_text
+
+    return bytes_text(int(count))

@@ -1,0 +1,67 @@
+"""``miles demo``: make a small mixture-of-experts model and a task, train like anyone would, and write the report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles_core.errors import ConfigError
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; 130 when the user stopped the training."""
+    chosen, extra = _parser().parse_known_args(argv)
+    if chosen.dir == "":
+        raise ConfigError("--dir '': it names no directory; leave it out for runs/demo-<time>")
+    directory = Path(chosen.dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    from miles_core.config.load import load
+    from miles_core.plugin.discovery import discover
+    from miles_core.run.prepare import prepare
+    from miles_tools.demo.inputs import make_inputs, plugins_shown, train_arguments
+
+    plugins = plugins_shown(discover())
+    arguments = train_arguments(directory, chosen.seed, plugins, [f"--device={chosen.device}", *extra])
+    config = load(arguments)  # what is wrong with them is said before anything is made
+    prepare(config.replace({"model.hf_checkpoint": None}, origin="made by the demo"))
+    _say("two-digit addition: a supervised warm start from a careless teacher, then GRPO on right answers")
+    if not plugins:
+        _say("no installed plugin takes part; the demo runs without")
+    parameters = make_inputs(directory, chosen.seed)
+    _say(f"made a Qwen3-MoE of {parameters:,} parameters and its data in {directory}; now running")
+    _say(f"  miles train {' '.join(arguments)}")
+    from miles_core.cli import train
+
+    code = train.run(arguments)
+    if code:  # what it said last is how to go on
+        return code
+    from miles_tools.demo.outcome import outcome
+    from miles_tools.report.report import report
+
+    result = outcome(directory, report(directory))
+    print(result.json() if chosen.json else result.text())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="miles demo",
+        allow_abbrev=False,
+        description="Train a small Qwen3-MoE to add two-digit numbers, on this machine, in minutes: a supervised warm "
+        "start, then GRPO with the installed plugins that show themselves here. It makes model and data, calls the "
+        "ordinary miles train, and writes a report. Any flag of miles train may follow and wins over the demo's choice, "
+        "e.g. --num-rollout 50 or --plugins NAME.",
+    )
+    parser.add_argument("--dir", "--save", help="run directory (default: runs/demo-<time>)")
+    parser.add_argument("--seed", type=int, default=0, help="of model, data and training (default: 0)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+    )
+    parser.add_argument("--json", action="store_true", help="end with one JSON line instead of a summary")
+    return parser
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,152 @@
+"""``miles plugins``: what is installed; ``check``, ``explain NAME``, ``new NAME``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles_core.cli.plan import given, parser
+from miles_core.errors import PluginError
+
+if TYPE_CHECKING:
+    from miles_core.plugin.discovery import Catalogue
+    from miles_core.plugin.facts import Facts
+
+USAGE = """miles plugins [--json] [options of miles train]
+       miles plugins check [options of miles train]
+       miles plugins explain NAME [--fact NAME=VALUE] [--hardware GPU] [options of miles train]
+       miles plugins new NAME [--format] [--dir DIR]"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Dispatch to the list or one of the three commands."""
+    words = list(argv)
+    if words[:1] == ["new"]:
+        return _new(words[1:])
+    if words[:1] == ["explain"]:
+        return _explain(words[1:])
+    if words[:1] == ["check"]:
+        return _check(words[1:])
+    return _list(words)
+
+
+def _situation(rest: Sequence[str], options: argparse.Namespace) -> tuple[Any, Catalogue, Facts]:
+    from miles_core.config.load import load
+    from miles_core.run.prepare import catalogue_for, facts_for
+
+    config = load(rest)
+    return config, catalogue_for(config), facts_for(config, given(options))
+
+
+def _list(argv: Sequence[str]) -> int:
+    """A table of everything installed; ``state`` is what the plugin alone comes to on this host."""
+    options, rest = parser(USAGE, "List the installed plugins.").parse_known_args(list(argv))
+    config, catalogue, facts = _situation(rest, options)
+    rows = [_row(name, catalogue, facts, config.plugins) for name in catalogue.names]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print(_table(rows))
+    return 0
+
+
+def _row(name: str, catalogue: Catalogue, facts: Facts, enabled: Sequence[str]) -> dict[str, str]:
+    from miles_core.plugin.check import check
+    from miles_core.plugin.scan import hooks_of
+    from miles_tools.authoring.explain import emulated_here
+
+    row = {"name": name, "distribution": catalogue.sources[name]}
+    try:
+        if name in catalogue.broken:
+            raise PluginError(catalogue.broken[name])
+        plugin = catalogue[name]
+        hooks = " ".join(hooks_of(plugin))
+    except PluginError as error:
+        return {
+            **row,
+            "version": "",
+            "summary": "",
+            "hooks": "",
+            "claims": "",
+            "pairs": "",
+            "state": f"broken: {error}",
+        }
+    problems = check([name], catalogue, facts).problems
+    state = "active" if name in enabled else "usable"
+    if emulated_here(plugin, facts):
+        state += " with --emulate-precision here"
+    return {
+        **row,
+        "version": plugin.version,
+        "summary": plugin.summary,
+        "hooks": hooks,
+        "claims": " ".join(plugin.claims),
+        "pairs": " ".join(f"{p.rollout}x{p.train}" for p in plugin.pairs),
+        "state": f"refused here: {problems[0].headline}" if problems else state,
+    }
+
+
+def _table(rows: Sequence[dict[str, str]]) -> str:
+    lines = []
+    for row in rows:
+        lines.append(f"{row['name']} {row['version']}  ({row['distribution']})  {row['state'].splitlines()[0]}")
+        for key in ("summary", "hooks", "claims", "pairs"):
+            lines += [f"    {key:<8} {row[key]}"] if row[key] else []
+    return "\n".join(lines)
+
+
+def _check(argv: Sequence[str]) -> int:
+    """Resolve the given options, and look for mistakes in every installed manifest."""
+    options, rest = parser(USAGE, "Resolve without running; find mistakes in manifests.").parse_known_args(list(argv))
+    from miles_core.contracts.hooks import HOOKS
+    from miles_core.plugin.render import notices
+    from miles_core.plugin.resolve import resolve
+    from miles_core.run.prepare import requested
+    from miles_tools.authoring.explain import lint
+
+    config, catalogue, facts = _situation(rest, options)
+    found = [f"{name}: {line}" for name, m in catalogue.items() for line in lint(m, catalogue, facts, HOOKS)]
+    found += [
+        f"{name}: importing its manifest imports torch; name what needs it by 'module:name'" for name in catalogue.heavy
+    ]
+    found += [f"{name}: {why}" for name, why in catalogue.broken.items()]
+    plan = resolve(requested(config, facts, catalogue), catalogue, facts)
+    print("\n".join([f"ok: {plan.header}", *notices(plan)]))
+    if found:
+        raise PluginError("these manifests have mistakes:\n" + "\n".join(f"  {line}" for line in found))
+    print(f"{len(catalogue)} manifests checked")
+    return 0
+
+
+def _explain(argv: Sequence[str]) -> int:
+    """Why each constraint of one plugin is there, and what it comes to here."""
+    made = parser(USAGE, "Explain a plugin's constraints.")
+    made.add_argument("name", help="an installed plugin, or the path of a single-file one")
+    options, rest = made.parse_known_args(list(argv))
+    from miles_core.plugin.check import check
+    from miles_core.run.prepare import requested
+    from miles_tools.authoring.explain import explain
+
+    config, catalogue, facts = _situation(rest, options)
+    name = catalogue.request(options.name)
+    checked = check({**requested(config, facts, catalogue), name: "miles plugins explain"}, catalogue, facts)
+    print(explain(catalogue[name], checked, catalogue.sources.get(name, "")))
+    return 0
+
+
+def _new(argv: Sequence[str]) -> int:
+    """Write a third-party plugin that works as generated."""
+    made = argparse.ArgumentParser(prog="miles plugins new", description=_new.__doc__, allow_abbrev=False)
+    made.add_argument("name", help="lower-case letters, digits and _")
+    made.add_argument("--dir", type=Path, metavar="DIR", help="where to write (default: ./miles-plugin-NAME)")
+    made.add_argument("--format", action="store_true", help="a number format with its contract tests")
+    options = made.parse_args(list(argv))
+    from miles_tools.authoring.scaffold import write_plugin
+
+    files = write_plugin(options.name, options.dir, options.format)
+    print("\n".join(str(path) for path in files))
+    print(f"next: pip install -e {files[0].parent} && python -m pytest {files[0].parent}")
+    return 0

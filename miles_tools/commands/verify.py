@@ -1,0 +1,79 @@
+"""``miles verify``: do engine and trainer agree about the same tokens, and if not, why."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.cli.plan import given, parser
+
+if TYPE_CHECKING:
+    from miles_core.config.config import Config
+
+USAGE = "miles verify --hf-checkpoint DIR [--budget] [--json] [any option of miles train]"
+DESCRIPTION = (
+    "Build engine and trainer as miles train would, generate a few responses, score them on both sides and show how far "
+    "the log-probs differ and on which tokens. Prompts come from --prompt-data where it is given; with --load the "
+    "weights of a run. Writes verify.html, verify.json and plots into --save DIR (default: runs/verify-<model>-<time>). "
+    "Exits with 1 when the mean |difference| is beyond --verify-logprobs-tolerance."
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; 0 within the tolerance, 1 beyond it."""
+    made = parser(USAGE, DESCRIPTION)
+    made.add_argument("--budget", action="store_true", help="divide the gap among its causes")
+    options, rest = made.parse_known_args(list(argv))
+    from miles_core.config.load import load
+    from miles_core.run.prepare import applied, localised, prepare
+
+    config = localised(load(rest))
+    plan, catalogue = prepare(config, given(options))
+    config = applied(config, plan)
+    import asyncio
+
+    from miles_core.checkpoint.directory import checkpoint_step, locate_checkpoint
+    from miles_core.observe import log as logs
+    from miles_core.observe.hints import hints_of
+    from miles_core.run.make import make_run
+    from miles_core.run.parts import built, told
+    from miles_tools.verify.page import tables, verdict, write_page
+    from miles_tools.verify.verify import Verification, verify
+
+    logs.configure(config.run.log_level if config.chosen("log_level") else "warning")
+    directory = output_directory(config)
+    resume = locate_checkpoint(config.run.load, plan.record()) if config.run.load else None
+    made_run = make_run(config, plan, catalogue, directory)
+    made_run.step = checkpoint_step(resume) if resume else 0
+
+    async def verified() -> list[Verification]:
+        with told(made_run, hints_of(catalogue.values(), plan.holds)):
+            async with built(made_run) as parts:
+                return await verify(made_run, parts, resume, options.budget)
+
+    found = asyncio.run(verified())
+    page = write_page(directory, found, directory.name, shlex.join(["miles", "verify", *argv]))
+    if options.json:
+        print(json.dumps({"ok": all(f.ok for f in found), "page": str(page), "policies": [f.to_dict() for f in found]}))
+    else:
+        from rich.console import Console
+
+        console = Console()  # the log's is standard error
+        for one in found:
+            for table in tables(one, console):
+                console.print(table)
+            console.print(verdict(one), markup=False)
+        console.print(f"written to {page.resolve()}", markup=False, soft_wrap=True)
+    return 0 if all(f.ok for f in found) else 1
+
+
+def output_directory(config: Config) -> Path:
+    """``--save``, else ``runs/verify-<model>-<time>``."""
+    if config.run.save is not None:
+        return Path(config.run.save)
+    label = config.model.model_name or Path(config.model.hf_checkpoint or "model").name
+    return Path("runs") / f"verify-{label}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,0 +1,47 @@
+"""What the demonstration trains on, and the command line that trains on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.errors import ConfigError
+from miles_tools.demo.task import write_task
+
+if TYPE_CHECKING:
+    from miles_core.plugin.manifest import Plugin
+
+CONFIG = Path(__file__).with_name("demo.yaml")
+
+
+def make_inputs(directory: Path, seed: int) -> int:
+    """Write ``model/`` and ``data/`` into ``directory``; returns the number of parameters.
+
+    Raises ConfigError when the directory already holds a run or cannot be written.
+    """
+    from miles_tools.demo.model import make_checkpoint
+
+    if (directory / "metrics.jsonl").exists() or (directory / "checkpoints").is_dir():
+        raise ConfigError(f"--dir {directory} already holds a run; choose another directory, or remove this one")
+    try:
+        write_task(directory / "data", seed)
+        return make_checkpoint(directory / "model", seed)
+    except OSError as error:
+        raise ConfigError(f"--dir {directory}: cannot write the demo's model and data there ({error})") from error
+
+
+def train_arguments(directory: Path, seed: int, plugins: Sequence[str], extra: Sequence[str] = ()) -> list[str]:
+    """The flags of ``miles train`` for the demonstration with these plugins; ``extra`` flags come last."""
+    data = directory / "data"
+    arguments = ["--config", str(CONFIG), "--hf-checkpoint", str(directory / "model"), "--save", str(directory)]
+    arguments += ["--sft-data", str(data / "demonstrations.jsonl"), "--prompt-data", str(data / "train.jsonl")]
+    arguments += ["--eval-prompt-data", str(data / "held_out.jsonl"), "--seed", str(seed)]
+    if plugins and not any(word.split("=")[0] == "--plugins" for word in extra):
+        arguments += ["--plugins", ",".join(plugins)]
+    return [*arguments, *extra]
+
+
+def plugins_shown(installed: Mapping[str, Plugin]) -> list[str]:
+    """The installed plugins that the demonstration trains with: those whose manifests say so (``Plugin.demo``)."""
+    return [name for name, manifest in installed.items() if manifest.demo]

@@ -1,0 +1,1 @@
+"""The HTML report of a run, its plots and its sample browser."""

@@ -1,0 +1,282 @@
+"""The report of a run: one HTML file that needs nothing else, and its plots as PNG files.
+
+It reads what a run directory holds (``metrics.jsonl``, ``plan.json``, ``config.yaml``, ``environment.json``,
+``rollouts/``) and copes with any of them missing, with a run of one step, of none, and with one still running.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from miles_core.errors import CheckpointError, MilesError
+from miles_core.mismatch.budget import BUDGET_FILE
+from miles_core.observe import environment as env
+from miles_core.observe.hints import hints_of, review
+from miles_core.observe.metrics import names, read, series
+from miles_core.plugin.discovery import discover
+from miles_core.plugin.panel import Panel
+from miles_core.plugin.plan import Plan
+from miles_core.redact import redact
+from miles_core.run.ending import ENDING
+from miles_core.version import __version__
+from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
+from miles_tools.report.mismatch_plots import draw_budget
+from miles_tools.report.plots import draw, panels
+from miles_tools.report.samples import browser
+
+log = logging.getLogger(__name__)
+
+HTML = "report.html"
+IMAGES = "report"
+#: Metrics that have a better direction; the others show their range only.
+UPWARD = ("reward/mean", "eval/accuracy", "eval/reward", "rollout/tokens_per_second")
+DOWNWARD = ("mismatch/abs_log_prob", "mismatch/kl_k3", "sft/loss")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric of the summary table; empty text where there is nothing to say."""
+
+    name: str
+    first: str
+    last: str
+    best: str
+    lowest: str
+    highest: str
+    note: str
+
+
+def report(run_dir: Path | str) -> Path:
+    """Write ``report.html`` and ``report/*.png`` into ``run_dir`` and return the HTML file's path.
+
+    Raises MilesError when the directory is no run directory, or a file in it is not what a run wrote.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise MilesError(f"{run_dir}: no such directory; give a run directory, the one --save named")
+    found = [f for f in ("metrics.jsonl", "plan.json", "config.yaml") if (run_dir / f).is_file()]
+    if not found:
+        raise MilesError(f"{run_dir} is not a run directory: it has neither metrics.jsonl, plan.json nor config.yaml")
+    records = read(run_dir / "metrics.jsonl")
+    config = _yaml(run_dir / "config.yaml")
+    total = _lookup(config, "rollout", "num_rollout")
+    total = total if isinstance(total, int) else None
+    chosen = panels(records, [panel for plugin in discover().values() for panel in plugin.panels])
+    images = _write_images(run_dir / IMAGES, chosen, records)
+    page = _template().render(
+        title=run_dir.resolve().name,
+        status=_status(run_dir, records, total),
+        cards=_cards(records, total),
+        plan=_json(run_dir / "plan.json"),
+        environment=_environment(run_dir),
+        hints=review(records, hints_of(discover().values(), _holds(run_dir / "plan.json"))),
+        sections=_sections(chosen, images),
+        budget=_budget(run_dir),
+        rows=[_row(name, records) for name in names(records)],
+        samples=browser(run_dir, _lookup(config, "reward", "reward_key")),
+        changed=_changed(config),
+        version=__version__,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+    )
+    target = run_dir / HTML
+    target.write_text(redact(page), encoding="utf-8")
+    return target
+
+
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader
+
+    return Environment(loader=PackageLoader("miles_tools.report", ""), autoescape=True).get_template("report.html")
+
+
+def _write_images(directory: Path, chosen: Sequence[Panel], records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Draw every panel into ``directory`` (emptied of earlier plots); returns panel name -> data URI."""
+    images = {panel.name: draw(panel, records) for panel in chosen}
+    directory.mkdir(exist_ok=True)
+    for name, png in images.items():
+        (directory / f"{name}.png").write_bytes(png)
+    for old in directory.glob("*.png"):
+        if old.stem not in images:
+            old.unlink()
+    return {name: "data:image/png;base64," + base64.b64encode(png).decode() for name, png in images.items()}
+
+
+def _sections(chosen: Sequence[Panel], images: Mapping[str, str]) -> list[dict[str, Any]]:
+    sections: dict[str, list[dict[str, str]]] = {}
+    for panel in chosen:
+        sections.setdefault(panel.section, []).append({"title": panel.title, "image": images[panel.name]})
+    more = sections.pop("More metrics", None)
+    plugins = [{"title": f"Plugin {name}", "plots": plots, "open": True} for name, plots in sections.items() if name]
+    result = [{"title": "", "plots": sections[""], "open": True}] if "" in sections else []
+    return result + plugins + ([{"title": "More metrics", "plots": more, "open": False}] if more else [])
+
+
+def _budget(run_dir: Path) -> dict[str, Any]:
+    """What the mismatch between engine and trainer consisted of at the first sync, with ``--verify-logprobs``."""
+    found = _json(run_dir / BUDGET_FILE)
+    if not found:
+        return {}
+    png = draw_budget(found)
+    (run_dir / IMAGES / "budget.png").write_bytes(png)
+    image = "data:image/png;base64," + base64.b64encode(png).decode()
+    return {"image": image, "columns": BUDGET_COLUMNS, "rows": budget_rows(found), "version": found.get("version")}
+
+
+def _status(run_dir: Path, records: Sequence[Mapping[str, Any]], total: int | None) -> str:
+    """One sentence about how far the run is."""
+    if not records:
+        return "This run has not completed a step yet, so there is nothing to plot." + _ended(run_dir, 0.0)
+    last = records[-1]["step"]
+    if total is not None and last >= total:
+        return f"Finished: {total} of {total} steps are complete."
+    age = time.time() - _time(records[-1])
+    gaps = [_time(b) - _time(a) for a, b in pairwise(records)]
+    running = age < max(60.0, 5 * statistics.median(gaps or [0.0]))
+    of = f"{last} of {total} steps are complete" if total is not None else f"{last} steps are complete"
+    ended = _ended(run_dir, _time(records[-1]))
+    state = "Still running" if running and not ended else "Not running"
+    return f"{state}: {of}, the last one {_duration(age)} ago.{ended}"
+
+
+def _time(record: Mapping[str, Any]) -> float:
+    """Seconds since the epoch; 0 where there is none."""
+    try:
+        return float(record.get("time") or 0)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+
+
+def _ended(run_dir: Path, since: float) -> str:
+    """How the run ended, where that was after ``since``: a run that was continued ends again."""
+    found = _json(run_dir / ENDING)
+    return f" It {found['why']}." if found.get("why") and _time(found) >= since else ""
+
+
+def _cards(records: Sequence[Mapping[str, Any]], total: int | None) -> list[dict[str, str]]:
+    """The numbers that stand at the top."""
+    if not records:
+        return []
+    done = records[-1]["step"]
+    cards = [{"label": "steps", "value": str(done), "note": f"of {total}" if total is not None else ""}]
+    for metric, label, form in (("eval/accuracy", "held-out accuracy", "{:.1%}"), ("reward/mean", "reward", "{:.3f}")):
+        values = [v for v in series(records, metric)[1] if not math.isnan(v)]
+        if values:
+            start = f"from {form.format(values[0])}" if len(values) > 1 else ""
+            cards.append({"label": label, "value": form.format(values[-1]), "note": start})
+    seconds = [v for v in series(records, "time/step")[1] if not math.isnan(v)]
+    if seconds:
+        pace = f"{statistics.median(seconds):.2f} s a step"
+        cards.append({"label": "time", "value": _duration(sum(seconds)), "note": pace})
+    speed = [v for v in series(records, "rollout/tokens_per_second")[1] if not math.isnan(v)]
+    if speed:
+        cards.append({"label": "tokens/s in rollout", "value": f"{statistics.median(speed):,.0f}", "note": "median"})
+    gap = [v for v in series(records, "mismatch/kl_k3")[1] if not math.isnan(v)]
+    if gap:
+        cards.append({"label": "mismatch KL", "value": f"{statistics.median(gap):.2g}", "note": "median, nats a token"})
+    return cards
+
+
+def _row(name: str, records: Sequence[Mapping[str, Any]]) -> Row:
+    steps, values = series(records, name)
+    finite = [(v, s) for s, v in zip(steps, values, strict=True) if not math.isnan(v)]
+    bad = len(values) - len(finite)
+    note = f"{bad} of {len(values)} values not finite" if bad else ""
+    if not finite:
+        return Row(name, "", "", "", "", "", note)
+    low, high = min(finite), max(finite, key=lambda pair: (pair[0], -pair[1]))
+    best = high if name in UPWARD else low if name in DOWNWARD else None
+    best_text = f"{_number(best[0])} (step {best[1]})" if best else ""
+    return Row(name, _number(values[0]), _number(values[-1]), best_text, _number(low[0]), _number(high[0]), note)
+
+
+def _changed(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Options whose values somebody chose (the effective configuration keeps the others under ``defaults``)."""
+    rows = []
+    for table, values in config.items():
+        if table != "defaults" and isinstance(values, Mapping):
+            rows += [(f"{table}.{key}", _option(value)) for key, value in values.items()]
+    return rows
+
+
+def _option(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _holds(file: Path) -> Callable[[str], bool]:
+    """Whether a condition held in the run whose plan this is; where no plan can be read, only the empty one does."""
+    try:
+        return Plan.from_json(file.read_text(encoding="utf-8")).holds
+    except (OSError, CheckpointError):  # of a run by another version, or none
+        return lambda condition: not condition
+
+
+def _environment(run_dir: Path) -> list[tuple[str, str]]:
+    found = _json(run_dir / env.FILE)
+    if not found:
+        return []
+    gpus = [f"{g['name']} ({env.bytes_text(g['memory'])}, sm_{g['sm']})" for g in found.get("gpus", ())]
+    memory = env.bytes_text(found["memory"]) if found.get("memory") else "unknown"
+    return [
+        ("hardware", f"{found.get('processor')}, {found.get('cpus')} threads, {memory} memory"),
+        ("GPUs", "; ".join(gpus) or f"none ({found.get('no_gpu')})"),
+        ("system", f"{found.get('platform')}, Python {found.get('python')}"),
+        ("packages", ", ".join(f"{name} {number}" for name, number in found.get("packages", {}).items())),
+        ("command", " ".join(found.get("command", ()))),
+    ]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise MilesError(f"{path} is not what a run wrote ({error}); restore or remove it") from error
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    import yaml
+
+    try:
+        return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise MilesError(f"{path} is not what a run wrote ({error}); restore or remove it") from error
+
+
+def _lookup(config: Mapping[str, Any], table: str, key: str) -> Any:
+    """An option's value, chosen or default."""
+    for part in (config, config.get("defaults") or {}):
+        values = part.get(table) if isinstance(part, Mapping) else None
+        if isinstance(values, Mapping) and key in values:
+            return values[key]
+    return None
+
+
+def _number(value: float) -> str:
+    if isinstance(value, float) and math.isnan(value):
+        return "not finite"
+    if value == 0 or (float(value).is_integer() and abs(value) < 1e7):
+        return f"{value:.0f}"
+    return f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"

@@ -1,0 +1,1 @@
+"""``miles verify``: how far engine and trainer differ, and its page."""

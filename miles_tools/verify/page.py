@@ -1,0 +1,149 @@
+"""What ``miles verify`` shows: tables on the terminal, and a page of its own with the same numbers and two plots."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.mismatch.gap import Gap
+from miles_core.precision.quantizer import TENSORS
+from miles_core.version import __version__
+from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
+from miles_tools.report.mismatch_plots import draw_budget, draw_gap
+from miles_tools.verify.verify import Verification
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+GAP_COLUMNS = ("", "tokens", "mean |Δ|", "max |Δ|", "KL k1", "KL k3", "median", "90 %", "99 %", "99.9 %")
+PARITY_COLUMNS = ("side", "format", "tensors", "declared", "measured", "values that differ", "worst probe")
+WORST_COLUMNS = ("sample", "token", "text", "engine", "trainer", "Δ", "before", "after")
+
+#: Columns of a terminal on which any table has room: what a table would like to have is measured against it.
+_UNBOUNDED = 10_000
+
+#: Columns of words; the others are numbers.
+_WORDS = {"", "cause", "text", "before", "after", "side", "format", "tensors", "declared", "measured", "worst probe"}
+
+
+def gap_rows(found: Verification) -> list[tuple[str, ...]]:
+    """The numbers of the gap, and of the engine against itself where it was measured."""
+    columns = [("engine - trainer", found.gap)]
+    if found.decoding is not None:
+        columns.append(("engine, decoding - scoring", found.decoding))
+    return [(label, *_numbers(gap)) for label, gap in columns]
+
+
+def _numbers(gap: Gap) -> tuple[str, ...]:
+    numbers = (gap.mean_abs, gap.max_abs, gap.kl_k1, gap.kl_k3, *gap.quantiles.values())
+    return str(gap.tokens), *(f"{n:.3g}" for n in numbers)
+
+
+def parity_rows(found: Verification) -> list[tuple[str, ...]]:
+    """What each side declares about its quantiser and its products, and what the probes say."""
+    products: list[tuple[str, ...]] = [
+        (side.backend, side.format, "products", str(side.products[0]), str(side.products[1]), "", "")
+        for side in found.parity
+        if side.products is not None
+    ]
+    return products + [
+        (
+            *(side.backend, side.format, what, str(declared), str(measured.parity)),
+            f"{measured.differing:.2%}",
+            measured.probe if measured.differing else "",
+        )
+        for side in found.parity
+        for what, declared, measured in zip(TENSORS, side.declared, side.measured, strict=True)
+    ]
+
+
+def worst_rows(gap: Gap) -> list[tuple[str, ...]]:
+    """The worst tokens with their context."""
+    return [
+        (
+            *(str(t.sample), str(t.position), repr(t.text)),
+            *(f"{t.engine:.4f}", f"{t.trainer:.4f}", f"{t.delta:+.4f}"),
+            *(repr(t.before), repr(t.after)),
+        )
+        for t in gap.worst
+    ]
+
+
+def sections(found: Verification) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """(title, columns, rows) of every table."""
+    yield "Log-probs of the same tokens on both sides, nats", GAP_COLUMNS, gap_rows(found)
+    if found.parity:
+        probes = dict.fromkeys(name for side in found.parity for name in side.probes)
+        yield f"Quantisers against the format, on the probes: {', '.join(probes)}", PARITY_COLUMNS, parity_rows(found)
+    if found.budget is not None:
+        yield "Mismatch budget", BUDGET_COLUMNS, budget_rows(found.budget.to_dict())
+    yield "Worst tokens", WORST_COLUMNS, worst_rows(found.gap)
+
+
+def verdict(found: Verification) -> str:
+    """One sentence."""
+    relation = "within" if found.ok else "beyond"
+    return (
+        f"{found.policy}: mean |Δ log p| {found.gap.mean_abs:.3g} over {found.gap.tokens} tokens is {relation} the "
+        f"tolerance of {found.tolerance:g} (--verify-logprobs-tolerance)"
+    )
+
+
+def tables(found: Verification, console: Console) -> Iterator[RenderableType]:
+    """The sections as tables for the terminal; a table that is wider than it is a list, because columns of broken words
+    cannot be read."""
+    from rich import box
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    for title, columns, rows in sections(found):
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
+        for column in columns:
+            table.add_column(column, justify="left" if column in _WORDS else "right")
+        for row in rows:
+            table.add_row(*map(Text, row))  # decoded text is no markup
+        if console.measure(table, options=console.options.update_width(_UNBOUNDED)).maximum <= console.width:
+            yield table
+            continue
+        items = [", ".join(f"{c} {v}".strip() for c, v in zip(columns, row, strict=True) if v) for row in rows]
+        yield Group(Text(title, style="bold"), *(Padding(Text(item), (0, 0, 0, 2)) for item in items), "")
+
+
+def write_page(directory: Path, every: Sequence[Verification], title: str, command: str) -> Path:
+    """Write ``verify.html``, ``verify.json`` and the plots as PNG files; returns the page's path."""
+    from jinja2 import Environment, PackageLoader
+
+    directory.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for found in every:
+        images = {"gap": draw_gap(found.engine, found.trainer, found.tolerance)}
+        if found.budget is not None:
+            images["budget"] = draw_budget(found.budget.to_dict())
+        stem = "" if len(every) == 1 else f"{found.policy}_"
+        for name, png in images.items():
+            (directory / f"{stem}{name}.png").write_bytes(png)
+        parts.append(
+            {
+                "verdict": verdict(found),
+                "ok": found.ok,
+                "images": ["data:image/png;base64," + base64.b64encode(png).decode() for png in images.values()],
+                "tables": list(sections(found)),
+            }
+        )
+    content = [found.to_dict() for found in every]
+    (directory / "verify.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    template = Environment(loader=PackageLoader("miles_tools.verify", ""), autoescape=True).get_template("verify.html")
+    page = directory / "verify.html"
+    page.write_text(
+        template.render(
+            title=title, parts=parts, command=command, version=__version__, made=time.strftime("%Y-%m-%d %H:%M")
+        ),
+        encoding="utf-8",
+    )
+    return page

@@ -1,0 +1,115 @@
+"""What ``miles verify`` does: build engine and trainer as a run would, and hold one against the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miles_core.data.sample import Sample
+from miles_core.mismatch.at_sync import check_version, check_versions_of, score
+from miles_core.mismatch.budget import Budget, budget, in_this_process
+from miles_core.mismatch.gap import Gap, measure
+from miles_core.mismatch.probe import bare, probe, probe_prompts
+from miles_core.precision.quantizer import SideParity
+
+if TYPE_CHECKING:
+    from miles_core.contracts.run import Run
+    from miles_core.contracts.runtime import PolicyParts
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One policy's result.
+
+    Attributes:
+        gap: engine (as it sampled) against trainer (as it trains).
+        decoding: the engine's log-probs while decoding against its own scores of the whole sequence; None where it
+            cannot score or the sampler is truncated.
+        budget: when asked for.
+        parity: how each side with a number format quantises, against what it declares.
+        engine, trainer: the log-probabilities themselves, one array a sample, for plots.
+    """
+
+    policy: str
+    tolerance: float
+    gap: Gap
+    decoding: Gap | None
+    budget: Budget | None
+    samples: Sequence[Sample]
+    engine: Sequence[np.ndarray]
+    trainer: Sequence[np.ndarray]
+    parity: Sequence[SideParity] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Within the tolerance."""
+        return self.gap.mean_abs <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without the samples."""
+        return {
+            "policy": self.policy,
+            "ok": self.ok,
+            "tolerance": self.tolerance,
+            "gap": self.gap.to_dict(),
+            "decoding": self.decoding and self.decoding.to_dict(),
+            "budget": self.budget and self.budget.to_dict(),
+            "parity": [side.to_dict() for side in self.parity],
+        }
+
+
+async def verify(
+    run: Run, parts: Sequence[PolicyParts], resume_from: Path | None = None, with_budget: bool = False
+) -> list[Verification]:
+    """Verify every policy of a run whose parts were just built.
+
+    Args:
+        run, parts: what ``run.parts.built`` gave.
+        resume_from: a checkpoint to read first.
+        with_budget: divide the gap among its causes.
+    """
+    prompts = probe_prompts(run)
+    found = []
+    for each in parts:
+        policy = each.policy
+        if each.engine is None:  # nothing to hold the trainer against
+            continue
+        if resume_from is not None:
+            if with_budget and not in_this_process(each.serving):
+                await each.learner.take_snapshot(-1)  # what the engine was started with
+            await each.learner.load(resume_from / policy.name)
+        policy.version = (await each.learner.push(run.step)).version
+        run.hooks.on("on_weights_synced", run=run, policy=policy, version=policy.version)
+        found.append(await verify_policy(run, each, prompts, with_budget))
+    return found
+
+
+async def verify_policy(
+    run: Run, parts: PolicyParts, prompts: Sequence[Sequence[int]], with_budget: bool = False
+) -> Verification:
+    """Hold the engine of a policy against its trainer; both are built and synced."""
+    policy = parts.policy
+    check_version(parts)
+    samples = await probe(run, parts.serving, prompts)
+    check_versions_of(samples, policy)
+    engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
+    trainer = await parts.learner.log_probs(samples)
+    alone = [bare(s) for s in samples]
+    scored = None if any(s.fields.get("sampling_support") for s in samples) else await score(run, parts, alone)
+    return Verification(
+        policy=policy.name,
+        tolerance=run.config.run.verify_logprobs_tolerance,
+        gap=measure(engine, trainer, samples, run.text),
+        decoding=None if scored is None else measure(engine, scored, samples),
+        budget=await budget(run, parts, await probe(run, parts.serving, prompts, support=True))
+        if with_budget
+        else None,
+        samples=samples,
+        engine=engine,
+        trainer=trainer,
+        parity=parts.parity,
+    )

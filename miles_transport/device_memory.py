@@ -1,0 +1,247 @@
+"""GPU memory that another process of the host can map, by handles of the CUDA driver.
+
+``DeviceMemory`` is allocated by the driver itself: memory of torch's allocator may lie in a pool (expandable segments) that has no such
+handles. Where it does not, ``Loan`` shows tensors to another process where they lie.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles_core.data.unit import Encoded
+from miles_core.errors import SyncError
+from miles_transport.bucket import Views, check, dtype_name
+from miles_transport.checksum import ALIGNED, BLOCK, Sum, reading, summing
+
+_HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+_STARTED = secrets.token_hex(8)
+
+
+class _Handle(ctypes.Structure):
+    """``CUipcMemHandle``."""
+
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+class DeviceMemory:
+    """GPU memory with a handle, freed by ``close``.
+
+    Args:
+        nbytes: its size.
+        device: which GPU, ``cuda`` or ``cuda:N``.
+
+    Attributes:
+        buffer: [nbytes] uint8, zero at first, valid until ``close``.
+        memory: where it is, as a message says it (``Inbox``).
+
+    Raises:
+        SyncError: the driver has not so much memory, or no handles.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._index = (
+            torch.device(device).index if torch.device(device).index is not None else torch.cuda.current_device()
+        )
+        pointer, handle = ctypes.c_uint64(), _Handle()
+        with torch.cuda.device(self._index):
+            _call(f"{nbytes:,} bytes of GPU memory", "cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+            self._pointer = pointer
+            try:
+                _call("a handle of GPU memory", "cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+            except SyncError:
+                self.close()
+                raise
+            self.buffer = _tensor(pointer.value, nbytes, self._index)
+            self.buffer.zero_()
+        data = bytes(memoryview(handle).cast("B")).hex()
+        where = _where(data, nbytes, self._index, pointer.value or 0)
+        self.memory = {"kind": "device", "key": secrets.token_hex(8), **where}
+
+    def close(self) -> None:
+        """Free it; the receivers' maps of it end with their processes or with the next sync."""
+        with torch.cuda.device(self._index):
+            torch.cuda.synchronize()
+            _driver().cuMemFree_v2(self._pointer)
+
+
+class Loan:
+    """Tensors of torch's allocator that another process reads where they lie: nothing is packed.
+
+    Only what lies in memory with handles can be lent, on one GPU, and whole blocks (``BLOCK``) of it; the rest has to be copied. Tensors
+    stay as they are until the message was answered, and are kept alive for that.
+    """
+
+    def __init__(self) -> None:
+        self._units: list[list[Any]] = []
+        self._tensors: list[Tensor] = []
+        self._regions: dict[str, dict[str, Any]] = {}
+        self._sum: Sum | None = None
+        self._device: torch.device | None = None
+        self._last: dict[str, Any] | None = None
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def add(self, name: str, tensor: Tensor) -> bool:
+        """Lend a tensor that travels as it is; False where that cannot be."""
+        nbytes, address = tensor.nbytes, tensor.data_ptr()
+        if (
+            not tensor.is_cuda
+            or not tensor.is_contiguous()
+            or not nbytes
+            or nbytes % BLOCK
+            or address % ALIGNED
+            or self._device not in (None, tensor.device)
+        ):
+            return False
+        region = self._last
+        if region is None or not region["base"] <= address < region["base"] + region["nbytes"]:
+            region = _region(tensor)
+        if region is None:
+            return False
+        key, start = region["key"], address - region["base"]
+        self._last = self._regions.setdefault(key, region)
+        self._units.append([name, key, dtype_name(tensor.dtype), list(tensor.shape), start])
+        self._tensors.append(tensor)
+        self._nbytes += nbytes
+        if self._sum is None:
+            self._sum, self._device = reading(tensor), tensor.device
+        self._sum.read(tensor)
+        return True
+
+    def message(self) -> dict[str, Any]:
+        """About what was added, something at least: as that of a bucket, with its memory."""
+        assert self._sum is not None
+        return {
+            "units": self._units,
+            "nbytes": self._nbytes,
+            "checksum": self._sum.of(self._nbytes),
+            "memory": {"kind": "loan", "regions": self._regions},
+        }
+
+
+def borrowed(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> Iterator[Encoded]:
+    """The tensors of a ``Loan``'s message. ``region``: the memory of a region, attached. They are checked while they are read: what
+    comes before the end may be wrong.
+
+    Raises:
+        SyncError: the bytes are not those that were lent; known at the end.
+    """
+    found, at, views = None, 0, dict[str, Views]()
+    for name, key, dtype, shape, start in message["units"]:
+        if key not in views:
+            views[key] = Views(region(key))
+        tensor = views[key](getattr(torch, dtype), shape, start)
+        piece = tensor.view(-1).view(torch.uint8)
+        if found is None:
+            found = summing(piece)
+        else:
+            found.append(piece)
+        yield Encoded(name, {name: tensor}, copy=partial(found.copy, at=at, stays=True))
+        at += tensor.nbytes
+        found.up_to(at)
+    if found is not None:
+        check(message, found.of(at))
+
+
+def _region(tensor: Tensor) -> dict[str, Any] | None:
+    """The allocation that a tensor lies in, and its first byte's address as ``base``; None where it has no handle."""
+    number, address = ctypes.c_uint64(), tensor.data_ptr()
+    if _driver().cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address)):
+        return None
+    return _allocation(number.value, tensor.device.index, address)
+
+
+@lru_cache(1 << 16)
+def _allocation(number: int, index: int, address: int) -> dict[str, Any] | None:
+    """``_region`` of a GPU's address; ``number`` is the allocation's, which the driver gives to no other one."""
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    with torch.cuda.device(index):
+        if _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)):
+            return None
+        if _driver().cuIpcGetMemHandle(ctypes.byref(handle), base):
+            return None
+    data = bytes(memoryview(handle).cast("B")).hex()
+    return {"key": data, **_where(data, size.value, index, base.value)}
+
+
+def _where(handle: str, nbytes: int, index: int, base: int) -> dict[str, Any]:
+    """What a message says of an allocation. A handle is for other processes: this one reads it at its address."""
+    return {"handle": handle, "nbytes": nbytes, "gpu": _uuid(index), "base": base, "process": _process()}
+
+
+def _process() -> str:
+    """This process, among all that may be told."""
+    return f"{_STARTED}-{os.getpid()}"
+
+
+@cache
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+class _Mapped:
+    """Memory of another process, unmapped with the last tensor on it."""
+
+    def __init__(self, pointer: int, nbytes: int, index: int, foreign: bool) -> None:
+        self._pointer, self._index, self._foreign = pointer, index, foreign
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+
+    def __del__(self) -> None:
+        if self._foreign:
+            with torch.cuda.device(self._index):
+                _driver().cuIpcCloseMemHandle(ctypes.c_uint64(self._pointer))
+
+
+def attach(where: Mapping[str, Any]) -> Tensor:
+    """The memory of a ``DeviceMemory`` or of a loan, of another process or of this one.
+
+    Raises:
+        SyncError: this process does not see that GPU, or the driver refuses.
+    """
+    if not torch.cuda.is_available():
+        raise SyncError(f"weights lie on GPU {where['gpu']}, and the engine's process has no GPU")
+    seen = {_uuid(i): i for i in range(torch.cuda.device_count())}
+    if where["gpu"] not in seen:
+        raise SyncError(
+            f"weights lie on GPU {where['gpu']}, which the engine's process does not see: it is on another host, or hidden by "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    index, pointer = seen[where["gpu"]], ctypes.c_uint64()
+    if where["process"] == _process():
+        return _tensor(where["base"], where["nbytes"], index)
+    handle = _Handle.from_buffer_copy(bytes.fromhex(where["handle"]))
+    with torch.cuda.device(index):
+        torch.cuda.current_stream().synchronize()
+        what = "a handle of the trainer's GPU memory in the engine's process"
+        _call(what, "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        return _tensor(pointer.value, where["nbytes"], index, foreign=True)
+
+
+def _tensor(pointer: int, nbytes: int, index: int, foreign: bool = False) -> Tensor:
+    return torch.as_tensor(_Mapped(pointer, nbytes, index, foreign), device=f"cuda:{index}")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(what: str, function: str, *arguments: Any) -> None:
+    status = getattr(_driver(), function)(*arguments)
+    if status:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(name))
+        said = (name.value or b"unknown").decode()
+        raise SyncError(f"the CUDA driver does not give {what} ({function}: {said})")

@@ -1,0 +1,136 @@
+"""Which entries of a ``config.json`` change what a model computes, and which values of them the model of Megatron-Core has.
+
+A family's file reads the sizes. Every other entry is held against these tables: an entry with one possible value must have it, and an entry
+that no table knows, with a name that speaks of computation ("scale", "bias", "window"), must have a value that switches it off. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
+_GROUPED = ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "norm_topk_prob",
+            "moe_intermediate_size", "num_nextn_predict_layers")  # fmt: skip
+_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_QWEN_EXPERTS = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+#: Entries that each family's file reads, or that its checkpoints have without a meaning.
+_READ: dict[str, tuple[str, ...]] = {
+    "llama": ("pretraining_tp",),
+    "mistral": ("sliding_window",),
+    "qwen2": _WINDOWS,
+    "qwen3": _WINDOWS,
+    "qwen2_moe": (*_WINDOWS, *_QWEN_EXPERTS, "qkv_bias", "shared_expert_intermediate_size"),
+    "qwen3_moe": (*_WINDOWS, *_QWEN_EXPERTS),
+    "mixtral": ("sliding_window", "router_jitter_noise"),
+    "deepseek_v3": (*_LATENT, *_GROUPED, "pretraining_tp", "aux_loss_alpha", "seq_aux", "ep_size"),
+    "glm4_moe": (*_GROUPED, "attention_bias", "use_qk_norm"),
+    "minimax_m2": ("rotary_dim", "router_jitter_noise", "num_mtp_modules", "use_mtp", "mtp_transformer_layers"),
+    "gpt_oss": ("sliding_window", "layer_types"),
+}
+#: Entries with one possible value; the first of those given is what the model computes where an entry is missing.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "is_causal": (True,),
+}
+_FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "deepseek_v3": {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+        "rope_interleave": (True,),
+    },
+    "minimax_m2": {
+        "scoring_func": ("sigmoid",),
+        "use_routing_bias": (True,),
+        "use_qk_norm": (True,),
+        "qk_norm_type": ("per_layer",),
+        "layernorm_full_attention_beta": (1.0,),
+        "layernorm_linear_attention_beta": (1.0,),
+        "layernorm_mlp_beta": (1.0,),
+        "norm_topk_prob": (True,),
+    },
+    "gpt_oss": {
+        "attention_bias": (True,),
+        "swiglu_limit": (7.0,),
+        "swiglu_alpha": (1.702,),
+    },
+}
+#: Families whose rotary embedding may turn a part of each head only.
+_PARTIAL = ("glm4_moe", "minimax_m2")
+#: Entries of every family that the tables of weights and sizes read, or that change nothing of what is computed.
+_COMMON = re.compile(
+    r"model_type|architectures|auto_map|num_hidden_layers|hidden_size|intermediate_size|vocab_size|num_attention_heads|num_key_value_heads"
+    r"|head_dim|rms_norm_eps|tie_word_embeddings|max_position_embeddings|rope_parameters|rope_scaling|rope_theta|partial_rotary_factor"
+    r"|num_experts|num_local_experts|n_routed_experts|num_experts_per_tok|experts_per_token|initial_context_length"
+    r"|\w*_token_id|\w*dropout|initializer_range|use_cache|output_\w+|router_aux_loss_coef|quantization_config|torch_dtype|dtype"
+    r"|transformers_version|_\w+|id2label|label2id|problem_type|return_dict|chunk_size_feed_forward|is_encoder_decoder"
+)
+#: Words of an entry that may change what is computed.
+_TELLING = re.compile(
+    r"act|alibi|attn|attention|bias|cap|clip|clamp|compress|conv|cross|embed|expert|factor|gate|gating|head|index|layer|limit|logit|mamba|moe"
+    r"|mrope|mult|mup|norm|parallel|pattern|position|prenorm|qk|qkv|relu|residual|rope|rotary|router|routing|scal|sink|skip|sliding|softmax"
+    r"|state|temperature|tie|top_?k|tower|window",
+)
+
+
+def find_foreign(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a clause for each entry with which Megatron-Core's model would compute something else than the checkpoint's own."""
+    family = str(config.get("model_type"))
+    fixed = _FIXED | _FIXED_BY_FAMILY.get(family, {})
+    read = _READ.get(family, ())
+    for key, value in config.items():
+        if key in read or (value is None and key not in fixed):
+            continue
+        if key in fixed:
+            if value is not None and value not in fixed[key]:
+                yield f"{key} is {value!r}, and it has {' or '.join(map(repr, fixed[key]))} only"
+        elif not _COMMON.fullmatch(key) and _TELLING.search(key) and not _is_off(key, value):
+            yield f"it does not know {key}, which is {value!r:.60}"
+    yield from _rotary(config, family)
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """Whether a value of an unknown entry is the one without effect."""
+    if key == "attn_type_list" or key == "layer_types":
+        return isinstance(value, list) and all(kind in (1, "full_attention") for kind in value)
+    factor = re.search(r"scal|mult|factor|beta", key) is not None
+    return value in (False, 0, "", [], {}) or (factor and value == 1)
+
+
+def _rotary(config: Mapping[str, Any], family: str) -> Iterator[str]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        yield f"it has one rotary embedding for all layers, and rope_parameters is {rope!r:.60}"
+        return
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if share != 1.0 and family not in _PARTIAL:
+        yield f"partial_rotary_factor is {share}, and it rotates whole heads of {family} models only"
+
+
+def layer_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The window of each layer in tokens, 0 for a layer that sees everything, as Transformers' model of the family has it; empty where
+    no layer has one."""
+    family, layers = str(config.get("model_type")), int(config["num_hidden_layers"])
+    size = int(config.get("sliding_window") or 0)
+    if family not in _SLIDING or (family.startswith("qwen") and not config.get("use_sliding_window")):
+        size = 0
+    listed = config.get("layer_types")
+    if family in ("mistral", "mixtral", "qwen3_moe") or not isinstance(listed, list):
+        inside = [_SLIDING[family](i, config) for i in range(layers)] if size else []
+    else:
+        inside = [kind == "sliding_attention" for kind in listed]
+    return tuple(size * slides for slides in inside) if size and any(inside) else ()
+
+
+#: family -> whether layer i has the window, where ``layer_types`` does not say.
+_SLIDING: dict[str, Any] = {
+    **dict.fromkeys(("mistral", "mixtral", "qwen3_moe"), lambda i, config: True),
+    **dict.fromkeys(("qwen2", "qwen3"), lambda i, config: i >= config.get("max_window_layers", 28)),
+    "qwen2_moe": lambda i, config: i % 2 == 0 and i < config.get("max_window_layers", 28),
+    "gpt_oss": lambda i, config: i % 2 == 0,
+}

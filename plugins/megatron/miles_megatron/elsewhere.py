@@ -1,0 +1,32 @@
+"""Flags of Megatron-LM's training script that are not needed here, or are written otherwise."""
+
+from __future__ import annotations
+
+#: Sizes and choices of the model, which the checkpoint's ``config.json`` gives: flags with a value, and switches.
+_MODEL = (
+    "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size normalization norm-epsilon "
+    "position-embedding-type rotary-percent rotary-base rotary-scaling-factor max-position-embeddings seq-length num-experts "
+    "moe-ffn-hidden-size moe-router-topk moe-layer-freq moe-router-score-function moe-router-num-groups moe-router-group-topk "
+    "moe-router-topk-scaling-factor moe-router-pre-softmax moe-shared-expert-intermediate-size moe-router-dtype "
+    "moe-router-load-balancing-type moe-token-drop-policy q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
+    "make-vocab-size-divisible-by"
+)
+_SWITCHES = (
+    "disable-bias-linear add-bias-linear add-qkv-bias qk-layernorm group-query-attention swiglu untie-embeddings-and-output-weights "
+    "multi-latent-attention moe-router-enable-expert-bias no-rope-fusion"
+)
+_DROPPED = {"**": ""}
+
+ELSEWHERE: dict[str, str | dict[str, str]] = {
+    **{f"--{name}": _DROPPED for name in f"{_MODEL} {_SWITCHES}".split()},
+    "--optimizer": {"adam": "", "adamw": ""},
+    "--attention-dropout": {"0": "", "0.0": ""},
+    "--hidden-dropout": {"0": "", "0.0": ""},
+    "--accumulate-allreduce-grads-in-fp32": {"": "--grad-reduce-in-fp32"},
+    "--moe-aux-loss-coeff": {"*": "--aux-loss-coef {}"},
+    "--moe-enable-deepep": {"": "--moe-token-dispatcher-type flex"},
+    "--decoder-first-pipeline-num-layers": {"*": "--num-layers-in-first-pipeline-stage {}"},
+    "--decoder-last-pipeline-num-layers": {"*": "--num-layers-in-last-pipeline-stage {}"},
+    "--no-check-for-nan-in-loss-and-grad": {"": ""},
+    "--use-distributed-optimizer": {"": ""},
+}

@@ -1,0 +1,79 @@
+"""The device memory that a trainer gives back while an engine uses the same GPU (``--colocate``).
+
+Megatron-Core keeps all parameters of a chunk, and all gradients, in a few flat buffers, of which every parameter, its gradient and the
+optimizer's FP32 shards are views. A storage that shrinks to nothing and grows again keeps all these views valid (Megatron-Core's
+``offload_to_cpu`` of its buffers relies on the same), so nothing is built again when the trainer wakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.backend import TrainerPart
+from miles_embedded import Released
+
+if TYPE_CHECKING:
+    from miles_megatron.trainer.trainer import MegatronTrainer
+
+
+class DeviceMemory:
+    """What one rank holds on its device between two calls.
+
+    Args:
+        trainer: complete; its optimizers' state appears with the first step.
+    """
+
+    def __init__(self, trainer: MegatronTrainer) -> None:
+        further: list[Any] = [] if trainer.further is None else [trainer.further]
+        self._wrapped = [*trainer.wrapped, *(each.wrapped for each in further)]
+        self._inner = [part for each in (trainer, *further) for part in each.optimizer.inner.chained_optimizers]
+        self._others = [] if trainer.weights.copy is None else [trainer.weights.copy]
+        self._weights, self._optimizer = Released(keep=True), Released(keep=True)
+        self._gradients = Released(keep=False)  # the next step begins with zeros
+
+    def release(self, parts: Sequence[TrainerPart]) -> None:
+        """Give the memory of these parts back; the contents, except gradients, are kept in host memory."""
+        if "optimizer" in parts and not self._gradients:
+            weights = {storage_of(tensor) for tensor in self._weight_tensors()}
+            self._optimizer.release(t for t in self._optimizer_tensors() if storage_of(t) not in weights)
+            self._gradients.release(b.grad_data for b in self._buffers() if storage_of(b.grad_data) not in weights)
+        if "weights" in parts and not self._weights:
+            self._weights.release(self._weight_tensors())
+
+    def restore(self, parts: Sequence[TrainerPart]) -> None:
+        """Undo ``release``. Gradients are undefined until the next step sets them to zero."""
+        if "weights" in parts:
+            self._weights.restore()
+        if "optimizer" in parts:
+            self._optimizer.restore()
+            self._gradients.restore()
+
+    def _buffers(self) -> Iterator[Any]:
+        for wrapped in self._wrapped:
+            yield from (*wrapped.buffers, *wrapped.expert_parallel_buffers)
+
+    def _weight_tensors(self) -> Iterator[Tensor]:
+        yield from (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
+        for wrapped in self._wrapped:
+            module: nn.Module = wrapped.module
+            yield from (parameter.data for parameter in module.parameters())
+        yield from self._others
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """Masters and moments. What ``--optimizer-offload-fraction`` has put into host memory stays there."""
+        for adam in (part.optimizer for part in self._inner if part.optimizer is not None):
+            for each in (adam, *getattr(adam, "sub_optimizers", ())):
+                held = [p for group in each.param_groups for p in group["params"]]
+                held += [value for state in each.state.values() for value in state.values()]
+                for tensor in held:
+                    if isinstance(tensor, Tensor) and (tensor.is_cuda or not torch.cuda.is_available()):
+                        yield tensor
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identity of the memory that a tensor is a view of."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,152 @@
+"""What one GPU holds of a Megatron rank, and which other options would take less. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from miles_core import CheckpointError, Facts, Parts, Usage
+from miles_embedded import engines_gpus
+from miles_megatron import count, families
+from miles_megatron.architecture import Architecture
+from miles_megatron.memory import Stage, Work, memory
+from miles_megatron.sizes import Sizes, candidates, misfits, ranks_of, sizes_of
+from miles_megatron.work import FURTHER, context, work_of
+
+#: Fractions of the optimizer's state in host memory that are tried.
+_OFFLOADED = (0.25, 0.5, 0.75, 1.0)
+#: Parallel sizes that are suggested for each way to save memory.
+_SUGGESTED = 2
+#: How often the number of ranks is doubled in the search for enough of them.
+_DOUBLED = 9
+
+
+def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
+    """See ``miles_core.Plugin.memory``: one row for each pipeline stage. Nothing where another trainer was chosen, or the sizes do
+    not divide (``review`` says so)."""
+    if facts.value("trainer") != "megatron":
+        return
+    try:
+        a = families.read(model)
+    except CheckpointError:
+        return
+    s = sizes_of(facts)
+    if any(misfits(s, a)):
+        return
+    w = work_of(facts, s)
+    total = count.model(a, int(bool(facts.value(FURTHER)))).total
+    size = f"{total / 1e9:,.3g} billion" if total > 1e7 else f"{total:,}"
+    note = (
+        f"trainer: {a.family}, {size} parameters on {s.ranks} rank{'s' * (s.ranks > 1)} ({ranks_of(facts)[1]}), {s.dp} replicas; "
+        f"micro-batches of {w.tokens:,} tokens ({context(facts)[1]})"
+    )
+    if w.offloaded:
+        note += f"; {w.offloaded:.0%} of the optimizer's state is in host memory"
+    for stage in memory(a, s, w):
+        label = f"rank of stage {stage.number} ({stage.layers} layers)" if s.pp > 1 else "rank"
+        yield Usage(
+            "trainer",
+            label,
+            _parts(stage),
+            stage.other,
+            note=note,
+            processes=s.ranks,
+            fitting=lambda budget, alone: _fitting(facts, a, s, w, budget),
+        )
+
+
+def _parts(stage: Stage) -> Parts:
+    return Parts(
+        weights=stage.weights,
+        gradients=stage.gradients,
+        optimizer=stage.optimiser,
+        activations=stage.activations,
+        other=stage.other,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _peak(a: Architecture, s: Sizes, w: Work) -> float:
+    return max(stage.total for stage in memory(a, s, w.divided(s)))
+
+
+def _fitting(facts: Facts, a: Architecture, s: Sizes, w: Work, budget: float) -> Iterator[dict[str, Any]]:
+    """Changes with which every stage takes at most ``budget`` bytes: the same sizes first, then others, then more ranks."""
+    ways = list(_ways(w))
+    for v, how in ways[1:]:
+        if _peak(a, s, v) <= budget:
+            yield how
+    for v, how in ways:
+        yield from islice(({**_changed(s, c), **how} for c in _others(a, s, v, budget)), _SUGGESTED)
+    for ranks in (s.ranks << n for n in range(1, _DOUBLED)):
+        more = replace(s, ranks=ranks)
+        found = next((c for c in (more, *_others(a, more, w, budget)) if _fits(a, c, w, budget)), None)
+        if found is not None:
+            changed = _changed(s, found)
+            yield {**_on_ranks(facts, ranks, engines_gpus(facts)), **changed}
+            yield {**_on_ranks(facts, ranks, 0), **changed, "colocate": True}
+            return
+
+
+def _fits(a: Architecture, s: Sizes, w: Work, budget: float) -> bool:
+    return not any(misfits(s, a)) and _peak(a, s, w) <= budget
+
+
+def _ways(w: Work) -> Iterator[tuple[Work, dict[str, Any]]]:
+    """The work as it is, with optimizer state in host memory, with recomputation, with both; and how each is asked for."""
+    yield w, {}
+    whole = {"megatron.recompute_granularity": "full"}
+    saving = replace(w, recompute="full", recompute_layers=1)
+    fractions = [f for f in _OFFLOADED if f > w.offloaded]
+    for fraction in fractions:
+        yield replace(w, offloaded=fraction), _offload(fraction)
+    if w.recompute != "full":
+        yield saving, whole
+        for fraction in fractions[-1:]:
+            yield replace(saving, offloaded=fraction), {**whole, **_offload(fraction)}
+
+
+def _offload(fraction: float) -> dict[str, Any]:
+    return {"megatron.optimizer_cpu_offload": True, "megatron.optimizer_offload_fraction": fraction}
+
+
+@lru_cache(maxsize=256)
+def _others(a: Architecture, s: Sizes, w: Work, budget: float) -> tuple[Sizes, ...]:
+    """Other sizes for as many ranks that fit."""
+    return tuple(islice((c for c in candidates(s, a) if c != s and _peak(a, c, w) <= budget), _SUGGESTED))
+
+
+_OPTIONS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+    "virtual": "virtual_pipeline_model_parallel_size",
+    "sequence": "sequence_parallel",
+}
+
+
+def _changed(old: Sizes, new: Sizes) -> dict[str, Any]:
+    """The options to change; an expert's tensor parallelism follows that of the others where it is not given."""
+    found = {}
+    for name, option in _OPTIONS.items():
+        value = getattr(new, name)
+        if value != getattr(old, name) or (name == "etp" and new.tp != old.tp):
+            found[f"megatron.{option}"] = value or None if name in ("first", "last") else value
+    return found
+
+
+def _on_ranks(facts: Facts, ranks: int, engines: int) -> dict[str, Any]:
+    """How a run gets so many ranks next to ``engines`` GPUs of engines."""
+    if not facts.value("plugin.ray"):
+        return {"megatron.ranks": ranks}
+    each = int(facts.value("gpu.count") or facts.value("ray.actor_num_gpus_per_node") or 8)
+    nodes, machines = max(ranks // each, 1), -(-(ranks + engines) // each)
+    found = {"gpu.machines": machines} if machines > int(facts.value("gpu.machines") or 1) else {}
+    return {**found, "ray.actor_num_nodes": nodes, "ray.actor_num_gpus_per_node": min(each, ranks)}

@@ -1,0 +1,72 @@
+"""What an optimizer step computes, from the options of a run. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miles_core import MICRO_BATCH_TOKENS, Facts
+from miles_megatron.memory import Work
+from miles_megatron.recipes import RECIPES
+from miles_megatron.sizes import Sizes
+
+#: Whether a plugin has the checkpoint's MTP layer trained.
+FURTHER = "trainer.uses.further_layers"
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+
+
+def work_of(facts: Facts, s: Sizes) -> Work:
+    """What a step computes, as the options say it."""
+
+    def value(name: str, default: Any) -> Any:
+        found = facts.value(name)
+        return default if found in (None, "") else found
+
+    full = _width(facts) == 4
+    longest = context(facts)[0]
+    counted = value("train.micro_batch_size", 0) and not value("train.use_dynamic_batch_size", False)
+    rollout = value("rollout.batch_size", 1) * value("rollout.n_samples_per_prompt", 1)
+    samples = value("train.global_batch_size", rollout // (value("train.num_steps_per_rollout", 1)))
+    recompute = value(
+        "megatron.recompute_granularity", "full" if value("train.activation_checkpointing", False) else ""
+    )
+    return Work(
+        tokens=value("train.micro_batch_size", 0) * longest,
+        micro_batches=1,
+        step=samples * longest,
+        longest=longest,
+        limit=0 if counted else value("train.max_tokens_per_gpu", MICRO_BATCH_TOKENS["cuda"]),
+        width=4 if full else 2,
+        seen=(4 if full else 2) * (value("train.precision", "bf16") not in ("bf16", *RECIPES)),
+        gradient=4 if full or value("megatron.grad_reduce_in_fp32", True) else 2,
+        state=_state(facts, full),
+        offloaded=value("megatron.optimizer_offload_fraction", 0.0) if value("megatron.optimizer_cpu_offload", False) else 0.0,
+        recompute=recompute,
+        recompute_layers=value("megatron.recompute_num_layers", 1),
+        recompute_modules=tuple(str(value("megatron.recompute_modules", "core_attn")).split(",")),
+        further=bool(facts.value(FURTHER)),
+    ).divided(s)  # fmt: skip
+
+
+def _width(facts: Facts) -> int:
+    dtype = facts.value("model.dtype", "auto")
+    return 4 if dtype == "float32" or (dtype == "auto" and facts.value("gpu.count", 1) == 0) else 2
+
+
+def _state(facts: Facts, full: bool) -> float:
+    """Bytes of the optimiser for each parameter: two moments, and a master where the parameter itself is none."""
+    if not facts.value("megatron.use_precision_aware_optimizer"):
+        return 8.0 if full else 12.0
+    moments = sum(_BYTES[facts.value(f"megatron.{n}") or "float32"] for n in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    remainders = facts.value("megatron.store_param_remainders") is not False
+    master = 2 if remainders and not full else _BYTES[facts.value("megatron.main_params_dtype") or "float32"]
+    return float(moments + (0 if full else master))
+
+
+def context(facts: Facts) -> tuple[int, str]:
+    """Tokens of the longest sample, and where the number comes from."""
+    if facts.value("rollout.max_context_len"):
+        return facts.value("rollout.max_context_len"), "--rollout-max-context-len"
+    answer = facts.value("rollout.max_response_len", 1024)
+    if facts.value("rollout.max_prompt_len"):
+        return facts.value("rollout.max_prompt_len") + answer, "longest prompt and response"
+    return answer + 1024, "longest response, and a prompt of 1,024 tokens (--rollout-max-prompt-len bounds it)"

@@ -1,0 +1,114 @@
+"""Memory of Megatron runs in the plan: what is refused, and options that would do."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from miles_core import PlanError
+from miles_testing import plan
+
+PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
+
+#: slime's one-node recipe, as far as it decides memory.
+SLIME = {
+    "runtime": "ray", "engine": "sglang", "trainer": "megatron", "colocate": True, "actor_num_gpus_per_node": 8,
+    "tensor_model_parallel_size": 4, "sequence_parallel": True, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1,
+    "recompute_granularity": "full", "use_dynamic_batch_size": True, "max_tokens_per_gpu": 20480,
+    "rollout_num_gpus_per_engine": 8, "sglang_mem_fraction_static": 0.7, "rollout_max_response_len": 8192,
+    "rollout_batch_size": 32, "n_samples_per_prompt": 8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def write(name):
+        shutil.copy(PUBLISHED / f"{name}.json", tmp_path / "config.json")
+        return str(tmp_path)
+
+    return write
+
+
+def table(accepted):
+    return next(note for note in accepted.reviews if note.startswith("memory of a GPU"))
+
+
+def row(accepted, start):
+    """Column -> GB of a process in the table of an accepted plan."""
+    lines = table(accepted).splitlines()
+    names = ["process", *re.split(r"\s{2,}", lines[1].strip())[1:]]
+    line = next(line for line in lines if line.strip().startswith(start))
+    return dict(zip(names[1:], map(float, re.split(r"\s{2,}", line.strip())[1:]), strict=True))
+
+
+def test_the_switch_alone_offloads_all_of_the_optimizer(checkpoint):
+    model = checkpoint("qwen3-30b-a3b")
+    off, half, on = (
+        plan(hf_checkpoint=model, facts=["hardware=8xH200"], **SLIME, **more)
+        for more in (
+            {"optimizer_cpu_offload": True},
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+            {},
+        )
+    )
+    assert row(on, "trainer")["optimizer"] == pytest.approx(2 * row(half, "trainer")["optimizer"], rel=0.01)
+    assert row(off, "trainer")["in all"] == pytest.approx(
+        row(on, "trainer")["in all"] - row(on, "trainer")["optimizer"], abs=0.2
+    )
+    assert "100% of the optimizer's state is in host memory" in table(off)
+
+
+def test_what_does_not_fit_is_offered_offload_fractions(checkpoint):
+    given = {"hf_checkpoint": checkpoint("qwen3-30b-a3b"), "facts": ["hardware=8xH100"], **SLIME}
+    with pytest.raises(PlanError) as error:
+        plan(**given)
+    text = str(error.value)
+    assert "the trainer megatron and the engine sglang need" in text and "gpu.memory_gb = 80" in text
+    fraction = float(re.search(r"--optimizer-cpu-offload --optimizer-offload-fraction (\S+)", text)[1])
+    accepted = plan(**given, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+    assert f"{fraction:.0%} of the optimizer's state" in table(accepted)
+
+
+def test_experts_that_do_not_divide_name_every_size_and_the_fix(checkpoint):
+    given = {**SLIME, "optimizer_cpu_offload": True}
+    del given["expert_tensor_parallel_size"]
+    with pytest.raises(PlanError) as error:
+        plan(hf_checkpoint=checkpoint("qwen3-30b-a3b"), facts=["hardware=8xH100"], **given)
+    text = str(error.value)
+    assert "8 ranks that divide by expert x expert-tensor x pipeline = 32" in text
+    assert "megatron.expert_model_parallel_size = 8" in text
+    assert re.search(r"megatron.expert_tensor_parallel_size = 4 +as tensor_model_parallel_size", text)
+    assert "--expert-tensor-parallel-size 1" in text
+
+
+def test_too_few_machines_are_answered_with_how_many_would_do(checkpoint):
+    given = {
+        "hf_checkpoint": checkpoint("qwen3-235b-a22b"),
+        "trainer": "megatron",
+        "runtime": "ray",
+        "engine": "sglang",
+    }
+    given |= {"actor_num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 8, "micro_batch_size": 1}
+    with pytest.raises(PlanError) as error:
+        plan(**given, facts=["hardware=2x8xH200"])
+    machines, nodes, flags = re.search(r"on (\d+) machines: --actor-num-nodes (\d+) (--.*)", str(error.value)).groups()
+    words = re.findall(r"--([a-z-]+)(?: (\d+))?", flags)
+    options = {name.replace("-", "_"): int(value) if value else True for name, value in words}
+    plan(**given, **options, actor_num_nodes=int(nodes), facts=[f"hardware={machines}x8xH200"])
+    assert int(machines) == int(nodes) + 1
+
+
+def test_packages_are_assumed_where_the_plan_is_for_other_machines(checkpoint):
+    given = {
+        "hf_checkpoint": checkpoint("qwen3-4b"),
+        "trainer": "megatron",
+        "micro_batch_size": 1,
+        "recompute_granularity": "full",
+    }
+    accepted = plan(**given, facts=["hardware=8xH200", "megatron.ranks=8", "package.megatron-core=assumed"])
+    assert accepted.fact("package.transformer-engine") in ("assumed", "2.20.2")
+    with pytest.raises(
+        PlanError, match=r"megatron needs megatron-core >=0.19.2(.|\n)*--fact package.megatron-core=none"
+    ):
+        plan(**given, facts=["hardware=8xH200", "megatron.ranks=8", "package.megatron-core=none"])

@@ -1,0 +1,217 @@
+"""What one GPU holds of an SGLang engine: weights in their number format, and the cache that fills the share SGLang reserves.
+
+SGLang takes a share of each GPU (``mem_fraction_static``) for weights and cache and leaves the rest to activations and graphs. The
+default share follows its ``srt/arg_groups/memory_hook.py`` (0.5.17). Requests that do not fit into the cache wait, so a small cache is
+slow and no error, unless it holds less than one sequence. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_core import Facts, Parts, Problem, Usage, described
+from miles_embedded import ModelSize, longest_sample, model_size, size_of, wanted_rows
+
+GB = 1e9
+MIB = float(1 << 20)
+#: Bytes of a parameter that a number format stores, with its scales, and whether it stores routed experts only.
+STORED: dict[str, tuple[float, bool]] = {
+    "fp8": (1 + 4 / (128 * 128), False),
+    "mxfp8": (1 + 1 / 32, False),
+    "int4": (0.5 + 2 / 128, True),
+    "nvfp4": (0.5 + 1 / 16, True),
+}
+#: Bytes of a CUDA context with its libraries, and of NCCL's buffers where there are several GPUs.
+CONTEXT, CHANNELS = 1.0 * GB, 1.0 * GB
+#: SGLang's share of a GPU that a trainer of the same process uses too (``build``).
+BESIDE_A_TRAINER = 0.4
+#: SGLang's default of ``chunked_prefill_size`` on GPUs with more than 60 GiB, and of the batches that it captures graphs of.
+_CHUNK, _CAPTURED = 8192, 256
+_LARGE = 60 * 1024 * MIB
+_SHARE, _STEP = 0.9, 0.05
+
+
+@dataclass(frozen=True)
+class Server:
+    """How one engine is placed on its GPUs.
+
+    Attributes:
+        tp, pp, dp: tensor and pipeline parallel, and copies of attention (``--sglang-enable-dp-attention``).
+        fraction: share of a GPU for weights and cache.
+        origin: where the share comes from.
+        reserve: bytes that SGLang leaves for activations and graphs.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    fraction: float
+    origin: str
+    reserve: float
+
+    @property
+    def gpus(self) -> int:
+        """Of one engine."""
+        return self.tp * self.pp
+
+
+def server_of(facts: Facts, gpu: float) -> Server:
+    """From the options of a run; ``gpu``: bytes of a GPU, 0 where it is not known."""
+
+    def value(name: str, default: Any) -> Any:
+        return facts.value(f"sglang.{name}") or default
+
+    pp = int(value("pp_size", 1))
+    given_gpus = facts.value("ray.rollout_num_gpus_per_engine") if facts.value("plugin.ray") else None
+    tp = int(value("tp_size", max(int(given_gpus or 1) // pp, 1)))
+    dp = int(value("dp_size", 1)) if value("enable_dp_attention", False) else 1
+    captured = int(value("cuda_graph_max_bs", _CAPTURED if tp < 4 else 2 * _CAPTURED))
+    mib = 512 + 1.5 * max(int(value("chunked_prefill_size", _CHUNK)), 2048) + 128 * tp * pp + 2 * captured
+    mib += (3 * captured * dp if dp > 1 else 0) + (2048 if value("moe_a2a_backend", "") == "deepep" else 0)
+    reserve = max(mib, 10240 if gpu > _LARGE else 0) * MIB
+    given = facts.value("sglang.mem_fraction_static")
+    if given is not None:
+        return Server(
+            tp, pp, dp, float(given), f"--sglang-mem-fraction-static {given}", min(reserve, (1 - given) * gpu)
+        )
+    if facts.value("runtime") == "inline" and not facts.value("colocate"):
+        return Server(tp, pp, dp, BESIDE_A_TRAINER, "the share next to a trainer on one GPU", min(reserve, 0.6 * gpu))
+    return Server(tp, pp, dp, max((gpu - reserve) / gpu, 0.0) if gpu else 0.0, "SGLang's default", reserve)
+
+
+def weights(size: ModelSize, precision: str) -> float:
+    """Bytes of all weights of a model in a number format. Embeddings, output layer, norms and routers stay in BF16."""
+    stored, experts_only = STORED.get(precision, (2.0, False))
+    plain = size.embeddings + 2 * size.hidden * size.layers
+    quantised = size.experts if experts_only else size.parameters - plain
+    return 2.0 * (size.parameters - quantised) + stored * quantised
+
+
+def cached(facts: Facts, size: ModelSize, server: Server) -> float:
+    """Bytes that one GPU caches for a token. Heads of keys and values are divided among tensor-parallel ranks, a latent is not."""
+    width = 1.0 if str(facts.value("rollout.kv_cache_dtype")).startswith("float8") else 2.0
+    return width * size.cached / server.pp / min(max(server.tp // server.dp, 1), size.heads)
+
+
+def draft(facts: Facts, size: ModelSize) -> float:
+    """Bytes of what drafts: a model of its own, or the checkpoint's MTP layer."""
+    if not facts.value("sglang.speculative_algorithm"):
+        return 0.0
+    path = facts.value("sglang.speculative_draft_model_path")
+    if not path:
+        return 2.0 * size.mtp
+    try:
+        config = json.loads((Path(str(path)) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a name on a hub
+        return 0.0
+    found = model_size(config, 0)
+    return 2.0 * found.parameters if found else 0.0
+
+
+def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
+    """See ``miles_core.Plugin.memory``; nothing of a server elsewhere, or of one on a CPU."""
+    size = size_of(facts, model)
+    if size is None or facts.value("engine") != "sglang" or facts.value("sglang.url"):
+        return
+    if facts.value("model.device") == "cpu":
+        return
+    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    server = server_of(facts, gpu)
+    precision = str(facts.value("rollout.precision") or "bf16")
+    held, drafts = weights(size, precision) / server.gpus, draft(facts, size) / server.gpus
+    each, (longest, why), rows = cached(facts, size, server), longest_sample(facts), wanted_rows(facts)
+    pool = max(server.fraction * gpu - held - drafts, 0.0) if gpu else rows * longest * each
+    other = CONTEXT + (CHANNELS if server.gpus > 1 else 0)
+    note = f"engine: {precision} weights on {server.gpus} GPU{'s' * (server.gpus > 1)}"
+    if gpu:
+        tokens = int(pool / each)
+        note += (
+            f", {server.fraction:.2f} of each for weights and cache ({server.origin}): a cache of {tokens:,} tokens, "
+            f"{tokens // longest:,} of the {rows:,} longest sequences that may be decoded at once ({longest:,} tokens: {why})"
+        )
+    else:
+        note += f"; a cache of {rows:,} sequences of {longest:,} tokens ({why})"
+    parts = Parts(weights=held, draft=drafts, cache=pool, other=max(server.reserve, other))
+    usable = math.inf if gpu and _needed(facts, size, server) > server.fraction * gpu else 1.0  # ``too_small`` says so
+    yield Usage(
+        "engine",
+        "GPU",
+        parts,
+        other,
+        usable=usable,
+        note=note,
+        fitting=lambda budget, alone: _smaller(facts, size, budget, gpu),
+    )
+
+
+def too_small(facts: Facts, model: Mapping[str, Any] | None) -> Iterator[Problem]:
+    """Why SGLang could not start: the share of its GPUs does not hold weights and one sequence."""
+    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    size = None if model is None else size_of(facts, model)
+    if not gpu or size is None or facts.value("engine") != "sglang" or facts.value("sglang.url"):
+        return
+    if facts.value("model.device") == "cpu":
+        return
+    server = server_of(facts, gpu)
+    needed = _needed(facts, size, server)
+    if needed <= server.fraction * gpu:
+        return
+    precision = str(facts.value("rollout.precision") or "bf16")
+    values = (
+        described(facts.lookup("gpu.memory_gb")),
+        (
+            f"{precision} weights",
+            f"{weights(size, precision) / GB:.1f} GB",
+            f"{size.parameters / 1e9:,.3g} billion parameters",
+        ),
+        (
+            "GPUs of an engine",
+            str(server.gpus),
+            "--sglang-tp-size x --sglang-pp-size, or --rollout-num-gpus-per-engine",
+        ),
+        ("share for weights and cache", f"{server.fraction:.2f}", server.origin),
+    )
+    because = (
+        f"weights and the cache of one sequence of {longest_sample(facts)[0]:,} tokens take {needed / GB:.1f} GB on each GPU of an engine, "
+        f"and SGLang may use {server.fraction * gpu / GB:.1f}"
+    )
+    yield Problem(
+        "sglang", "an engine that holds the model", because, values, tries=lambda: _smaller(facts, size, gpu, gpu)
+    )
+
+
+def _needed(facts: Facts, size: ModelSize, server: Server) -> float:
+    """Bytes of weights and one sequence on one GPU."""
+    held = weights(size, str(facts.value("rollout.precision") or "bf16")) + draft(facts, size)
+    return held / server.gpus + longest_sample(facts)[0] * cached(facts, size, server)
+
+
+def _smaller(facts: Facts, size: ModelSize, budget: float, gpu: float) -> Iterator[dict[str, Any]]:
+    """Changes with which the engine takes at most ``budget`` bytes of each GPU: another share, then more GPUs."""
+    server = server_of(facts, gpu)
+    if not gpu:
+        return
+    shares = [round(_SHARE - _STEP * n, 2) for n in range(int(_SHARE / _STEP))]
+    found = next(
+        (f for f in shares if f * gpu + server.reserve <= budget and f * gpu >= _needed(facts, size, server)), None
+    )
+    if found is not None and found != server.fraction:
+        yield {"sglang.mem_fraction_static": found}
+    for tp in (server.tp << n for n in range(1, 6)):
+        wider = Server(tp, server.pp, server.dp, server.fraction, server.origin, server.reserve)
+        if _needed(facts, size, wider) <= min(server.fraction * gpu, budget):
+            chosen = {"sglang.tp_size": tp} if facts.value("sglang.tp_size") else {}
+            yield {**chosen, **_on_gpus(facts, wider.gpus)}
+            return
+
+
+def _on_gpus(facts: Facts, gpus: int) -> dict[str, Any]:
+    """How an engine gets so many GPUs."""
+    found: dict[str, Any] = {"runtime": "ray", "ray.rollout_num_gpus_per_engine": gpus}
+    rollout = facts.value("ray.rollout_num_gpus") if facts.value("plugin.ray") else None
+    return {**found, "ray.rollout_num_gpus": gpus} if rollout is not None and rollout % gpus else found

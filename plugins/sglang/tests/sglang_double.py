@@ -1,0 +1,280 @@
+"""A double of SGLang: the embedded engine behind the coroutines of SGLang's tokenizer manager.
+
+Its habits are those of SGLang 0.5.17, against which ``test_contract.py`` runs the same suite: what SGLang does without a word is done
+without a word here, so an adapter that forgets to look fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import sys
+import types
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from miles_core.backend import Encoded, Engine, Request, Sampling
+from miles_embedded import load_model
+from miles_embedded.engine.build import detokenizer, end_tokens
+from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.settings import Settings
+from miles_embedded.testing.routes import ROUTES, record_routes
+from miles_sglang import inside, loader
+from miles_sglang.answers import Answer
+from miles_sglang.link import Link, SglangError, SglangLost
+from miles_sglang.worker import Worker
+
+
+class Body(types.SimpleNamespace):
+    """Stands for every request class of SGLang: what it was made with is what it holds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+def stand_in_for_sglang(monkeypatch: Any) -> None:
+    """What ``worker`` and ``buckets`` import from SGLang, in ``sys.modules``."""
+
+    def module(name: str, **names: Any) -> None:
+        made = types.ModuleType(name)
+        made.__getattr__ = lambda attribute: names.get(attribute, Body)  # type: ignore[method-assign]
+        monkeypatch.setitem(sys.modules, name, made)
+
+    class Serializer:
+        serialize = staticmethod(lambda content: content)
+
+    for parent in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        module(parent, __version__="0.5.17")
+    module("sglang.srt.managers.io_struct")
+    module("sglang.srt.utils", MultiprocessingSerializer=Serializer)
+
+
+class Manager:
+    """A tokenizer manager. Requests of SGLang's context, which is a little longer than the run's, are lowered silently."""
+
+    def __init__(self, checkpoint: Path, arguments: Mapping[str, Any]) -> None:
+        model = self.computing(checkpoint)
+        record_routes(model)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self.context = int(arguments["context_length"])
+        running = int(arguments["max_running_requests"])
+        self.end, self.detokenize = end_tokens(model, tokenizer), detokenizer(tokenizer)
+        self.engine: Engine = EmbeddedEngine(
+            model,
+            Settings(self.detokenize, self.end, seed=7, max_running_requests=running, max_context=self.context),
+        )
+        self.tensors = load_file(checkpoint / "model.safetensors")
+        self.version, self.loaders = str(arguments["weight_version"]), arguments["custom_weight_loader"]
+        self.layers = model.config.num_hidden_layers
+        self.rids: dict[str, int] = {}
+        self.paused = False
+        self.released: set[str] = set()
+        self._load()
+
+    def computing(self, checkpoint: Path) -> Any:
+        """The model that the answers are computed with."""
+        return load_model(str(checkpoint))
+
+    @property
+    def scheduled(self) -> Any:
+        """What the schedulers hold and load updates into."""
+        return self
+
+    def _load(self) -> None:
+        """SGLang copies what it is given and does not ask for the rest; the embedded engine is always given all."""
+        whole = [Encoded(name, {name: tensor}) for name, tensor in self.tensors.items()]
+        self.engine._usable = True  # type: ignore[attr-defined]
+        asyncio.get_running_loop().create_task(self.engine.update_weights(whole, 0)).add_done_callback(
+            lambda t: t.result()
+        )
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    async def freeze_gc(self) -> None:
+        pass
+
+    async def generate_request(self, body: Any, _: Any) -> AsyncIterator[dict[str, Any]]:
+        assert not self.released
+        parameters = body.sampling_params
+        key = self.rids[body.rid] = int(parameters.get("sampling_seed", len(self.rids))) % (1 << 31)
+        if parameters["max_new_tokens"] == 0:
+            (row,) = await self.engine.score([body.input_ids])
+            entries = [
+                (None, body.input_ids[0], None),
+                *((float(x), t, None) for x, t in zip(row, body.input_ids[1:], strict=False)),
+            ]
+            yield self._answer(body, [], {"input_token_logprobs": entries}, {"type": "length", "length": 0})
+            return
+        support = "sampling_support"
+        if body.return_sampling_mask and parameters["top_k"] < 1:
+            raise ValueError("return_sampling_mask requires finite top_k")
+        ignoring = parameters["ignore_eos"]
+        room = self.context - len(body.input_ids) - 2
+        sampling = Sampling(
+            min(parameters["max_new_tokens"], room),
+            parameters["temperature"],
+            parameters["top_p"],
+            parameters["top_k"],
+            tuple(parameters["stop"]),
+            () if ignoring else tuple(parameters["stop_token_ids"]),
+            ignoring,
+        )
+        extras = ({support} if body.return_sampling_mask else set()) | (
+            {ROUTES} if body.return_routed_experts else set()
+        )
+        found = await self.engine.generate(Request(body.input_ids, sampling, key=key, extras=extras))
+        meta: dict[str, Any] = {
+            "output_token_logprobs": [(p, t, None) for p, t in zip(found.log_probs, found.tokens, strict=False)]
+        }
+        if support in found.extras:
+            meta["output_token_sampling_mask"] = [[int(t) for t in row] for row in found.extras[support]]
+            meta["output_token_sampling_logprobs"] = found.log_probs
+        if ROUTES in found.extras:
+            meta["routed_experts"] = self._routes(found.extras[ROUTES])
+        reason: dict[str, Any] = {"type": found.finish}
+        if found.finish == "stop":
+            matched = next((s for s in sampling.stop if s in self.detokenize(found.tokens)), found.tokens[-1])
+            reason["matched"] = matched
+        del self.rids[body.rid]
+        yield self._answer(body, found.tokens, meta, reason)
+
+    def _answer(self, body: Any, tokens: list[int], meta: dict[str, Any], reason: dict[str, Any]) -> dict[str, Any]:
+        meta |= {"finish_reason": reason, "weight_version": self.version, "prompt_tokens": len(body.input_ids)}
+        return {"output_ids": tokens, "text": "", "meta_info": {**meta, "id": body.rid, "not": object()}}
+
+    def _routes(self, rows: np.ndarray) -> str:
+        """Every layer has rows, and so has a dense one."""
+        record = np.zeros((len(rows), self.layers, rows.shape[-1]), np.int32)
+        record[:, self.layers - rows.shape[1] :] = rows
+        return base64.b64encode(record.tobytes()).decode()
+
+    async def update_weights_from_tensor(self, body: Any, _: Any) -> tuple[bool, str]:
+        assert body.load_format in self.loaders
+        loader.load(self.scheduled, body.serialized_named_tensors[0])  # type: ignore[arg-type]
+        return self._updated(body)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return iter(self.tensors.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.tensors.items())
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.tensors[name].copy_(tensor)
+
+    async def update_weights_from_disk(self, body: Any, _: Any) -> tuple[bool, str, int]:
+        for file in sorted(Path(body.model_path).glob("*.safetensors")):
+            self.tensors |= load_file(file)
+        return (*self._updated(body), 0)
+
+    def _updated(self, body: Any) -> tuple[bool, str]:
+        if body.weight_version is not None:
+            assert body.flush_cache, "prefixes of the old weights would be used with the new ones"
+            self.version = body.weight_version
+            self._load()
+        return True, "Success"
+
+    async def pause_generation(self, body: Any) -> None:
+        self.paused = True
+        await self.engine.pause(body.mode)
+
+    async def continue_generation(self, body: Any) -> None:
+        self.paused = False
+        await self.engine.resume()
+
+    def abort_request(self, rid: str) -> None:
+        """Everything whose rid begins with this one."""
+        keys = {key for one, key in self.rids.items() if one.startswith(rid)}
+        asyncio.get_running_loop().create_task(self.engine.abort(keys))  # type: ignore[arg-type]
+
+    async def flush_cache(self) -> Any:
+        assert "kv_cache" not in self.released
+        return Body(success=True)
+
+    async def release_memory_occupation(self, body: Any, _: Any) -> None:
+        assert not self.released & set(body.tags), "its memory was given back already"
+        self.released |= set(body.tags)
+
+    async def resume_memory_occupation(self, body: Any, _: Any) -> None:
+        assert set(body.tags) <= self.released
+        self.released -= set(body.tags)
+        if "weights" in body.tags:
+            self.tensors = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+
+
+class DoubleLink(Link):
+    """The worker's calls in this process, with JSON between; ``process`` and ``server`` have tests of their own."""
+
+    same_host = True
+
+    def __init__(self, checkpoint: Path, arguments: Mapping[str, Any]) -> None:
+        self.checkpoint, self.arguments = checkpoint, arguments
+        self.drop = ""  # part of a tensor's name: buckets with it are lost on their way, without a word
+        self.starts = 0
+        self.fatal: dict[
+            tuple[int, str], int
+        ] = {}  # (number of the start, endpoint): the call of it that SGLang dies over
+
+    async def start(self) -> Mapping[str, Any]:
+        self.starts += 1
+        self.calls: Counter[str] = Counter()
+        self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.manager = self.managed()
+        engine = types.SimpleNamespace(
+            tokenizer_manager=self.manager, server_args=Body(tp_size=1), collective_rpc=self._rpc
+        )
+        self.worker = Worker(engine, None)  # type: ignore[arg-type]
+        return {"tp_size": 1}
+
+    def managed(self) -> Manager:
+        """A manager that was just started."""
+        return Manager(self.checkpoint, self.arguments)
+
+    def _rpc(self, method: str) -> None:
+        """As ``sglang.Engine.collective_rpc``: an error in the scheduler is an assertion that fails here."""
+        assert method == "miles_coverage"
+        runner = types.SimpleNamespace(model=self.manager.scheduled)
+        try:
+            inside.check_coverage(types.SimpleNamespace(tp_worker=types.SimpleNamespace(model_runner=runner)))
+        except RuntimeError as error:
+            raise AssertionError(str(error)) from error
+
+    async def stop(self) -> None:
+        pass
+
+    async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        return await self.start()
+
+    async def generate(self, body: Mapping[str, Any]) -> Answer:
+        answer = await self._asked("generate", body)
+        message, columns = answer.message()
+        return Answer.read(json.loads(json.dumps(message)), b"".join(columns))
+
+    async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
+        if endpoint == "update_weights_from_tensor" and self.drop and self.drop in json.dumps(body["tensors"]):
+            return {"success": True, "message": "lost on its way"}
+        return json.loads(json.dumps(await self._asked(endpoint, body, payload)))
+
+    async def _asked(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
+        self.calls[endpoint] += 1
+        if self.fatal.get((self.starts, endpoint)) == self.calls[endpoint]:
+            self.death.set_result(None)
+        asked = asyncio.ensure_future(self.worker.endpoints[endpoint](json.loads(json.dumps(body)), bytes(payload)))
+        await asyncio.wait([asked, self.death], return_when=asyncio.FIRST_COMPLETED)
+        if self.death.done():
+            asked.cancel()
+            raise SglangLost("SGLang's process ended (signal SIGKILL)", ("its last words",))
+        try:
+            return asked.result()
+        except ValueError as error:
+            raise SglangError(str(error)) from error

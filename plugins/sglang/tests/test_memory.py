@@ -1,0 +1,106 @@
+"""Memory of an SGLang engine in the plan, by hand, and what is refused."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from miles_core import PlanError
+from miles_core.plugin.detect import config_facts
+from miles_embedded import model_size
+from miles_sglang.memory import GB, MIB, server_of, weights
+from miles_testing import plan
+
+PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
+ENGINE = {"runtime": "ray", "engine": "sglang", "rollout_num_gpus_per_engine": 8, "recompute_activations": True}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def write(name):
+        (tmp_path / name).mkdir(exist_ok=True)
+        shutil.copy(PUBLISHED / f"{name}.json", tmp_path / name / "config.json")
+        return str(tmp_path / name)
+
+    return write
+
+
+def size_of(name):
+    config = json.loads((PUBLISHED / f"{name}.json").read_text())
+    facts = {fact.name: fact.value for fact in config_facts(config)}
+    return model_size(config, facts["model.moe_layers"], facts["model.mtp_layers"])
+
+
+def test_formats_store_linear_layers_and_leave_embeddings():
+    size = size_of("deepseek-v3")
+    assert weights(size, "bf16") == 2 * size.parameters
+    assert weights(size, "fp8") == pytest.approx(size.parameters + size.embeddings, rel=0.001)
+    assert weights(size, "nvfp4") == pytest.approx(2 * (size.parameters - size.experts) + 0.5625 * size.experts)
+
+
+def engine_alone(checkpoint, name, hardware, **options):
+    """A plan whose trainer fits whatever the model: Megatron on many machines."""
+    given = {
+        **ENGINE,
+        "trainer": "megatron",
+        "actor_num_nodes": 64,
+        "actor_num_gpus_per_node": 8,
+        "micro_batch_size": 1,
+    }
+    sizes = {
+        "expert_model_parallel_size": 64,
+        "tensor_model_parallel_size": 8,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 1,
+    }
+    del given["recompute_activations"]
+    return plan(
+        hf_checkpoint=checkpoint(name),
+        facts=[f"hardware=65x{hardware}"],
+        **{**given, **sizes, "recompute_granularity": "full", **options},
+    )
+
+
+def test_deepseek_in_bf16_is_refused_on_eight_h200_and_fp8_is_not(checkpoint):
+    with pytest.raises(PlanError) as error:
+        engine_alone(checkpoint, "deepseek-v3", "8xH200")
+    text = str(error.value)
+    assert "sglang needs an engine that holds the model" in text and "bf16 weights = 1342.1 GB" in text
+    assert "--rollout-precision fp8" in text
+    accepted = engine_alone(checkpoint, "deepseek-v3", "8xH200", plugins=["fp8"], rollout_precision="fp8")
+    (note,) = (n for n in accepted.reviews if n.startswith("memory of a GPU"))
+    held = float(re.search(r"engine, GPU +([\d.]+)", note)[1])
+    assert held == pytest.approx(weights(size_of("deepseek-v3"), "fp8") / 8 / GB, abs=0.1)
+    assert "fp8 weights on 8 GPUs" in note
+
+
+def test_a_cache_of_less_than_one_sequence_is_refused_with_another_share(checkpoint):
+    given = {"rollout_num_gpus_per_engine": 2, "rollout_max_response_len": 30000, "actor_num_gpus_per_node": 4}
+    common = {
+        **ENGINE,
+        **given,
+        "hf_checkpoint": checkpoint("qwen3-30b-a3b"),
+        "facts": ["hardware=8xH200"],
+        "max_tokens_per_gpu": 31024,
+    }
+    del common["recompute_activations"]
+    with pytest.raises(PlanError, match=r"the cache of one sequence of 31,024 tokens") as error:
+        plan(**common, sglang_mem_fraction_static=0.2)
+    assert re.search(r"--sglang-mem-fraction-static 0\.\d", str(error.value)) or "no small change" in str(error.value)
+
+
+def test_tensor_parallel_ranks_are_the_engine_s_gpus(checkpoint):
+    with pytest.raises(PlanError, match=r"--sglang-tp-size x --sglang-pp-size = 8, the GPUs of an engine"):
+        engine_alone(checkpoint, "qwen3-30b-a3b", "8xH200", sglang_tp_size=4)
+    accepted = engine_alone(checkpoint, "qwen3-235b-a22b", "8xH200", tensor_model_parallel_size=4)
+    assert any("bf16 weights on 8 GPUs" in note for note in accepted.reviews)
+
+
+def test_the_default_share_leaves_sglang_s_reserve():
+    from miles_core import Facts
+
+    server = server_of(Facts(), 141 * GB)
+    assert server.reserve == pytest.approx((512 + 1.5 * 8192 + 128 + 512) * MIB)
+    assert server.fraction == pytest.approx(1 - server.reserve / (141 * GB))

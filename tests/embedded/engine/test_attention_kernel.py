@@ -1,0 +1,85 @@
+"""The decode kernel against the same attention by torch in float64: on a GPU, or by Triton's interpreter where Triton is installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from miles_embedded.engine.cache import Cache
+from miles_embedded.engine.static_attention import StaticCall
+from miles_embedded.engine.static_batch import StaticBatch
+from miles_embedded.model.attention import AttentionOptions
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: rows, heads, kv heads, dim, value dim, prompt width, own width, options
+CASES = [
+    (3, 4, 2, 16, 16, 48, 64, {}),
+    (2, 4, 2, 24, 12, 300, 290, {}),
+    (2, 8, 8, 16, 16, 64, 300, {"window": 70}),
+    (2, 4, 2, 16, 16, 64, 300, {"window": 5, "sinks": 4}),
+    (2, 4, 2, 16, 16, 64, 300, {"chunk": 48, "cap": 2.0}),
+]
+
+
+@pytest.fixture(scope="module")
+def attend():
+    if DEVICE == "cuda":
+        pytest.importorskip("triton")
+    elif "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("Triton was imported without its interpreter")
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+        pytest.importorskip("triton")
+        import triton.runtime.interpreter as interpreter
+
+        patch = interpreter._patch_lang_tensor
+
+        def patched(tensor, *args):  # Triton 3.6 turns arrays of one element into numbers, which NumPy 2.4 refuses
+            patch(tensor, *args)
+            tensor.__index__ = lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
+
+        interpreter._patch_lang_tensor = patched
+    from miles_embedded.engine.attention_kernel import attend_rows
+
+    return attend_rows
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_attends_to_its_prompt_and_its_own_tokens(attend, case):
+    rows, heads, kv_heads, dim, value_dim, prompt_width, own_width, given = case
+    generator = torch.Generator().manual_seed(0)
+    cache, batch = Cache(), StaticBatch(rows, torch.device("cpu"))
+    cache.prefixes.reserve(4, prompt_width)
+    cache.own.reserve(rows, own_width)
+    batch.prompt_slots.copy_(torch.randint(0, 4, (rows,), generator=generator))
+    batch.prompt_lengths.copy_(torch.randint(1, prompt_width + 1, (rows,), generator=generator))
+    batch.lengths.copy_(torch.randint(0, own_width, (rows,), generator=generator))
+    batch.lengths[0] = batch.prompt_lengths[-1] = 0  # as the first token of a row, and as padding
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's bfloat16 products are wrong
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def slabs(width):
+        return normal(cache.prefixes.slots, kv_heads, cache.prefixes.width, width), normal(
+            cache.own.slots, kv_heads, cache.own.width, width
+        )
+
+    keys, values, q = slabs(dim), slabs(value_dim), normal(rows, heads, dim)
+    options = AttentionOptions(**{**given, "sinks": torch.randn(4, generator=generator) if "sinks" in given else None})
+    call = StaticCall(None, cache, batch, rows)
+    doubled = [[x.double() for x in pair] for pair in (keys, values)]
+    expected = call._by_torch(q.double(), *doubled, dim**-0.5, options)
+    for row, length in enumerate(batch.lengths.tolist()):  # what a row does not have is never read
+        keys[1][row, :, length + 1 :] = values[1][row, :, length + 1 :] = torch.nan
+    there = StaticBatch(rows, torch.device(DEVICE))
+    there._integers.copy_(batch._integers)
+    moved = [tuple(x.to(DEVICE) for x in pair) for pair in (keys, values)]
+    if options.sinks is not None:
+        options = AttentionOptions(**{**given, "sinks": options.sinks.to(DEVICE)})
+    found = attend(q.to(DEVICE), *moved, StaticCall(None, cache, there, rows), dim**-0.5, options).double().cpu()
+    assert (found - expected).norm() < (1e-2 if DEVICE == "cuda" else 1e-3) * expected.norm()

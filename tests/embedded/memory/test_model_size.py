@@ -1,0 +1,62 @@
+"""Counted from config.json, against Transformers' own modules and published numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from miles_core.plugin.detect import config_facts
+from miles_embedded import model_size
+from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES
+
+PUBLISHED = Path(__file__).parents[2] / "published"
+#: Entries that are made larger, so that matrices outweigh what is left out.
+WIDE = ("hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "head_dim", "qk_rope_head_dim",
+        "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp", "global_head_dim")  # fmt: skip
+
+
+def size_of(config):
+    facts = {fact.name: fact.value for fact in config_facts(config)}
+    return model_size(config, facts["model.moe_layers"], facts["model.mtp_layers"])
+
+
+@pytest.mark.parametrize("family", FAMILIES | ROUTER_FAMILIES)
+def test_parameters_are_those_that_transformers_makes(family):
+    name, values = (FAMILIES | ROUTER_FAMILIES)[family]
+    config = getattr(transformers, name)(**{k: v * 8 if k in WIDE else v for k, v in values.items()})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    made = sum(parameter.numel() for parameter in model.parameters())
+    # DeepSeek V3.2 has an indexer beside its attention
+    assert size_of(config.to_dict()).parameters == pytest.approx(made, rel=0.06 if family == "deepseek_v32" else 0.005)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "bytes_per_token"),
+    [
+        ("qwen3-30b-a3b", 30.5, 98_304),
+        ("qwen3-235b-a22b", 235.1, 192_512),
+        ("qwen3-4b", 4.02, 147_456),
+        ("qwen3-32b", 32.8, 262_144),
+        ("deepseek-v3", 671.0, 70_272),
+        ("kimi-k2", 1026.0, 70_272),
+        ("glm-4.5", 352.8, 376_832),
+        ("glm-4.5-air", 106.9, 188_416),
+        ("gpt-oss-20b", 20.9, 49_152),
+    ],
+)
+def test_published_models(model, billions, bytes_per_token):
+    size = size_of(json.loads((PUBLISHED / f"{model}.json").read_text()))
+    assert size.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert 2 * size.cached == bytes_per_token
+
+
+def test_a_configuration_without_sizes_has_none():
+    assert model_size({"model_type": "odd", "hidden_size": 8}, 0) is None
+
+
+def test_the_time_does_not_depend_on_the_number_of_layers():
+    config = json.loads((PUBLISHED / "qwen3-4b.json").read_text()) | {"num_hidden_layers": 10**9}
+    assert model_size(config, 0).layers == 10**9

@@ -1,0 +1,143 @@
+"""What the embedded trainer and engine hold, by hand and against the trainer itself; plans that cannot fit are refused."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles_core import PlanError
+from miles_core.plugin.detect import config_facts
+from miles_embedded.memory.model_size import model_size
+from miles_embedded.memory.usage import Training, activations, trainer_parts
+from miles_testing import plan
+
+PUBLISHED = Path(__file__).parents[2] / "published"
+WORK = {"tokens": 1000, "recompute": True, "reference": False}
+
+
+def size_of(name):
+    config = json.loads((PUBLISHED / f"{name}.json").read_text())
+    facts = {fact.name: fact.value for fact in config_facts(config)}
+    return model_size(config, facts["model.moe_layers"])
+
+
+SIZE = size_of("qwen3-4b")
+
+
+@pytest.mark.parametrize(("width", "per"), [(2, (2, 4, 12)), (4, (4, 4, 8))])
+def test_one_rank_holds_copies_gradients_masters_and_moments(width, per):
+    parts = trainer_parts(SIZE, Training(width, 1, False, **WORK))
+    assert (parts.weights, parts.gradients, parts.optimizer) == tuple(n * SIZE.parameters for n in per)
+
+
+def test_no_shard_keeps_all_and_full_shard_a_share():
+    alone, replica, sharded = (
+        trainer_parts(SIZE, Training(2, n, s, **WORK)) for n, s in ((1, False), (4, False), (4, True))
+    )
+    assert replica.optimizer == alone.optimizer and replica.weights == alone.weights
+    assert sharded.optimizer == alone.optimizer / 4
+    assert sharded.weights == alone.weights / 4 + 2 * (SIZE.embeddings + 2 * SIZE.layer)
+
+
+def test_recomputation_keeps_the_inputs_of_layers():
+    kept, recomputed = (activations(SIZE, Training(2, 1, False, 1000, again, False)) for again in (False, True))
+    assert recomputed < kept / 4
+
+
+def test_the_optimizer_s_bytes_are_the_trainer_s(tmp_path):
+    from miles_core.train.optimizer import OptimizerConfig
+    from miles_embedded import load_model
+    from miles_embedded.trainer.optimizer import Optimizer
+    from miles_testing import tiny_checkpoint
+
+    model = load_model(tiny_checkpoint("llama", tmp_path / "model"), "bfloat16", "cpu")
+    optimizer = Optimizer(model, OptimizerConfig(lr=1e-3))
+    for master in optimizer.masters.values():
+        master.grad = torch.ones_like(master)
+    gradients = sum(m.grad.nbytes for m in optimizer.masters.values())
+    optimizer.step()
+    count = sum(p.numel() for p in model.parameters())
+    assert sum(p.nbytes for p in model.parameters()) == 2 * count and gradients == 4 * count
+    assert sum(t.nbytes for t in optimizer.memory()) == 12 * count
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def write(name):
+        shutil.copy(PUBLISHED / f"{name}.json", tmp_path / "config.json")
+        return str(tmp_path)
+
+    return write
+
+
+def test_a_model_that_cannot_fit_is_refused_with_what_would_do(checkpoint):
+    with pytest.raises(PlanError) as error:
+        plan(hf_checkpoint=checkpoint("qwen3-30b-a3b"), facts=["hardware=H200"], max_tokens_per_gpu=8192)
+    text = str(error.value)
+    assert re.search(r"the trainer embedded and the engine embedded need \d{3} GB on each GPU", text)
+    assert "61.1 weights + 122.1 gradients + 366.4 optimizer" in text and "gpu.memory_gb = 141" in text
+    assert "on 1 machine with 8 GPUs: --runtime ray" in text and "--actor-num-gpus-per-node 8" in text
+
+
+def test_what_is_offered_is_accepted(checkpoint):
+    accepted = plan(
+        hf_checkpoint=checkpoint("qwen3-30b-a3b"),
+        facts=["hardware=8xH200"],
+        max_tokens_per_gpu=8192,
+        runtime="ray",
+        actor_num_gpus_per_node=8,
+        colocate=True,
+    )
+    (note,) = (n for n in accepted.reviews if n.startswith("memory of a GPU"))
+    assert "they take turns on the same GPUs" in note and "8 ranks, full_shard" in note
+
+
+@pytest.mark.parametrize(("strategy", "good"), [("full_shard", True), ("no_shard", False)])
+def test_both_sharding_strategies_are_counted(checkpoint, strategy, good):
+    given = {
+        "hf_checkpoint": checkpoint("qwen3-32b"),
+        "facts": ["hardware=2x8xH200"],
+        "runtime": "ray",
+        "actor_num_gpus_per_node": 8,
+        "sharding_strategy": strategy,
+        "recompute_activations": True,
+        "rollout_num_gpus": 1,
+    }
+    if good:
+        plan(**given)
+    else:
+        with pytest.raises(PlanError, match="--sharding-strategy full_shard"):
+            plan(**given)
+
+
+def test_more_rows_than_the_cache_holds_are_refused_with_how_many_it_holds(checkpoint):
+    given = {
+        "hf_checkpoint": checkpoint("qwen3-4b"),
+        "facts": ["hardware=2xH200"],
+        "runtime": "ray",
+        "rollout_batch_size": 64,
+        "n_samples_per_prompt": 8,
+        "rollout_max_response_len": 8192,
+        "recompute_activations": True,
+        "max_tokens_per_gpu": 10240,
+    }
+    with pytest.raises(PlanError) as error:
+        plan(**given)
+    rows = int(re.search(r"--max-running-requests (\d+)", str(error.value))[1])
+    assert 8 < rows < 256 and "on 1 machine" not in str(error.value)
+    plan(**given, max_running_requests=rows)
+    with pytest.raises(PlanError):
+        plan(**given, max_running_requests=rows + 4)
+
+
+def test_absurd_sizes_are_refused_quickly(checkpoint, tmp_path):
+    path = Path(checkpoint("qwen3-4b"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**7}))
+    with pytest.raises(PlanError, match=r"at most 10,000 layers(.|\n)*model.layers = 10000000"):
+        plan(hf_checkpoint=str(path), facts=["hardware=8xH200"])
+    with pytest.raises(PlanError, match="at most 10,000 layers"):
+        plan(hf_checkpoint=str(path), trainer="megatron", facts=["hardware=8xH200", "megatron.ranks=8"])

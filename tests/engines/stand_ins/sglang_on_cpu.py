@@ -1,0 +1,24 @@
+"""SGLang's recording of routed experts on a machine without CUDA, as a plugin of SGLang (``sglang.srt.plugins``).
+
+SGLang 0.5.17 keeps the recorded experts in pinned host memory, which torch can only allocate next to an accelerator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def install() -> None:
+    """Record into ordinary memory. SGLang calls this in each of its processes before it starts."""
+    from sglang.srt.state_capturer import base
+
+    base.BaseHostCache.__init__ = allocate_unpinned
+
+
+def allocate_unpinned(cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
+    """``BaseHostCache.__init__`` with a buffer [tokens, layers, top-k] int32 that is not pinned."""
+    cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
+    cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
+    cache._log_allocation()

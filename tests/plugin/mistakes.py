@@ -1,0 +1,191 @@
+"""Thirty-odd mistakes that authors of plugins make, each as a single-file plugin, and what the error must name.
+
+Used by ``test_mistakes.py`` and by ``benchmarks/mistakes.py``, which counts the answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+HEAD = """
+from dataclasses import replace
+import numpy as np
+import torch
+from miles_core import *
+from miles_core.backend import *
+"""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake.
+
+    Attributes:
+        name: what was done wrong.
+        hook: the hook that the error must name.
+        value: what the error must show of the wrong value.
+        code: the plugin.
+        options: flags of the run.
+    """
+
+    name: str
+    hook: str
+    value: str
+    code: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def hook(name: str, arguments: str, body: str) -> str:
+    """A single implementation of a hook."""
+    lines = "\n    ".join(body.strip("\n").splitlines())
+    return f"@hookimpl\ndef {name}({arguments}):\n    {lines}\n"
+
+
+def around(name: str, body: str, arguments: str = "*args", kind: str = "def", asked: str = "run") -> str:
+    """A ``wrap_*`` hook whose function has this body; ``inner`` is the inner function."""
+    lines = "\n            ".join(body.strip("\n").splitlines())
+    return (
+        f"@hookimpl\ndef {name}({asked}):\n    def wrap(inner):\n"
+        f"        {kind} outer({arguments}):\n            {lines}\n        return outer\n    return wrap\n"
+    )
+
+
+def part(kind: str, name: str, body: str, arguments: str = "run") -> str:
+    """A manifest that provides one part, made by a function with this body."""
+    lines = "\n    ".join(body.strip("\n").splitlines())
+    return (
+        f"plugin = Plugin('mine', 'a mistake', '0.1', '~=0.1', provides={{'{kind}': {{'{name}': 'make'}}}})\n"
+        f"def make({arguments}):\n    {lines}\n"
+    )
+
+
+def advantage(body: str) -> tuple[str, dict[str, Any]]:
+    """An advantage estimator, and the flag that selects it."""
+    code = "def estimate(inputs):\n    " + "\n    ".join(body.strip("\n").splitlines()) + "\nreturn estimate"
+    return part("advantage", "odd", code), {"advantage_estimator": "odd"}
+
+
+def reward(body: str, kind: str = "async def") -> tuple[str, dict[str, Any]]:
+    """A reward, and the flags that select it."""
+    return part("reward", "odd", f"{kind} score(args, sample):\n    {body}\nreturn score"), {
+        "rm_type": "odd",
+        "custom_rm_path": None,
+    }
+
+
+def engine(body: str) -> tuple[str, dict[str, Any]]:
+    """The embedded engine with its ``generate`` replaced, and the flag that selects it."""
+    code = f"""
+from miles_embedded.engine.build import make_engine
+made = make_engine(run, policy)
+answer = made.generate
+async def generate(request):
+    found = await answer(request)
+    {body}
+    return found
+made.generate = generate
+return made
+"""
+    return part("engine", "odd", code, "run, policy"), {"engine": "odd"}
+
+
+MISTAKES = [
+    Mistake("an advantage per sample", "make_advantage (odd)", "float64 [8]", *advantage("return inputs.rewards")),
+    Mistake("an advantage without return", "make_advantage (odd)", "None", *advantage("inputs.rewards.sum()")),
+    Mistake("a NaN advantage", "make_advantage (odd)", "nan", *advantage("return inputs.mask * float('nan')")),
+    Mistake("an advantage of integers", "make_advantage (odd)", "int64", *advantage("return inputs.mask.long()")),
+    Mistake("an advantage that is a list", "make_advantage (odd)", "a list", *advantage("return [0.0]")),
+    Mistake("an estimator factory without return", "make_advantage (odd)", "None", part("advantage", "odd", "pass"),
+            {"advantage_estimator": "odd"}),
+    Mistake("a column of wrong length", "on_batch", "3 rows",
+            hook("on_batch", "batch", "batch.columns['extra'] = torch.zeros(3)")),
+    Mistake("a scalar of wrong length", "on_batch", "float32 [3]",
+            hook("on_batch", "batch", "batch.scalars['reward'] = torch.zeros(3)")),
+    Mistake("a column that is a list", "on_batch", "a list of 2",
+            hook("on_batch", "batch", "batch.columns['extra'] = [1, 2]")),
+    Mistake("a batch with tokens cut off", "on_batch", "rows",
+            hook("on_batch", "batch", "batch.tokens = batch.tokens[:-1]")),
+    Mistake("a loss without return", "wrap_loss", "None", around("wrap_loss", "inner(*args)")),
+    Mistake("a loss that is a bare tensor", "wrap_loss", "float32 []", around("wrap_loss", "return inner(*args).value")),
+    Mistake("a loss per token", "wrap_loss", "float32 [",
+            around("wrap_loss", "return Loss(-args[0].log_probs, {})")),
+    Mistake("a detached loss", "wrap_loss", "no gradient",
+            around("wrap_loss", "loss = inner(*args)\nreturn Loss(loss.value.detach(), loss.metrics)")),
+    Mistake("a metric that is a list", "wrap_loss", "'mine/all'",
+            around("wrap_loss", "loss = inner(*args)\nloss.metrics['mine/all'] = [1.0]\nreturn loss")),
+    Mistake("a metric without a prefix", "wrap_loss", "'penalty'",
+            around("wrap_loss", "loss = inner(*args)\nloss.metrics['penalty'] = (loss.value.detach(), 1.0)\nreturn loss")),
+    Mistake("an async loss", "wrap_loss", "a coroutine", around("wrap_loss", "return inner(*args)", kind="async def")),
+    Mistake("a wrap without return", "wrap_loss", "None",
+            "@hookimpl\ndef wrap_loss(run):\n    def wrap(inner):\n        pass\n    return wrap\n"),
+    Mistake("a hook that returns no function", "wrap_loss", "42", hook("wrap_loss", "run", "return 42")),
+    Mistake("a forward without return", "wrap_forward", "None", around("wrap_forward", "inner(*args)")),
+    Mistake("a forward that returns a tuple", "wrap_forward", "a tuple of 2",
+            around("wrap_forward", "return inner(*args), {}")),
+    Mistake("log-probs of wrong shape", "wrap_forward", "float32 [1,",
+            around("wrap_forward", "found = inner(*args)\nfound.log_probs = found.log_probs[None]\nreturn found")),
+    Mistake("a negative weight", "wrap_correction", "-1.0",
+            around("wrap_correction", "found = inner(*args)\nreturn replace(found, weight=found.weight - 2)")),
+    Mistake("a weight per sample", "wrap_correction", "float32 [8]",
+            around("wrap_correction", "found = inner(*args)\n"
+                   "return replace(found, weight=torch.ones(len(args[0].lengths)))")),
+    Mistake("keep as floats", "wrap_correction", "float32",
+            around("wrap_correction", "found = inner(*args)\nreturn replace(found, keep=found.keep.float())")),
+    Mistake("an optimizer step without return", "wrap_optimizer_step", "None", around("wrap_optimizer_step", "inner()")),
+    Mistake("a generate function without return", "wrap_generate", "None",
+            around("wrap_generate", "await inner(*args)", kind="async def")),
+    Mistake("a generate function that returns one sample", "wrap_generate", "a Sample",
+            around("wrap_generate", "return (await inner(*args))[0]", kind="async def")),
+    Mistake("a generate function that is not async", "wrap_generate", "a list",
+            around("wrap_generate", "return [args[0]]")),
+    Mistake("a flat rollout", "wrap_rollout", "a Sample",
+            around("wrap_rollout", "return [s for g in await inner(*args) for s in g]", kind="async def")),
+    Mistake("a weight stream without return", "wrap_weights", "None",
+            around("wrap_weights", "list(inner())", asked="run, policy")),
+    Mistake("a weight stream of pairs", "wrap_weights", "a tuple of 2",
+            around("wrap_weights", "for unit in inner():\n    yield from unit.tensors.items()", asked="run, policy")),
+    Mistake("a weight as a list", "wrap_weights", "a list",
+            around("wrap_weights", "for unit in inner():\n    yield Unit({n: t.tolist() for n, t in unit.tensors.items()})",
+                   asked="run, policy")),
+    Mistake("a weight of wrong shape", "wrap_weights", "model.embed_tokens.weight",
+            around("wrap_weights", "for unit in inner():\n"
+                   "    yield Unit({n: t[1:] if 'embed' in n else t for n, t in unit.tensors.items()})",
+                   asked="run, policy")),
+    Mistake("all weights frozen", "on_model", "requires_grad",
+            hook("on_model", "model", "model.requires_grad_(False)")),
+    Mistake("an output layer of another size", "on_model", "scores 5 tokens",
+            hook("on_model", "model", "model.lm_head = torch.nn.Linear(model.config.hidden_size, 5)")),
+    Mistake("a field of wrong length", "on_sample", "'odd'",
+            "plugin = Plugin('mine', 'a mistake', '0.1', '~=0.1', hooks={'': 'Hooks'}, "
+            "fields=(Field('odd', 'float32', 'response'),))\n"
+            "class Hooks:\n    @hookimpl\n    def on_sample(self, sample):\n"
+            "        sample.fields['odd'] = np.zeros(1, np.float32)\n"),
+    Mistake("a response cut short", "on_sample", "response_length",
+            hook("on_sample", "sample", "sample.response_length = len(sample.tokens) + 1")),
+    Mistake("a request without a prompt", "on_request", "a list of 0", hook("on_request", "request", "request.tokens = []")),
+    Mistake("a step metric that is a list", "on_step", "'mine/all'",
+            hook("on_step", "metrics", "metrics['mine/all'] = [1.0]")),
+    Mistake("a step metric without a prefix", "on_step", "'penalty'", hook("on_step", "metrics", "metrics['penalty'] = 1.0")),
+    Mistake("an async event", "on_step", "async", "@hookimpl\nasync def on_step(run, metrics):\n    pass\n"),
+    Mistake("an event with yield", "on_step", "yield", hook("on_step", "metrics", "yield")),
+    Mistake("an error while stopping", "on_stop", "no such file", hook("on_stop", "run", "raise OSError('no such file')")),
+    Mistake("state that JSON cannot hold", "on_save", "mine/state",
+            hook("on_save", "run, policy, store", "store.put('mine/state', data=object())")),
+    Mistake("a reward of None", "make_reward (odd)", "None", *reward("pass")),
+    Mistake("a reward that is text", "make_reward (odd)", "'good'", *reward("return 'good'")),
+    Mistake("a reward of NaN in a dict", "make_reward (odd)", "nan", *reward("return {'all': float('nan')}")),
+    Mistake("a reward that is not async", "make_reward (odd)", "1.0", *reward("return 1.0", kind="def")),
+    Mistake("an engine factory without return", "make_engine (odd)", "None", part("engine", "odd", "pass", "run, policy"),
+            {"engine": "odd"}),
+    Mistake("more tokens than asked for", "make_engine (odd)", "max_new_tokens 4",
+            *engine("found = replace(found, tokens=[5] * 9, log_probs=[-1.0] * 9, weight_versions=[(0, 0)])")),
+    Mistake("a log-prob missing", "make_engine (odd)", "log_probs", *engine("found.log_probs = found.log_probs[:-1]")),
+    Mistake("versions out of order", "make_engine (odd)", "[(0, 3), (1, 2)]",
+            *engine("found.weight_versions = [(0, 3), (1, 2)]")),
+    Mistake("a response of None", "make_engine (odd)", "None", *engine("return None")),
+    Mistake("no tokens and finished", "make_engine (odd)", "no tokens",
+            *engine("found = replace(found, tokens=[], log_probs=[], finish='stop', weight_versions=[])")),
+    Mistake("a transport factory without return", "make_transport (odd)", "None",
+            part("transport", "odd", "pass", "run, policy, engine, world"), {"transport": "odd"}),
+]  # fmt: skip

@@ -1,0 +1,87 @@
+"""Limited time after SIGTERM, whatever the run does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from miles_core.run.stopping import Deadline, OutOfTime
+
+
+@pytest.fixture
+def deadline():
+    """A deadline whose process exit is a list of what happened; the handler of its signal is in place."""
+    exits = []
+    made = Deadline(1.0, lambda: exits.append("exit"))
+    made.exits = exits
+    before = signal.signal(signal.SIGALRM, made.interrupt)
+    yield made
+    made.close()
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_what_waits_is_cancelled_and_may_still_save(deadline):
+    saved = []
+
+    async def run():
+        deadline.begin(signal.SIGTERM)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            saved.append(True)
+            raise
+
+    async def main():
+        with pytest.raises(OutOfTime, match=r"given up 0.4 s after the signal \(--stop-within 1\)"):
+            await deadline.limit(run())
+
+    asyncio.run(main())
+    assert saved and not deadline.exits
+
+
+def test_what_blocks_the_main_thread_is_interrupted_there(deadline):
+    async def run():
+        deadline.begin(signal.SIGTERM)
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+    async def main():
+        with pytest.raises(OutOfTime):
+            await deadline.limit(run())
+
+    start = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - start < 30
+
+
+def test_a_run_that_ends_in_time_is_left_alone(deadline):
+    async def run():
+        deadline.begin(signal.SIGTERM)
+        return 3
+
+    assert asyncio.run(deadline.limit(run())) == 3
+    deadline.close()
+    assert not deadline.expired and all(
+        t.name != "deadline" or not t.is_alive() or t.join(5) is None for t in threading.enumerate()
+    )
+
+
+def test_a_process_that_does_not_end_ends_itself():
+    code = (
+        "import signal, time\nfrom miles_core.run.stopping import Deadline\n"
+        "d = Deadline(0.2, lambda: print('last words', flush=True))\nd.begin(signal.SIGTERM)\n"
+        "signal.signal(signal.SIGALRM, signal.SIG_IGN)\ntime.sleep(60)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=dict(os.environ)
+    )
+    assert done.returncode == 128 + signal.SIGTERM and "last words" in done.stdout

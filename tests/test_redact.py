@@ -1,0 +1,153 @@
+"""Redaction: what is a credential, what is not, and that every writer of a run asks."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import string
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from miles_core.errors import ConfigError, MilesError
+from miles_core.observe import log as logs
+from miles_core.redact import MARK, has_credentials, redact, redact_values, secrets
+
+SECRET = st.text(string.ascii_letters + string.digits, min_size=12, max_size=30).map(lambda s: "Q7z" + s)
+NAMES = st.sampled_from(
+    ["api_key", "key", "token", "access-token", "X-Amz-Signature", "sig", "password", "client_secret", "auth"]
+)
+
+
+@given(SECRET, NAMES)
+def test_parameters_and_users_of_urls(secret, name):
+    for url in (
+        f"https://h/x?{name}={secret}",
+        f"https://h/x?a=1&{name}={secret}&b=2",
+        f"http://me:{secret}@h:1/x",
+        f"http://{secret}@h/",
+    ):
+        assert secret not in redact(f"asked {url} twice", {}) and has_credentials(url)
+
+
+@given(SECRET)
+def test_headers_flags_and_entries(secret):
+    for text in (
+        f"Authorization: Bearer {secret}",
+        f"{{'Authorization': 'Bearer {secret}'}}",
+        f"api_key={secret}",
+        f'"api-key": "{secret}"',
+        f"--wandb-key {secret} --lr 1",
+        f"--judge-api-key={secret}",
+        f"password: {secret}",
+    ):
+        assert secret not in redact(text, {})
+    assert redact_values(
+        {"api_key": secret, "nested": [{"password": secret}], "command": ["x", "--wandb-key", secret]}
+    ) == {
+        "api_key": MARK,
+        "nested": [{"password": MARK}],
+        "command": ["x", "--wandb-key", MARK],
+    }
+
+
+@given(
+    SECRET,
+    st.sampled_from(["MILES_RM_TOKEN", "WANDB_API_KEY", "GITHUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "KEY"]),
+)
+def test_values_of_the_environment(secret, name):
+    assert secret not in redact(f"Invalid header value b'Bearer {secret}\\n'", {name: secret + "\n"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--eos-token 5 --input-key prompt --label-key label --reward-key score",
+        "max_new_tokens=5, stop_token_ids=[3], tokens_per_second: 7.5",
+        "input_key: prompt\nlabel_key: label\nreward_key: null\n",
+        "https://host:8000/score?mode=fast&n=3",
+        "--rm-url https://h/s?key=${RM_KEY}",
+        "rollout/tokens 5, key=sample.index, the basic idea of a token",
+    ],
+)
+def test_ordinary_text_stays(text):
+    assert (
+        redact(text, {"TOKENIZERS_PARALLELISM": "false", "KEYBOARD": "qwertyuiop", "SSH_AUTH_SOCK": "/tmp/agent.1"})
+        == text
+    )
+
+
+def test_redacting_twice_changes_nothing_more():
+    once = redact("Authorization: Bearer abcdefghijk http://u:p@h/?key=abc api_key=hunter22", {})
+    assert redact(once, {}) == once
+
+
+def test_short_values_and_paths_are_no_secrets():
+    assert secrets({"A_TOKEN": "1", "SSH_AUTH_SOCK": "/tmp/x/agent.12", "B_TOKEN": "longenough"}) == ["longenough"]
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(SECRET)
+def test_logs_and_their_tracebacks(tmp_path, monkeypatch, secret):
+    from rich.console import Console
+
+    monkeypatch.setenv("SOME_API_KEY", secret)
+    shown = io.StringIO()
+    logs.configure(run_dir=tmp_path, console=Console(file=shown))
+    try:
+        raise ValueError(f"Invalid header value b'Bearer {secret}'")
+    except ValueError:
+        logging.getLogger("miles_core.launch").exception("failed with %s", secret)
+    written = (tmp_path / "run.log").read_text() + shown.getvalue()
+    assert "failed with" in written and secret not in written
+
+
+def test_no_file_of_a_run_holds_a_secret(toy_run, tmp_path, monkeypatch):
+    """Known to the run through the environment, an option and an error message."""
+    secret = "Q7zSecretOfThisTest99"
+    monkeypatch.setenv("MILES_RM_TOKEN", secret)
+    monkeypatch.setattr("sys.argv", ["miles", "train", "--wandb-key", secret, "--note", secret])
+    (tmp_path / "judge.py").write_text(
+        f"import logging\n\ndef reward(args, sample):\n    logging.getLogger('miles_core.launch').warning('asked with {secret}')\n"
+        f"    raise ValueError('refused: Bearer {secret}')\n"
+    )
+    with pytest.raises(MilesError):
+        toy_run(steps=1, custom_rm_path=tmp_path / "judge.py", save=tmp_path / "run", model_name=secret, keep=2)
+    files = [p for p in (tmp_path / "run").rglob("*") if p.is_file()]
+    names = {p.name for p in files}
+    assert {"config.yaml", "plan.json"} <= names
+    assert not [p for p in files if secret.encode() in p.read_bytes()]
+
+
+def test_a_checkpoint_and_the_report_hold_no_secret_and_the_run_goes_on(toy_run, tmp_path, monkeypatch):
+    from miles_tools.report.report import report
+
+    secret = "Q7zSecretOfThisTest99"
+    monkeypatch.setenv("MILES_RM_TOKEN", secret)
+    toy_run(steps=1, save=tmp_path / "run", save_interval=1, wandb_group=secret)
+    report(tmp_path / "run")
+    files = [p for p in (tmp_path / "run").rglob("*") if p.is_file()]
+    assert any(p.name == "manifest.json" for p in files) and any(p.suffix == ".html" for p in files)
+    assert not [p for p in files if secret.encode() in p.read_bytes()]
+    with pytest.raises(
+        ConfigError, match=r"a run directory does not keep credentials; give the value of run.wandb_group again"
+    ):
+        from miles_core.config.load import load
+
+        load(["--load", str(tmp_path / "run")])
+
+
+def test_metrics_services_get_no_secret(tmp_path, monkeypatch):
+    import sys
+    import types
+
+    from miles_core.observe.sinks import WeightsAndBiases
+
+    given = {}
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **named: given.update(named) or types.SimpleNamespace(id="1")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    WeightsAndBiases(tmp_path, "n", {"rm_url": "http://h/?api_key=abcdef", "api_key": "hunter22", "lr": 1}, "p")
+    assert json.dumps(given["config"]) == json.dumps({"rm_url": f"http://h/?api_key={MARK}", "api_key": MARK, "lr": 1})

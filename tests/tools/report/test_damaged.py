@@ -1,0 +1,53 @@
+import gzip
+import json
+
+import pytest
+
+from miles_core.errors import MilesError
+from miles_tools.report.report import report
+
+
+def make_run(directory):
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward/mean": 0.5}\n')
+    return directory
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reward": {"part": 10**400}},
+        {"reward": 10**400},
+        {"rollout_log_probs": ["x"], "train_log_probs": [0.1]},
+        {"advantages": 5},
+        {"pieces": 7},
+        {"loss_mask": 3},
+    ],
+)
+def test_a_damaged_sample_leaves_the_report_complete(tmp_path, change):
+    run = make_run(tmp_path / "run")
+    file = run / "rollouts/train/00000001.jsonl.gz"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(gzip.compress(json.dumps({"step": 1, "pieces": ["a"], "reward": 1.0, **change}).encode()))
+    assert "1 steps are complete" in report(run).read_text()
+
+
+@pytest.mark.parametrize("text", ["rollout: 5", "defaults: [1]", "rollout: {num_rollout: many}"])
+def test_an_edited_configuration_leaves_the_report_complete(tmp_path, text):
+    run = make_run(tmp_path / "run")
+    (run / "config.yaml").write_text(text)
+    assert "1 steps are complete" in report(run).read_text()
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", '""'])
+def test_a_metric_that_is_no_number_is_one_sentence(tmp_path, value):
+    run = make_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text(f'{{"step": 1, "reward/mean": {value}}}\n')
+    with pytest.raises(MilesError, match=r"line 1 of .* is not a metrics record"):
+        report(run)
+
+
+def test_an_ending_with_a_text_as_time(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "ending.json").write_text('{"why": "stopped", "time": "now"}')
+    assert "1 steps are complete" in report(run).read_text()

@@ -1,0 +1,237 @@
+import json
+import re
+import time
+from html.parser import HTMLParser
+
+import pytest
+
+from miles_core.errors import MilesError
+from miles_core.observe import environment
+from miles_core.plugin.panel import Panel
+from miles_tools.commands.report import run as command
+from miles_tools.report.plots import PALETTE, draw, drawn, panels, smooth
+from miles_tools.report.report import report
+
+STEP = {
+    "reward/mean": 0.5,
+    "reward/std": 0.5,
+    "rollout/length_mean": 4.0,
+    "train/loss": -0.01,
+    "train/kept_for_later": 3.0,
+    "train/approx_kl_k3": 0.0,
+    "mismatch/kl_k3": 1e-6,
+    "mine/things": 7.0,
+    "time/rollout": 0.2,
+    "time/train": 0.5,
+    "time/step": 0.7,
+}
+
+
+def make_run(directory, steps, age=0.0, **more):
+    now = time.time() - age
+    metrics = {"reward/mean": 0.5} | more
+    records = [{"step": s, "time": now + s - steps, **metrics} for s in range(1, steps + 1)]
+    directory.mkdir(exist_ok=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (directory / "config.yaml").write_text(
+        "run: {plugins: [mine]}\nrollout: {num_rollout: 5}\ndefaults:\n  rollout: {temperature: 1.0}\n"
+    )
+    (directory / "plan.json").write_text(
+        json.dumps(
+            {
+                "digest": "8f3c12ab",
+                "core": "0.1.0",
+                "plugins": [
+                    {"name": "mine", "version": "0.3", "source": "miles-plugin-mine 0.3", "because": "--plugins mine"}
+                ],
+            }
+        )
+    )
+    return directory
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.images, self.links, self.stack = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag == "img":
+            self.images.append(attrs["src"])
+        self.links += [v for k, v in attrs.items() if k in ("src", "href")]
+
+
+def text_of(page):
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"(?s)<style>.*?</style>", "", page)))
+
+
+def test_report_is_one_file_with_every_panel_and_the_same_pngs(tmp_path):
+    run_dir = make_run(tmp_path / "run", 5, **STEP)
+    page = report(run_dir).read_text()
+    parsed = Page(page)
+    assert all(link.startswith("data:image/png;base64,") for link in parsed.links)
+    pngs = {p.name for p in (run_dir / "report").iterdir()}
+    assert len(parsed.images) == len(pngs)
+    assert {"reward.png", "length.png", "loss.png", "mismatch.png", "time.png", "mine_things.png"} <= pngs
+    assert "kl.png" not in pngs  # always 0: the table says so
+    text = text_of(page)
+    assert "Finished: 5 of 5 steps are complete." in text
+    assert "plan 8f3c12ab" in text
+    assert "mine 0.3" in text
+    assert "Plugin mine" in text
+    assert "rollout.num_rollout 5" in text
+    assert "temperature" not in text
+    assert "train/approx_kl_k3 0 0" in text
+
+
+def test_running_and_stopped_runs_are_told_apart(tmp_path):
+    assert "Still running: 3 of 5 steps are complete" in report(make_run(tmp_path / "a", 3)).read_text()
+    assert (
+        "Not running: 3 of 5 steps are complete, the last one 2.8 h ago."
+        in report(make_run(tmp_path / "b", 3, age=10_000)).read_text()
+    )
+
+
+def test_one_step_no_step_and_only_some_files(tmp_path):
+    assert "Still running: 1 of 5" in report(make_run(tmp_path / "one", 1)).read_text()
+    page = report(make_run(tmp_path / "none", 0)).read_text()
+    assert "This run has not completed a step yet, so there is nothing to plot." in page
+    assert not Page(page).images
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "metrics.jsonl").write_text('{"step": 1, "odd": 1.0}\n')
+    assert "1 steps are complete" in report(bare).read_text()
+    assert {p.name for p in (bare / "report").iterdir()} == {"odd.png"}
+
+
+def test_a_second_report_replaces_the_plots(tmp_path):
+    run_dir = make_run(tmp_path / "run", 2)
+    report(run_dir)
+    (run_dir / "report" / "stale.png").write_bytes(b"")
+    report(run_dir)
+    assert not (run_dir / "report" / "stale.png").exists()
+
+
+def test_values_that_are_not_finite_and_hints(tmp_path):
+    run_dir = make_run(tmp_path / "run", 4, **STEP)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "time": 0, "train/loss": null, "nonfinite": {"train/loss": "nan"}}\n')
+    text = text_of(report(run_dir).read_text())
+    assert "step 5: train/loss is nan; lower --lr" in text
+    assert "1 of 5 values not finite" in text
+
+
+def test_names_and_values_that_nobody_expects(tmp_path):
+    names = [r"mine/a$\frac{$b", "mine/" + "n" * 300, "mine/../../up", "mine/x.y", "mine_x.y", "mine/x:y"]
+    run_dir = make_run(tmp_path / "run", 2, **dict.fromkeys(names, 1e308))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "time": None, **dict.fromkeys(names, -1e308)}) + "\n")
+    page = report(run_dir).read_text()
+    assert all(name in page for name in names)
+    images = {p.name for p in (run_dir / "report").iterdir()}
+    assert len(images) == len(names) + 1 and {"mine_x.y.png", "mine_x.y_2.png", "mine_x_y.png"} < images
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "train/loss": "high"}\n')
+    with pytest.raises(MilesError, match=r"line 4 of .* is not a metrics record"):
+        report(run_dir)
+
+
+def test_environment_is_shown(tmp_path):
+    run_dir = make_run(tmp_path / "run", 1)
+    environment.write_environment(run_dir)
+    text = text_of(report(run_dir).read_text())
+    assert "threads" in text
+    assert "torch" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("plan.json", "{", "plan.json is not what a run wrote"),
+        ("plan.json", "3", "plan.json is not what a run wrote"),
+        ("config.yaml", "a: [", "config.yaml is not what a run wrote"),
+        ("metrics.jsonl", "x\n", "line 1 of .*metrics.jsonl"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, file, content, message):
+    run_dir = make_run(tmp_path / "run", 1)
+    (run_dir / file).write_text(content)
+    with pytest.raises(MilesError, match=message):
+        report(run_dir)
+
+
+def test_what_is_no_run_directory(tmp_path):
+    with pytest.raises(MilesError, match="no such directory"):
+        report(tmp_path / "nowhere")
+    with pytest.raises(MilesError, match="is not a run directory"):
+        report(tmp_path)
+
+
+def test_command_prints_the_path(tmp_path, capsys):
+    run_dir = make_run(tmp_path / "run", 1)
+    assert command([str(run_dir)]) == 0
+    assert capsys.readouterr().out.strip() == str((run_dir / "report.html").resolve())
+
+
+def test_smoothing_ignores_what_is_not_finite():
+    values = [1.0] * 90
+    values[40] = float("nan")
+    assert smooth(values) == [1.0] * 90
+
+
+def test_images_are_png_and_first_colour_is_used():
+    from io import BytesIO
+
+    from matplotlib.image import imread
+
+    records = [{"step": s, "reward/mean": s / 10} for s in range(10)]
+    image = imread(BytesIO(draw(panels(records)[0], records)))
+    blue = tuple(int(PALETTE[0][i : i + 2], 16) / 255 for i in (1, 3, 5))
+    close = abs(image[..., :3] - blue).max(axis=-1) < 0.02
+    assert close.sum() > 500
+    assert (image[0, 0, :3] == 1).all()
+
+
+def test_axes_of_tiny_numbers_and_of_rounding():
+    records = [{"step": s, "mismatch/kl_k3": 10.0 ** -(8 + s), "some/ratio": 1 + 1e-9 * s} for s in range(8)]
+    mismatch, ratio = (drawn(panel, records).axes[0] for panel in panels(records))
+    assert "1e-10" in [label.get_text() for label in mismatch.get_yticklabels()]
+    assert ratio.get_ylim() == pytest.approx((0.95, 1.05))
+
+
+def test_the_mismatch_budget_of_a_verified_run(toy_run):
+    run = toy_run(
+        ["fp8", "r3"],
+        rollout_precision="fp8",
+        emulate_precision=True,
+        verify_logprobs=True,
+        steps=1,
+        verify_logprobs_tolerance=5,
+    )
+    page = report(run.directory).read_text()
+    assert "Mismatch budget at weight version 0" in page
+    assert "weight quantisation" in page and "replayed: training is free of it" in page
+    assert (run.directory / "report" / "budget.png").is_file()
+
+
+def test_a_run_that_ended_says_how(tmp_path):
+    make_run(tmp_path, 1)
+    ending = {"why": "ended by DataError: no such answer", "time": time.time() + 5}
+    (tmp_path / "ending.json").write_text(json.dumps(ending))
+    page = report(tmp_path).read_text()
+    assert "Not running" in page and "It ended by DataError: no such answer." in page
+
+
+def test_workers_share_a_picture_for_busy_and_one_for_idle():
+    records = [{"step": n, "busy/engine-0": 1.0 + n, "idle/engine-0": 0.1 * n, "idle/trainer-0": 0.5} for n in (1, 2)]
+    found = {panel.name: list(panel.lines.values()) for panel in panels(records)}
+    assert found == {"busy": ["engine-0"], "idle": ["engine-0", "trainer-0"]}
+
+
+def test_a_plugins_panel_takes_the_metrics_there_are_and_leaves_the_others_alone():
+    records = [{"step": n, "some/at_1": 1.0, "some/at_2": 2.0, "some/else": 3.0} for n in (1, 2)]
+    declared = [Panel("at", "At", {"some/at_*": "number *", "train/loss": "loss"}), Panel("no", "No", {"other/*": "*"})]
+    found = {panel.name: dict(panel.lines) for panel in panels(records, declared)}
+    assert found == {"at": {"some/at_1": "number 1", "some/at_2": "number 2"}, "some_else": {"some/else": "else"}}
