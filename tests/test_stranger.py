@@ -185,7 +185,12 @@ def test_every_hook_in_the_order_of_the_map(toy_run, tmp_path):
         steps=2, directory=None, save=None, load=run.directory, eval_interval=2, eval_prompt_data=held_out, **options
     )
     calls = calls_of("everything")
-    assert calls[calls.index("on_load(policy)") :][:5] == ["on_load(policy)", "on_load(None)", *SYNC, "on_weights_synced(1)"]
+    assert calls[calls.index("on_load(policy)") :][:5] == [
+        "on_load(policy)",
+        "on_load(None)",
+        *SYNC,
+        "on_weights_synced(1)",
+    ]
     assert [c for c in calls if c.startswith("on_evaluation")] == ["on_evaluation()"]  # one data set without a name
     assert [c for c in calls if c.startswith("on_save")] == ["on_save(policy)", "on_save(None)"]
     for hook in vars(HookSpecs):
