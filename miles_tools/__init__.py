@@ -23,5 +23,14 @@ plugin = Plugin(
     commands={name: Command(summary, f"miles_tools.commands.{name}:run") for name, summary in _COMMANDS.items()},
     standard=True,
     examine="miles_tools.convert.storable:examine",
-    provides={"report": {"html": "miles_tools.report.report:report"}},
+    provides={
+        "runtime": {"inline": "miles_runtime.inline:make_runtime"},
+        "reward": {"math": "miles_tools.rewards.math_verifier:make_reward"},
+        "check": {
+            "first_sync": "miles_mismatch.first_sync:make_check",
+            "verify_logprobs": "miles_mismatch.at_sync:make_check",
+        },
+        "report": {"html": "miles_tools.report.report:report"},
+    },
+    capabilities={"runtime": ()},
 )

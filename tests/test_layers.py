@@ -54,14 +54,10 @@ LAYERS: list[dict[str, str]] = [
         "schedule": "plugin contracts rollout",
     },
     {
-        "mismatch": "errors stash data plugin precision contracts rollout sync",
-    },
-    {
         "run": "errors stash version redact data plugin config observe checkpoint reward contracts rollout",
     },
     {
         "loop": "errors data contracts rollout sync run",
-        "remote": "errors redact data plugin config observe checkpoint precision contracts train sync mismatch run",
     },
     {
         "launch": "errors redact plugin config observe checkpoint contracts run loop",
@@ -81,13 +77,14 @@ TOOLS: list[dict[str, str]] = [
         "native": "core: errors observe",
     },
     {
+        "rewards": "core: data reward contracts",
         "convert": "core: errors lookup data plugin config checkpoint precision",
-        "report": "core: errors version redact plugin observe mismatch run",
+        "report": "core: errors version redact plugin observe run mismatch: mismatch",
         "authoring": "core: errors nearest version plugin",
         "demo": "core: errors plugin observe",
     },
     {
-        "verify": "report core: version data precision contracts mismatch",
+        "verify": "report core: version data precision contracts mismatch: mismatch",
     },
     {
         "commands": "convert report authoring demo verify core: errors plugin config observe checkpoint precision "
@@ -99,6 +96,21 @@ TOOLS: list[dict[str, str]] = [
 TRANSPORT: list[dict[str, str]] = [
     {
         "transport": "core: errors lookup data precision tools: native",
+    },
+]
+
+#: Engine against trainer, one layer in itself.
+MISMATCH: list[dict[str, str]] = [
+    {
+        "mismatch": "core: errors stash data plugin precision contracts rollout sync",
+    },
+]
+
+#: Where the parts of a run are, one layer in itself.
+RUNTIME: list[dict[str, str]] = [
+    {
+        "runtime": "core: errors lookup redact data plugin config observe checkpoint precision contracts train sync run "
+        "mismatch: mismatch",
     },
 ]
 
@@ -119,22 +131,24 @@ ROOMS: list[dict[str, str]] = [
         "trainer": "model quantized core: errors data checkpoint precision contracts train",
     },
     {
-        "testing": "manifest model quantized engine trainer core: errors lookup data plugin precision contracts "
-        "train testing: testing",
+        "testing": "manifest model quantized engine trainer core: errors lookup data plugin precision contracts train "
+        "testing: testing",
     },
 ]
 
 #: The test kit, one layer in itself.
 TESTING: list[dict[str, str]] = [
     {
-        "testing": "core: errors lookup version data plugin config observe precision contracts mismatch run remote "
-        "launch tools: demo transport: transport",
+        "testing": "core: errors lookup version data plugin config observe precision contracts run launch mismatch: "
+        "mismatch runtime: runtime tools: demo transport: transport",
     },
 ]
 
 #: Import package -> its layers. Packages with one layer count as a whole.
 TABLES: dict[str, list[dict[str, str]]] = {
     "miles_core": LAYERS,
+    "miles_mismatch": MISMATCH,
+    "miles_runtime": RUNTIME,
     "miles_tools": TOOLS,
     "miles_transport": TRANSPORT,
     "miles_testing": TESTING,

@@ -338,7 +338,7 @@ from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.model.load import make_model
 from miles_embedded.trainer.build import make_trainer
 from miles_core.plugin.manifest import Plugin
-from miles_core.remote.inline import InlineRuntime
+from miles_runtime.inline import InlineRuntime
 from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.copy import make_transport
 

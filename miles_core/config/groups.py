@@ -158,7 +158,7 @@ class Reward:
     """What a response is worth."""
 
     rm_type: str | None = option(
-        None, help="built-in reward", choices=("exact", "math", "boxed", "f1", "remote", "*"), part="reward"
+        None, help="built-in reward", choices=("exact", "boxed", "f1", "remote", "*"), part="reward"
     )
     custom_rm_path: str | None = option(
         None, help="async rm(args, sample) -> float or dict; instead of --rm-type", metavar="FILE.py:FN"

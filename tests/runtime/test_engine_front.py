@@ -11,7 +11,7 @@ from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.unit import Encoded
 from miles_core.data.world import World
 from miles_core.errors import MismatchError, WorkerLost
-from miles_core.remote.engine_front import EngineFront
+from miles_runtime.engine_front import EngineFront
 
 NAMES = ("engine-0", "engine-1", "engine-2")
 

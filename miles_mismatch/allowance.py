@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miles_core.mismatch.agreement import STRETCH, Agreement
+from miles_mismatch.agreement import STRETCH, Agreement
 
 #: dtype -> relative error of a layer's output that is computed in it. FP32 sums in another order. BF16 rounds each result to 2^-9, about
 #: ten of them per layer.

@@ -12,11 +12,11 @@ import torch
 from miles_core.contracts.engine import Engine
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
-from miles_core.mismatch.parity import check_side
 from miles_core.precision.quantizer import SideParity
-from miles_core.remote.mailbox import Answers, Inbox, Letters
-from miles_core.remote.worker import Order, Worker
 from miles_core.run.parts import settle
+from miles_mismatch.parity import check_side
+from miles_runtime.mailbox import Answers, Inbox, Letters
+from miles_runtime.worker import Order, Worker
 
 
 class EngineWorker(Worker):

@@ -1,11 +1,13 @@
+import asyncio
 import os
 import signal
 import threading
 
 import pytest
 
+from miles_core.data.sample import Sample
 from miles_core.errors import DataError
-from miles_core.reward.math_verifier import MathVerifier
+from miles_tools.rewards.math_verifier import MathVerifier, make_reward
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +83,10 @@ def test_a_process_that_was_killed_is_replaced(verifier):
     assert verifier("$3/6$", "1/2") == 0.0
     assert verifier.failures == before + 1
     assert verifier("$3/6$", "1/2") == 1.0
+
+
+def test_the_reward_named_math_scores_samples_without_starting_a_process():
+    reward = make_reward(run=None)
+    right, wrong = (Sample(0, 0, prompt=[1], label="4", response=text) for text in (r"\boxed{4}", r"\boxed{5}"))
+    assert [asyncio.run(reward(None, sample)) for sample in (right, wrong)] == [1.0, 0.0]
+    assert make_reward.compares_label

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from miles_core.errors import MilesError
-from miles_core.mismatch.product_probe import check_product
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import BYTES, TENSORS, VALUES, Measured, Quantizer, SideParity, bounded
 from miles_core.precision.schedule import PLAIN
 from miles_core.sync.precision import make_codec
+from miles_mismatch.product_probe import check_product
 
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine

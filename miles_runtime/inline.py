@@ -13,12 +13,12 @@ from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.trainer import ALL_PARTS
-from miles_core.mismatch.parity import check_sides
-from miles_core.mismatch.same_model import check_same_model
 from miles_core.plugin.detect import gpu_facts, model_facts
-from miles_core.remote.learner_front import LearnerFront
-from miles_core.remote.rank import Rank
-from miles_core.remote.workers import Workers
+from miles_mismatch.parity import check_sides
+from miles_mismatch.same_model import check_same_model
+from miles_runtime.learner_front import LearnerFront
+from miles_runtime.rank import Rank
+from miles_runtime.workers import Workers
 
 
 class RankHere(Workers):

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from miles_core.remote.mailbox import Inbox
-from miles_core.remote.workers import Workers
+from miles_runtime.mailbox import Inbox
+from miles_runtime.workers import Workers
 
 SAID = {"capabilities": frozenset({"score"}), "kv_cache_dtype": "", "native_products": False, "model_facts": {"a": 1}}
 

@@ -13,8 +13,8 @@ from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, 
 from miles_core.data.unit import Encoded
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MismatchError, SyncError, WorkerLost
-from miles_core.remote.mailbox import Mailbox
-from miles_core.remote.workers import Workers, gathered
+from miles_runtime.mailbox import Mailbox
+from miles_runtime.workers import Workers, gathered
 
 
 class EngineFront(Engine):

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from miles_core.contracts.engine import Request, Response
 from miles_core.errors import MilesError
-from miles_core.remote.workers import Workers, short_of_memory
+from miles_runtime.workers import Workers, short_of_memory
 
 #: What travels, by numbers that a ``Mailbox`` gives: requests, and responses or what was raised instead.
 Letters = dict[int, Request]

@@ -16,8 +16,8 @@ from miles_core.data.sample import Sample
 from miles_core.data.world import World
 from miles_core.errors import ConfigError, NonFiniteError, WorkerLost
 from miles_core.observe.timer import Clock
-from miles_core.remote.engine_front import EngineFront
-from miles_core.remote.learner_front import LearnerFront
+from miles_runtime.engine_front import EngineFront
+from miles_runtime.learner_front import LearnerFront
 
 RANKS = ("trainer-0", "trainer-1", "trainer-2", "trainer-3")
 #: Two replicas of two ranks.

@@ -14,16 +14,16 @@ from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.errors import ConfigError, WorkerLost
-from miles_core.mismatch.same_model import compare_models
 from miles_core.plugin.worker import same_plan
 from miles_core.precision.quantizer import SideParity
 from miles_core.precision.schedule import PLAIN, precisions
-from miles_core.remote.engine_front import EngineFront
-from miles_core.remote.learner_front import LearnerFront
-from miles_core.remote.output import Output
-from miles_core.remote.patience import Patience
-from miles_core.remote.worker import Order
-from miles_core.remote.workers import Busy, Restarts, Workers, agreed, together
+from miles_mismatch.same_model import compare_models
+from miles_runtime.engine_front import EngineFront
+from miles_runtime.learner_front import LearnerFront
+from miles_runtime.output import Output
+from miles_runtime.patience import Patience
+from miles_runtime.worker import Order
+from miles_runtime.workers import Busy, Restarts, Workers, agreed, together
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
-from miles_core.remote.engine_worker import EngineWorker
+from miles_runtime.engine_worker import EngineWorker
 
 RANKS = ("trainer-0", "trainer-1")
 

@@ -6,6 +6,7 @@ deadline, because sympy can run for hours on a strange answer and a thread canno
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import json
 import logging
@@ -15,13 +16,20 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from miles_core.contracts.run import Run
+from miles_core.data.sample import Sample
+from miles_core.reward.reward import compares_label
 from miles_core.reward.rules import exact, labels_of, unboxed
 
 DEADLINE_SECONDS = 20.0
 START_SECONDS = 120.0
+#: Worker processes of a run.
+PROCESSES = min(4, os.cpu_count() or 1)
 INTEGER = re.compile(r"[+-]?\d{1,18}")
 
 log = logging.getLogger(__name__)
@@ -43,7 +51,7 @@ class MathVerifier:
         self.failures = 0
         self._lock = threading.Lock()
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
-        for _ in range(workers or min(4, os.cpu_count() or 1)):
+        for _ in range(workers or PROCESSES):
             self._idle.put(None)  # a place for a worker that has not been started
         atexit.register(self.close)
 
@@ -103,13 +111,25 @@ class MathVerifier:
             log.warning("math reward: %s; scored 0: ...%s (further ones are only counted)", reason, response[-200:])
 
 
+@compares_label
+def make_reward(run: Run) -> Callable[[Any, Sample], Awaitable[float]]:
+    """The reward named ``math``: 1 where the response's final answer equals the sample's label, else 0."""
+    verifier = MathVerifier()
+    threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="math")
+
+    async def reward(args: Any, sample: Sample) -> float:
+        return await asyncio.get_running_loop().run_in_executor(threads, verifier, sample.response, sample.label)
+
+    return reward
+
+
 class _Worker:
     def __init__(self) -> None:
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(p for p in (package_root, os.environ.get("PYTHONPATH", "")) if p)
         # -P: the current directory must not shadow modules; the worker must import the same miles_core as we do.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "miles_core.reward.math_worker"],
+            [sys.executable, "-P", "-m", "miles_tools.rewards.math_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},

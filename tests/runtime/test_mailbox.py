@@ -6,8 +6,8 @@ import asyncio
 
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.errors import DataError, WorkerLost
-from miles_core.remote.mailbox import Mailbox
-from miles_core.remote.patience import Patience
+from miles_runtime.mailbox import Mailbox
+from miles_runtime.patience import Patience
 
 
 def request(key):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from miles_core.remote.output import Output, last_lines, path_of
+from miles_runtime.output import Output, last_lines, path_of
 
 LINES = """WARNING somewhere: a file is missing
 W1122 05:12:08.994000 1377{n} somewhere/else.py:630] an old name
@@ -28,7 +28,7 @@ def test_what_a_library_has_every_worker_say_is_said_once(tmp_path, caplog):
 
 
 def test_the_last_lines_of_a_lost_worker_are_its_own(tmp_path):
-    start = "INFO miles_core.remote.output: process {} on host\n"
+    start = "INFO miles_runtime.output: process {} on host\n"
     noise = "Failed to load /lib/other.so: no such file\nWARNING somewhere: old\nW1122 05:12:08.994000 13770 else.py:630] old\n"
     own = "INFO miles_thing.work: ready\nin the middle of it\nTraceback (most recent call last):\n  File x\nValueError: y\n"
     path_of(tmp_path, "a").parent.mkdir()

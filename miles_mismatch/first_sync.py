@@ -18,14 +18,14 @@ import numpy as np
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError, MismatchError
-from miles_core.mismatch.agreement import Agreement, compare
-from miles_core.mismatch.allowance import Side, allowance
-from miles_core.mismatch.probe import bare, probe, probe_prompts
-from miles_core.mismatch.probe_text import ProbeText, probe_text
 from miles_core.plugin.detect import config_facts
 from miles_core.plugin.model_config import model_config
 from miles_core.precision.schedule import PLAIN
 from miles_core.sync.precision import make_codec
+from miles_mismatch.agreement import Agreement, compare
+from miles_mismatch.allowance import Side, allowance
+from miles_mismatch.probe import bare, probe, probe_prompts
+from miles_mismatch.probe_text import ProbeText, probe_text
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

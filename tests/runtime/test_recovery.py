@@ -175,7 +175,7 @@ def test_a_rank_dies_before_the_first_checkpoint_of_a_warm_started_run(survive, 
 
 
 def test_a_run_that_is_to_stop_replaces_nothing(survive, tmp_path, monkeypatch):
-    from miles_core.remote import rank
+    from miles_runtime import rank
 
     plain = rank.Rank.learn
 

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from miles_core.errors import DataError, MilesError, MismatchError, NonFiniteError, PlanError, SyncError, WorkerLost
-from miles_core.remote.patience import Patience
-from miles_core.remote.workers import Busy, Restarts, agreed, together
+from miles_runtime.patience import Patience
+from miles_runtime.workers import Busy, Restarts, agreed, together
 
 
 def test_a_worker_that_does_not_answer_is_lost(recorded):

@@ -22,11 +22,11 @@ import numpy as np
 
 from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
-from miles_core.mismatch.budget import BUDGET_FILE, budget, in_this_process
-from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure, ordinary
-from miles_core.mismatch.probe import bare, probe, probe_prompts
 from miles_core.rollout.partial import partial_rollout
 from miles_core.stash import StashKey
+from miles_mismatch.budget import BUDGET_FILE, budget, in_this_process
+from miles_mismatch.gap import KNOWN, Gap, LogProbs, along, measure, ordinary
+from miles_mismatch.probe import bare, probe, probe_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -21,11 +21,11 @@ from miles_core.data.sample import Sample
 from miles_core.data.world import World, shares
 from miles_core.errors import ConfigError, MilesError, SyncError, WorkerLost
 from miles_core.precision.schedule import Precisions
-from miles_core.remote.engine_front import EngineFront
-from miles_core.remote.rank import Rank
-from miles_core.remote.turns import TakingTurns, Turns
-from miles_core.remote.workers import GRACE, Workers, gathered
 from miles_core.train.share import combined, divided, in_order
+from miles_runtime.engine_front import EngineFront
+from miles_runtime.rank import Rank
+from miles_runtime.turns import TakingTurns, Turns
+from miles_runtime.workers import GRACE, Workers, gathered
 
 T = TypeVar("T")
 

@@ -17,12 +17,12 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from miles_core.data.world import World
-from miles_core.mismatch.parity import check_side, real_layer
 from miles_core.precision.quantizer import SideParity
-from miles_core.remote.rank import Rank
-from miles_core.remote.worker import Order, Worker
 from miles_core.run.parts import settle
 from miles_core.sync.precision import make_codec
+from miles_mismatch.parity import check_side, real_layer
+from miles_runtime.rank import Rank
+from miles_runtime.worker import Order, Worker
 
 #: The interface of a machine with itself.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

@@ -21,11 +21,11 @@ from miles_core.data.sample import Sample
 from miles_core.data.world import World
 from miles_core.precision.schedule import Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
-from miles_core.remote.engine_front import EngineFront
-from miles_core.remote.workers import Workers
 from miles_core.sync.copy import CopyTransport
 from miles_core.sync.precision import make_codec
 from miles_core.train.learner import Learner
+from miles_runtime.engine_front import EngineFront
+from miles_runtime.workers import Workers
 
 
 class Rank(Learner):

@@ -23,9 +23,9 @@ from miles_core.contracts.emulation import Emulation
 from miles_core.data.field import SAMPLING_SUPPORT, Field
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
-from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure
-from miles_core.mismatch.probe import bare
 from miles_core.precision.schedule import PLAIN
+from miles_mismatch.gap import KNOWN, Gap, LogProbs, along, measure
+from miles_mismatch.probe import bare
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from miles_core.errors import MilesError, WorkerLost
-from miles_core.remote.patience import PIECES, Patience, TimeoutExpired, wait_for
+from miles_runtime.patience import PIECES, Patience, TimeoutExpired, wait_for
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from miles_core.reward.math_worker import judge
+from miles_tools.rewards.math_worker import judge
 
 
 @pytest.mark.parametrize(
