@@ -58,7 +58,8 @@ def write_there(directory: Path | str, worker: str, level: str) -> None:
     logging.basicConfig(stream=sys.stderr, force=True)
     logging.getLogger().handlers[0].setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("miles_core").setLevel(level.upper())
+    for package in ("miles_core", __name__.partition(".")[0]):
+        logging.getLogger(package).setLevel(level.upper())
     print(f"{_PROCESS} {os.getpid()} on {socket.gethostname()}", file=sys.stderr)  # whatever the level
 
 

@@ -18,7 +18,7 @@ from miles_core.checkpoint.rng import seed_generators
 from miles_core.config.load import loads
 from miles_core.contracts.run import Run
 from miles_core.plugin.plan import Plan
-from miles_core.run.make import make_run
+from miles_core.run.make import make_run, packages
 from miles_core.run.prepare import accept, applied
 
 
@@ -56,7 +56,7 @@ def worker_run(order: Order) -> Run:
     plan = Plan.from_json(order.plan)
     catalogue = accept(plan)
     config = applied(loads(order.config, catalogue), plan)
-    for package in {hook.target.split(".")[0].split(":")[0] for hook in plan.hooks}:
+    for package in packages(plan, catalogue):
         logging.getLogger(package).setLevel(config.run.log_level.upper())
     seed_generators(config.train.seed)
     return make_run(config, plan, catalogue, Path(order.directory))

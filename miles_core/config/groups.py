@@ -120,7 +120,7 @@ class Model:
     trust_remote_code: bool = option(False, help="run model code that comes with the checkpoint")
     self_check: bool = option(
         True,
-        help="at the start, compare the embedded backend with the plain model, and after the first weight sync the engine with the trainer",
+        help="at the start, compare the forward pass of the backend with the plain model, and after the first weight sync the engine with the trainer",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", help="dtype of the model's copy; auto is float32 on a CPU and bfloat16 on a GPU"

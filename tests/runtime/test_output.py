@@ -19,7 +19,7 @@ def test_what_a_library_has_every_worker_say_is_said_once(tmp_path, caplog):
     path_of(tmp_path, "a").parent.mkdir()
     for n, name in enumerate(("a", "b")):
         path_of(tmp_path, name).write_text(LINES.replace("{n}", str(n)))
-    with caplog.at_level(logging.INFO, logger="miles_core"):
+    with caplog.at_level(logging.INFO, logger="miles_runtime"):
         asyncio.run(output.close())
     said = [record.getMessage() for record in caplog.records]
     own = ["miles_thing.work: ready", "Traceback (most recent call last):"]
