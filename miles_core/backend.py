@@ -35,7 +35,6 @@ from miles_core.data.sample import Sample
 from miles_core.data.unit import Encoded, Unit
 from miles_core.data.world import ALONE, World, shares
 from miles_core.errors import WorkerLost
-from miles_core.http_client import MAX_BYTES, HttpError, exchange
 from miles_core.plugin.detect import config_facts, model_facts, moe_layers
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.worker import same_plan
@@ -64,7 +63,6 @@ __all__ = [
     "AS_TRAINED",
     "BYTES",
     "GIVEN_ROUTES",
-    "MAX_BYTES",
     "OWN_ROUTES",
     "PLAIN",
     "SAMPLING_SUPPORT",
@@ -83,7 +81,6 @@ __all__ = [
     "FormatItself",
     "Forward",
     "FurtherLayer",
-    "HttpError",
     "Interrupted",
     "Learned",
     "Learner",
@@ -132,7 +129,6 @@ __all__ = [
     "combined",
     "config_facts",
     "divided",
-    "exchange",
     "further_layer",
     "get_rng",
     "in_order",

@@ -27,7 +27,6 @@ LAYERS: list[dict[str, str]] = [
     },
     {
         "data": "errors",
-        "http_client": "errors redact",
     },
     {
         "plugin": "errors nearest version redact data",
@@ -39,7 +38,7 @@ LAYERS: list[dict[str, str]] = [
     },
     {
         "algorithm": "errors data",
-        "reward": "errors redact data http_client",
+        "reward": "errors data",
         "precision": "errors nearest data plugin config checkpoint",
     },
     {
@@ -63,7 +62,7 @@ LAYERS: list[dict[str, str]] = [
         "launch": "errors redact plugin config observe checkpoint contracts run loop",
     },
     {
-        "cli": "errors nearest version redact plugin config contracts run launch",
+        "cli": "errors nearest version redact plugin config run launch",
         "api": "errors plugin config observe run launch",
     },
     {
@@ -75,18 +74,21 @@ LAYERS: list[dict[str, str]] = [
 TOOLS: list[dict[str, str]] = [
     {
         "native": "core: errors observe",
+        "http_client": "core: errors redact",
+        "hints": "core: miles_core",
     },
     {
-        "rewards": "core: data reward contracts",
-        "convert": "core: errors lookup data plugin config checkpoint precision",
+        "rewards": "http_client core: errors redact data reward contracts",
+        "convert": "core: errors nearest lookup data plugin config checkpoint precision",
         "report": "core: errors version redact plugin observe run mismatch: mismatch",
-        "authoring": "core: errors nearest version plugin",
+        "authoring": "core: errors nearest version plugin config",
         "demo": "core: errors plugin observe",
     },
     {
         "verify": "report core: version data precision contracts mismatch: mismatch",
     },
     {
+        "examine": "rewards convert core: plugin config",
         "commands": "convert report authoring demo verify core: errors plugin config observe checkpoint precision "
         "contracts run cli",
     },

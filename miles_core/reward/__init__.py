@@ -1,4 +1,4 @@
 """From a finished sample to a number.
 
-Core's rewards by name, a user's function, and a remote server.
+Rules by name, a user's function, and those that plugins provide.
 """

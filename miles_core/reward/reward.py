@@ -11,10 +11,8 @@ from weakref import WeakKeyDictionary
 from miles_core.data.reward_value import number
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import UserFunction, load_function
-from miles_core.reward.remote import RemoteReward
 from miles_core.reward.rules import RULES, Rule
 
-RM_TYPES = (*RULES, "remote")
 DEFAULT_CONCURRENCY = 64
 
 #: What a reward function receives: one sample, or all samples of one prompt.
@@ -92,7 +90,6 @@ def _scope(function: Any, who: str) -> Scope:
 def make_reward(
     rm_type: str | None,
     custom_path: str | None = None,
-    rm_url: str | None = None,
     concurrency: int = DEFAULT_CONCURRENCY,
 ) -> RewardFunction:
     """The reward of a run: ``--custom-rm-path`` if given, else ``--rm-type``.
@@ -109,9 +106,7 @@ def make_reward(
         return RewardFunction(function, function.name, function.origin, how, concurrency)
     if rm_type in RULES:
         return RewardFunction(_on_sample(RULES[rm_type]), rm_type, f"--rm-type {rm_type}", "inline", concurrency)
-    if rm_type == "remote":
-        return RewardFunction(RemoteReward(rm_url), "remote", f"--rm-url {rm_url}", "thread", concurrency)
-    choices = ", ".join(RM_TYPES)
+    choices = ", ".join(RULES)
     if rm_type is None:
         raise ConfigError(f"no reward is chosen; give --rm-type ({choices}) or --custom-rm-path f.py[:function]")
     raise ConfigError(f"--rm-type {rm_type} is not known; choose one of {choices}, or give --custom-rm-path")

@@ -18,7 +18,7 @@ from miles_core.errors import ConfigError, DataError, PluginError
 from miles_core.observe.progress import Progress
 from miles_core.plugin.chain import compose
 from miles_core.reward.custom import is_async
-from miles_core.reward.reward import RM_TYPES, RewardFunction, make_reward, score
+from miles_core.reward.reward import RewardFunction, make_reward, score
 from miles_core.reward.rules import RULES, labels_of
 from miles_core.rollout.collect import Collector, Pairs, Score
 from miles_core.rollout.custom_generate import CustomGenerate, load_generate
@@ -69,8 +69,8 @@ class Inputs:
             with problems():
                 self.pairs = open_pairs(config)
         with problems():
-            if options.rm_type is None or options.rm_type in RM_TYPES or options.custom_rm_path is not None:
-                self.reward = make_reward(options.rm_type, options.custom_rm_path, options.rm_url, options.concurrency)
+            if options.rm_type is None or options.rm_type in RULES or options.custom_rm_path is not None:
+                self.reward = make_reward(options.rm_type, options.custom_rm_path, options.concurrency)
         with problems():
             turns = rollout.custom_generate_function_path
             self.generate = load_generate(turns) if turns else None

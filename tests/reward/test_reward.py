@@ -145,8 +145,6 @@ def test_choices():
         make_reward(None)
     with pytest.raises(ConfigError, match=r"--rm-type maths is not known; choose one of .*boxed"):
         make_reward("maths")
-    with pytest.raises(ConfigError, match="--rm-url"):
-        make_reward("remote")
     with pytest.raises(ConfigError, match="concurrency is 0"):
         make_reward("exact", concurrency=0)
 

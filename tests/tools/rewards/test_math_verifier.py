@@ -87,6 +87,6 @@ def test_a_process_that_was_killed_is_replaced(verifier):
 
 def test_the_reward_named_math_scores_samples_without_starting_a_process():
     reward = make_reward(run=None)
-    right, wrong = (Sample(0, 0, prompt=[1], label="4", response=text) for text in (r"\boxed{4}", r"\boxed{5}"))
+    right, wrong = (Sample(label="4", response=text) for text in (r"\boxed{4}", r"\boxed{5}"))
     assert [asyncio.run(reward(None, sample)) for sample in (right, wrong)] == [1.0, 0.0]
     assert make_reward.compares_label

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from miles_core.errors import ConfigError
-from miles_core.http_client import HttpError, check_header, check_url, exchange
+from miles_tools.http_client import HttpError, check_header, check_url, exchange
 
 
 @pytest.fixture

@@ -10,15 +10,20 @@ and ``${NAME}`` in the address is replaced by that variable when a request is se
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from miles_core.contracts.run import Run
+from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError
-from miles_core.http_client import RETRIABLE, HttpError, check_header, check_url, exchange
 from miles_core.redact import has_credentials, redact
+from miles_tools.http_client import RETRIABLE, HttpError, check_header, check_url, exchange
 
 ATTEMPTS = 4
 FIRST_PAUSE_SECONDS = 0.5
@@ -92,3 +97,15 @@ class RemoteReward:
             if attempt < ATTEMPTS:
                 time.sleep(self.pause * 2 ** (attempt - 1))
         raise DataError(f"{self.url} failed {ATTEMPTS} times, last with: {reason}")
+
+
+def make_reward(run: Run) -> Callable[[Any, Sample], Awaitable[Any]]:
+    """The reward named ``remote``: what the service at ``--rm-url`` answers, ``--reward-concurrency`` requests at once."""
+    options = run.config.reward
+    service = RemoteReward(options.rm_url)
+    threads = ThreadPoolExecutor(options.concurrency, thread_name_prefix="reward")
+
+    async def reward(args: Any, sample: Sample) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(threads, service, args, sample)
+
+    return reward

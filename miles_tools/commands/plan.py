@@ -35,8 +35,8 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.config.load import load
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import describe
-    from miles_core.plugin.scan import implemented
     from miles_core.run.prepare import applied, prepare
+    from miles_tools.authoring.scan import implemented
 
     config = load(rest)
     plan, catalogue = prepare(config, given(options))

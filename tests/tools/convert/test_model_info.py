@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from miles_core.checkpoint.model_info import inspect_model
 from miles_core.errors import CheckpointError
+from miles_tools.convert.model_info import inspect_model
 
 LAYER = "model.layers.{}."
 

@@ -1,4 +1,4 @@
-"""The reference page of flags, written from the schema: ``python -m miles_core.config.reference > docs/flags.md``.
+"""The reference page of flags, written from the schema: ``python -m miles_tools.authoring.flags > docs/flags.md``.
 
 Core's flags by default; with names of installed plugins as arguments, theirs instead.
 """
@@ -10,11 +10,12 @@ from collections.abc import Iterable
 
 from miles_core.config.flags import metavar, shown_default
 from miles_core.config.schema import CORE, Flag, Schema, collect
+from miles_core.plugin.discovery import discover
 from miles_core.plugin.manifest import Plugin
 
 INTRODUCTION = """# Flags
 
-Written by `python -m miles_core.config.reference`; do not edit. The flags of a plugin are in its own documentation,
+Written by `python -m miles_tools.authoring.flags`; do not edit. The flags of a plugin are in its own documentation,
 and with the plugin installed in `miles train --help`.
 
 Every flag is also a key of a configuration file (`--config run.yaml`, YAML or TOML), as a table's key
@@ -24,8 +25,8 @@ flags; `none` clears an optional value. The name in the first column is the one 
 messages use."""
 
 
-def page(manifests: Iterable[Plugin] = (), owners: Iterable[str] = (CORE,)) -> str:
-    """The Markdown page with the options of these owners."""
+def page(manifests: Iterable[Plugin], owners: Iterable[str] = (CORE,)) -> str:
+    """The Markdown page with the options of these owners; choices that installed plugins provide are those of ``manifests``."""
     schema = collect(manifests)
     wanted = set(owners)
     parts = [INTRODUCTION]
@@ -61,10 +62,13 @@ def _row(flag: Flag, name: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def standard() -> list[Plugin]:
+    """The installed plugins that take part in every run."""
+    return [plugin for plugin in discover().values() if plugin.standard]
+
+
 if __name__ == "__main__":
     if sys.argv[1:]:
-        from miles_core.plugin.discovery import discover
-
         sys.stdout.write(page(discover().values(), sys.argv[1:]))
     else:
-        sys.stdout.write(page())
+        sys.stdout.write(page(standard()))

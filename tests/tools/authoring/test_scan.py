@@ -7,7 +7,7 @@ from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.render import chains
 from miles_core.plugin.resolve import resolve
-from miles_core.plugin.scan import hooks_of, implemented, marked
+from miles_tools.authoring.scan import hooks_of, implemented, marked
 
 MANIFEST = """
 from miles_core.plugin.manifest import Plugin

@@ -1,4 +1,4 @@
-"""The page for users of other programs, written from ``elsewhere.toml``: ``python -m miles_core.config.coming_from > docs/coming-from.md``."""
+"""The page for users of other programs, written from ``elsewhere.toml``: ``python docs/coming_from.py > docs/coming-from.md``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from miles_core.config.elsewhere import about, others
 
 INTRODUCTION = """# Coming from TRL, verl, slime or miles
 
-Written by `python -m miles_core.config.coming_from`; do not edit. The command line knows these tables too: a name of another program is
+Written by `python docs/coming_from.py`; do not edit. The command line knows these tables too: a name of another program is
 answered with the one here.
 
 What is different everywhere: a run is refused before anything is built, with every reason at once (`--dry-run`). One seed determines
@@ -18,7 +18,7 @@ taken over the whole optimiser step. [Where others differ](algorithms.md#where-o
 
 
 #: Recipes of other programs and what they are here, in Markdown.
-RECIPES = Path(__file__).parents[2] / "recipes" / "qwen3-30b-a3b-one-node.md"
+RECIPES = Path(__file__).parents[1] / "recipes" / "qwen3-30b-a3b-one-node.md"
 
 
 def page() -> str:

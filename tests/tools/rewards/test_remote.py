@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from miles_core.errors import ConfigError, DataError
-from miles_core.reward.remote import RemoteReward
+from miles_tools.rewards.remote import RemoteReward
 
 SAMPLE = SimpleNamespace(prompt="p", response="r", label="l", metadata={"k": 1}, reward=None, index=0)
 

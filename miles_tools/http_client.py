@@ -22,6 +22,8 @@ from typing import Any
 from miles_core.errors import ConfigError, MilesError
 from miles_core.redact import redact
 
+__all__ = ["MAX_BYTES", "HttpError", "exchange"]
+
 #: Seconds for a connection to one address, at most.
 CONNECT_SECONDS = 10.0
 #: Bytes of an answer, at most, where the caller gives no number of its own.
