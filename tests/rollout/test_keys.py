@@ -203,7 +203,7 @@ def test_dropping_a_sample_aborts_each_of_its_calls(toy_run):
 
 
 def test_probes_share_no_key_with_samples(toy_run):
-    from miles_core.mismatch.probe import probe
+    from miles_mismatch.probe import probe
 
     run, asked = toy_run(steps=1).run, []
 
