@@ -68,7 +68,11 @@ class UserFunction:
         except BaseException as error:
             if _meant(error, self.is_async):
                 raise
-            what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {said(error)}"
+            what = (
+                f"called sys.exit({error.code!r})"
+                if isinstance(error, SystemExit)
+                else f"raised {describe_error(error)}"
+            )
             raise DataError(f"it {what}; raise an error instead, or return what is asked for") from error
         finally:
             _return_to(self.home, f"{self.name} ({self.origin})")
@@ -161,10 +165,10 @@ def _load_module(spec: str, flag: str, default: str) -> tuple[ModuleType, str, s
     except (Exception, SystemExit) as error:
         beside = Path(*path.split(".")).with_suffix(".py")
         hint = f"; there is a file {beside}: write {beside}:{name}" if beside.is_file() else ""
-        raise ConfigError(f"{flag} {spec}: importing {path} failed: {said(error)}{hint}") from error
+        raise ConfigError(f"{flag} {spec}: importing {path} failed: {describe_error(error)}{hint}") from error
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The kind of an error, and what it says if it says something."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
@@ -189,7 +193,7 @@ def _load_file(path: Path, spec: str, flag: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         where = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        raise ConfigError(f"{flag} {spec}: loading {path} failed{where}: {said(error)}") from error
+        raise ConfigError(f"{flag} {spec}: loading {path} failed{where}: {describe_error(error)}") from error
     finally:
         _return_to(home, str(path))
     return module

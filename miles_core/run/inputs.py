@@ -24,11 +24,11 @@ from miles_core.rollout.collect import Collector, Pairs, Score
 from miles_core.rollout.custom_generate import CustomGenerate, load_generate
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import GroupFilter, load_filter
-from miles_core.rollout.function import TURN, RolloutFunction, check_roles, rollout_function
+from miles_core.rollout.function import TURN, RolloutFunction, check_roles, to_rollout_function
 from miles_core.rollout.generate import Functions, Generate, Generator
 from miles_core.rollout.queue import PromptQueue
 from miles_core.rollout.sampling import evaluation_sampling, training_sampling
-from miles_core.rollout.source import FILE, Limits, examine, fitting, open_prompts
+from miles_core.rollout.source import FILE, Limits, encode_within_limits, examine, open_prompts
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
 from miles_core.run.problems import Problems
@@ -192,7 +192,7 @@ class Inputs:
         return Evaluator(run, self.held_out, self._render(run), chained(run, generator), self._score(run), progress)
 
     def _render(self, run: Run) -> Callable[[Row], list[int] | None]:
-        return lambda row: fitting(run.render, row, run.config, self.limits)
+        return lambda row: encode_within_limits(run.render, row, run.config, self.limits)
 
     def _generator(
         self, run: Run, parts: list[PolicyParts], sampling: Sampling, answers: Pairs | None = None
@@ -228,7 +228,7 @@ def _functions(run: Run, custom: Callable[..., Any] | None) -> Functions:
     options = run.config.rollout
     named = options.custom_generate_function_path
     wanted = run.hooks.provided("generate") if options.generate_key else (options.generate,)
-    made = {name: rollout_function(run.hooks.make("generate", name, run=run), name) for name in wanted}
+    made = {name: to_rollout_function(run.hooks.make("generate", name, run=run), name) for name in wanted}
     if custom is not None:
         made[str(named)] = CustomGenerate(custom, run.config.args)
     for name, function in made.items():

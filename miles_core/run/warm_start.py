@@ -11,7 +11,7 @@ from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
 from miles_core.errors import DataError
 from miles_core.rollout.collect import Interrupted
-from miles_core.rollout.source import NO_LIMITS, Limits, encoded
+from miles_core.rollout.source import NO_LIMITS, Limits, encode_prompt
 from miles_core.run.log import RunLog
 
 
@@ -61,7 +61,7 @@ def supervised_samples(run: Run, rows: Prompts, limits: Limits = NO_LIMITS) -> l
     """
     samples = []
     for number, row in enumerate(rows):
-        prompt = encoded(run.render, row, limits)
+        prompt = encode_prompt(run.render, row, limits)
         answer = [*run.tokenizer.encode(str(row.label), add_special_tokens=False), run.tokenizer.eos_token_id]
         if limits.context is not None and len(prompt) + len(answer) > limits.context:
             raise DataError(
