@@ -16,7 +16,7 @@ from miles_core.mismatch.parity import check_side
 from miles_core.precision.quantizer import SideParity
 from miles_core.remote.mailbox import Answers, Inbox, Letters
 from miles_core.remote.worker import Order, Worker
-from miles_core.run.parts import settle
+from miles_core.run.parts import freeze_gc
 
 
 class EngineWorker(Worker):
@@ -46,7 +46,7 @@ class EngineWorker(Worker):
         name = self.run.config.run.engine
         self.part = self.run.hooks.make("engine", name, run=self.run, policy=self.policy)
         await self.part.start()
-        settle()
+        freeze_gc()
         return {
             "capabilities": frozenset(self.part.capabilities),
             "kv_cache_dtype": self.part.kv_cache_dtype,

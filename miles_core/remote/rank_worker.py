@@ -21,7 +21,7 @@ from miles_core.mismatch.parity import check_side, real_layer
 from miles_core.precision.quantizer import SideParity
 from miles_core.remote.rank import Rank
 from miles_core.remote.worker import Order, Worker
-from miles_core.run.parts import settle
+from miles_core.run.parts import freeze_gc
 from miles_core.sync.precision import make_codec
 
 #: The interface of a machine with itself.
@@ -87,7 +87,7 @@ class RankWorker(Worker):
         """Make trainer and learner; where this rank stands, and what it trains (``Trainer.model_facts``)."""
         trainer = self.run.hooks.make("trainer", self.run.config.run.trainer, run=self.run, policy=self.policy)
         self.part = Rank(self.run, self.policy, trainer)
-        settle()
+        freeze_gc()
         return self.part.world, dict(trainer.model_facts())
 
     def real_layer(self, precision: str) -> dict[str, np.ndarray]:

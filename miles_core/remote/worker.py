@@ -19,7 +19,7 @@ from miles_core.config.load import loads
 from miles_core.contracts.run import Run
 from miles_core.plugin.plan import Plan
 from miles_core.run.make import make_run
-from miles_core.run.prepare import accept, applied
+from miles_core.run.prepare import accept, apply_plan
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def worker_run(order: Order) -> Run:
         os.chdir(order.home)
     plan = Plan.from_json(order.plan)
     catalogue = accept(plan)
-    config = applied(loads(order.config, catalogue), plan)
+    config = apply_plan(loads(order.config, catalogue), plan)
     for package in {hook.target.split(".")[0].split(":")[0] for hook in plan.hooks}:
         logging.getLogger(package).setLevel(config.run.log_level.upper())
     seed_generators(config.train.seed)
