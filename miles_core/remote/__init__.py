@@ -1,4 +1,4 @@
-"""The learner of a policy and its ranks, and engines in processes of their own, however a runtime reaches them.
+"""Trainer ranks and engines as workers in separate processes, independent of how a runtime reaches them.
 
 ``rank`` is a learner with the way its weights leave it, ``learner_front`` the handle that the driver has of all ranks, ``turns`` what the two
 sides do where they share devices. ``inline`` is the runtime of one process: the same handle on one rank, which it calls directly. ``worker`` is
