@@ -1,4 +1,4 @@
-"""Hints in a run's log and report: those of core, and those that installed plugins bring in their manifests."""
+"""Hints in a run's log and report: core's hints, and those in the manifests of installed plugins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
 
 SOLVED = ("reward/mean", above(0.9))
-#: Gradient norms below it come from rounding alone.
+#: Smaller gradient norms result from rounding only.
 ZERO_GRADIENT = 1e-10
 LEARNING = ("train/grad_norm", above(ZERO_GRADIENT))
 MISMATCH = "miles verify --budget tells by cause; watch every sync (--verify-logprobs)"
@@ -30,7 +30,9 @@ HINTS = (
     Hint(
         "gradient-jump",
         "train/grad_norm",
-        jumped(20, least=1.0),  # where clipping begins; where nothing is left to learn any gradient is a jump
+        jumped(
+            20, least=1.0
+        ),  # norm at which clipping starts; without it, any gradient after convergence would count as a jump
         "the gradient norm jumped to {value}",
         UNSTABLE,
         trouble="instability",
@@ -46,7 +48,7 @@ HINTS = (
     Hint(
         "mismatch-jump",
         "mismatch/kl_k3",
-        jumped(10, least=1e-5),  # far under any bfloat16 model's, and over what float32 rounds
+        jumped(10, least=1e-5),  # far below the KL of any bfloat16 model, and above float32 rounding
         "the KL between engine and trainer jumped to {value}, over ten times its median: collapse often follows",
         f"lower --lr; {MISMATCH}",
         trouble="mismatch",
@@ -74,7 +76,7 @@ HINTS = (
         "in {percent} of the groups all rewards are equal, and the gradient is zero",
         "check the reward on some responses (miles report shows them), use easier or harder prompts, or raise "
         "--n-samples-per-prompt",
-        unless=LEARNING,  # a loss that does not come from the reward, as in distillation
+        unless=LEARNING,  # loss is independent of the reward, as in distillation
     ),
     Hint(
         "no-gradient",
@@ -118,11 +120,11 @@ HINTS = (
 
 
 def hints_of(plugins: Iterable[Plugin], holds: Callable[[str], bool]) -> tuple[Hint, ...]:
-    """The hints of one run: core's, then those of the installed plugins, each with the remedies against its trouble.
+    """Return the hints of a run: core's, then those of the installed plugins, each extended with the matching remedies.
 
     Args:
-        plugins: manifests, of active plugins and of others.
-        holds: whether a condition is known to hold in the run (``Plan.holds``).
+        plugins: manifests of all installed plugins, active or not.
+        holds: condition -> whether it holds in the run (``Plan.holds``).
     """
     plugins = tuple(plugins)
     remedies = [r for plugin in plugins for r in plugin.remedies if holds(r.when)]
@@ -137,7 +139,7 @@ def hints_of(plugins: Iterable[Plugin], holds: Callable[[str], bool]) -> tuple[H
 
 @dataclass(frozen=True)
 class Advice:
-    """A hint whose metric behaved so."""
+    """A hint that was triggered, with the observed step and value."""
 
     hint: Hint
     metric: str
@@ -152,23 +154,23 @@ class Advice:
 
 
 class Hints:
-    """Follows a run and gives each hint's advice once per metric.
+    """Evaluates hints during a run; each hint is given once per metric.
 
     Args:
-        known: the hints to follow (``hints_of``).
-        keep: how many last values of a metric are kept beside its first 20.
+        known: the hints to evaluate (``hints_of``).
+        keep: number of recent values kept per metric, in addition to its first 20.
     """
 
     def __init__(self, known: Iterable[Hint] = HINTS, keep: int = 200) -> None:
         self.known = tuple(known)
         self._keep = keep
         self._history: dict[str, list[float]] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._given: set[tuple[str, str]] = set()
         self._step = 0
 
     def of(self, metrics: Mapping[str, Any], step: int | None = None) -> list[Advice]:
-        """Take the metrics of ``step``, by default the one after the last call's, with None or NaN where a value was
-        not finite; returns the advice that is new."""
+        """Add the metrics of ``step`` (default: the step after that of the last call) and return new advice. Non-finite values are
+        None or NaN."""
         step = self._step = self._step + 1 if step is None else step
         for name, value in metrics.items():
             if name not in RESERVED:
@@ -181,23 +183,22 @@ class Hints:
             if hint.unless is not None and hint.unless[1](self._history.get(hint.unless[0]) or [math.nan]):
                 continue
             for name in metrics:
-                if name in RESERVED or (hint.name, name) in self._told or not fnmatchcase(name, hint.metric):
+                if name in RESERVED or (hint.name, name) in self._given or not fnmatchcase(name, hint.metric):
                     continue
                 if hint.behaviour(self._history[name]):
-                    self._told.add((hint.name, name))
+                    self._given.add((hint.name, name))
                     fresh.append(Advice(hint, name, step, self._history[name][-1]))
         return fresh
 
 
 def review(records: Iterable[Mapping[str, Any]], known: Iterable[Hint] = HINTS) -> list[Advice]:
-    """What the hints say about the records of a run, in order of appearance."""
+    """Return the advice of all hints for the records of a run, in order of occurrence."""
     hints = Hints(known)
     return [advice for record in records for advice in hints.of(record, record["step"])]
 
 
 def for_error(error: BaseException, known: Iterable[Hint] = HINTS) -> str | None:
-    """What helps against an exception, where that is known: memory that ran out, numbers that are not finite, sides that
-    disagree."""
+    """Return advice for an exception, if known: out of memory, non-finite numbers, mismatch of engine and trainer; else None."""
     advice = {hint.name: hint.advice for hint in known}
     if isinstance(error, NonFiniteError):
         return f"what usually helps: {advice['not-finite']}"

@@ -247,7 +247,7 @@ class EngineFront(Engine):
         try:
             while self._gone or not (self.serving or self._asleep):  # sleeping engines receive weights when they wake
                 gone, self._gone = self._gone, {}
-                await gather_in_order(self._replace(number, lost) for number, lost in gone.items())
+                await gather_in_order(self._replace_engine(number, lost) for number, lost in gone.items())
                 if not (self.serving or self._asleep or self._gone):
                     try:
                         await self._resend()
@@ -258,7 +258,7 @@ class EngineFront(Engine):
         finally:
             self._news.set()
 
-    async def _replace(self, number: int, lost: WorkerLost) -> None:
+    async def _replace_engine(self, number: int, lost: WorkerLost) -> None:
         assert self._replace is not None
         await self._replace(number, lost)
         self.renewed += 1
