@@ -1,9 +1,9 @@
 """A batch: samples as flat columns without padding, independent of how they are split into micro-batches.
 
 All samples' tokens are concatenated. A column has one row per token; row t of a sample refers to token t *as a target*
-(``log_probs[t] = log p(token t | tokens before it)``), except fields declared ``token-1``, whose row t belongs to token t
+(``log_probs[t] = log p(token t | tokens before it)``), except in fields declared ``token-1``, whose row t refers to token t
 *as an input*. Prompt rows of response columns hold the field's padding value, and ``loss_mask`` is 0 there.
-A trainer may lay tokens out as it likes (packed, padded, prompts shared); it reads columns through
+A trainer may use any layout of tokens (packed, padded, shared prompts); it reads columns through
 ``Context.rows`` and returns its results as flat columns.
 """
 
