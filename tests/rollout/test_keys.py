@@ -49,13 +49,13 @@ def test_keys_in_flight_are_distinct_whatever_samples_come_and_go(events):
     keys, flying = RequestKeys(), {}
     for sample, ends in events:
         if ends:
-            assert sorted(keys.issued([sample])) == sorted(flying.pop(sample, []))
+            assert sorted(keys.keys_of([sample])) == sorted(flying.pop(sample, []))
             keys.forget([sample])
         else:
             flying.setdefault(sample, []).append(keys.next(sample))
         alive = [key for each in flying.values() for key in each]
         assert len(set(alive)) == len(alive)
-    assert sorted(keys.issued(range(6))) == sorted(key for each in flying.values() for key in each)
+    assert sorted(keys.keys_of(range(6))) == sorted(key for each in flying.values() for key in each)
 
 
 WATCH = """

@@ -9,7 +9,7 @@ from miles_core.contracts.emulation import Emulation
 from miles_core.data.means import means
 from miles_core.data.sample import Sample
 from miles_core.run.make import make_run
-from miles_core.run.prepare import applied, prepare
+from miles_core.run.prepare import apply_plan, prepare
 from miles_core.train.share import combined, divided
 from miles_runtime.rank import Rank
 from miles_testing.toy import toy_arguments
@@ -51,7 +51,7 @@ def rollout(groups):
 def made(words, directory):
     config = load(words)
     accepted, catalogue = prepare(config)
-    run = make_run(applied(config, accepted), accepted, catalogue, directory)
+    run = make_run(apply_plan(config, accepted), accepted, catalogue, directory)
     trainer = run.hooks.make("trainer", "embedded", run=run, policy=run.policies[0])
     return Rank(run, run.policies[0], trainer)
 

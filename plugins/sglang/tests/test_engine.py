@@ -197,5 +197,5 @@ def test_an_engine_that_may_not_be_started_again_says_who_was_lost(tmp_path: Pat
     with pytest.raises(WorkerLost, match=r"^a worker was lost: it ended; its last lines:\n  its last words"):
         asyncio.run(asked())  # where somebody else replaces the engine, who knows its name
     engine.resend = resend
-    with pytest.raises(WorkerLost, match="worker sglang was lost: it ended, and none may be replaced"):
+    with pytest.raises(WorkerLost, match="worker sglang was lost: it ended, and no worker may be replaced"):
         asyncio.run(asked())
