@@ -5,7 +5,7 @@ It registers itself by this manifest like any other backend. ``model`` is what b
 
 What plugins may import from here, looked up when it is first used: ``load_model``, ``decoder_layers``, ``is_embedded``,
 ``routed_blocks`` (of ``Routed``, one by one ``routed``) and, inside of a layer, ``active_context`` for those that hook modules;
-``make_engine`` and ``make_trainer`` for those that wrap a whole side; ``Decoder``, ``Emitted``, ``Prompts``, ``one_each`` and
+``make_engine`` and ``make_trainer`` for those that wrap a whole side; ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted`` and
 ``pick`` for those that decode; ``new_layer``, ``add_layer``, ``read_layer`` and ``run_layer`` for those that put layers behind
 a model's own, ``checkpoint_config``, ``unloaded_model`` and ``prepare`` for those that build a model beside it,
 ``OptimizerGroup`` and ``optimizer_group`` for those that train parameters in their own way, ``held`` and ``whole`` where ranks share these
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from miles_embedded.engine.attention import DecodeCall
     from miles_embedded.engine.build import make_engine
     from miles_embedded.engine.cached_rows import CachedRows
-    from miles_embedded.engine.decoder import Decoder, Emitted, one_each
+    from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
     from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.sampling import pick
     from miles_embedded.memory.model_size import ModelSize, model_size
@@ -100,7 +100,6 @@ __all__ = [
     "make_trainer",
     "model_size",
     "new_layer",
-    "one_each",
     "operations_of",
     "optimizer_group",
     "pick",
@@ -112,6 +111,7 @@ __all__ = [
     "run_layer",
     "size_of",
     "text_configuration",
+    "to_emitted",
     "unloaded_model",
     "use_operations",
     "views",
@@ -125,7 +125,7 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.engine.attention": "DecodeCall",
         "miles_embedded.engine.build": "make_engine",
         "miles_embedded.engine.cached_rows": "CachedRows",
-        "miles_embedded.engine.decoder": "Decoder Emitted one_each",
+        "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
         "miles_embedded.memory.model_size": "ModelSize model_size",

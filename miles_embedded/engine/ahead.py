@@ -18,7 +18,7 @@ from torch import Tensor
 
 from miles_core.errors import NonFiniteError
 from miles_embedded.engine import sampling as draw
-from miles_embedded.engine.decoder import Emitted, one_each
+from miles_embedded.engine.decoder import Emitted, to_emitted
 from miles_embedded.engine.graphs import Graphs
 from miles_embedded.engine.static_attention import CannotBeStatic
 from miles_embedded.engine.static_batch import StaticBatch
@@ -199,7 +199,7 @@ class StepsAhead:
         """Run a step that returns logits and sample on the host, which truncated distributions (top-k, top-p) require."""
         logits = self.graphs.run(shape)[: len(rows)]
         self.runner.cache.own.lengths[: len(rows)] += 1
-        return one_each(self.engine.sample(logits, rows))
+        return to_emitted(self.engine.sample(logits, rows))
 
     def _compare(self, rows: list[Row]) -> None:
         """Compute one step both ways, once per engine; raise CannotBeStatic if the results differ by more than rounding."""

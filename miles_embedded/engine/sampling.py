@@ -94,7 +94,7 @@ class Params:
         """Whether the support of some row is smaller than the vocabulary."""
         return not (isinstance(self.top_k, int) and self.top_k <= 0 and self.top_p == 1.0)
 
-    def repeated(self, counts: Tensor | None) -> Params:
+    def repeat(self, counts: Tensor | None) -> Params:
         """Repeat the parameters of each row ``counts`` [n] times; None repeats them once."""
         if counts is None:
             return self
