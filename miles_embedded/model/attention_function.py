@@ -1,4 +1,4 @@
-"""What Transformers' attention modules call: the functions registered under the name ``miles``."""
+"""The attention and mask functions registered in Transformers under the name ``miles``."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def attention(
     call: Call | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer, by the operation of its model's table.
+    """Compute the attention of one layer with its model's attention operation.
 
     Args:
-        module: the layer's attention.
+        module: the layer's attention module.
         query: [1, heads, rows, dim].
         key: [1, kv heads, rows, dim].
         value: [1, kv heads, rows, value dim].
-        attention_mask: what ``no_mask`` returned.
-        scaling: of the scores; None is 1 / sqrt(dim).
-        call: whom the rows belong to.
-        kwargs: what else the family passes.
+        attention_mask: the result of ``no_mask``.
+        scaling: factor on the scores; None for 1 / sqrt(dim).
+        call: the call that the rows belong to.
+        kwargs: further arguments of the family.
 
     Returns:
-        [1, rows, heads, value dim], and no weights.
+        [1, rows, heads, value dim], and None in place of attention weights.
     """
     if call is None:
         raise RuntimeError("this model attends through a Call; pass call=... (see miles_embedded.model.call)")
@@ -50,9 +50,9 @@ def attention(
     if options is not None:
         options = options.within(call.longest)
     out = operations_of(module).attention(call, module, query, key, value, scaling, options)
-    return out.contiguous(), None  # as Transformers' own functions do, whose result some families view
+    return out.contiguous(), None  # contiguous as from Transformers' own functions: some families view the result
 
 
 def no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """The mask function registered under the same name: a Call knows who sees whom, but not how wide a layer's window or chunk is."""
+    """Mask function registered under the same name. A ``Call`` defines the mask except for the layer's window or chunk size."""
     return None if local_size is None else window_mask(local_size)

@@ -1,8 +1,7 @@
-"""The experts of a mixture-of-experts layer, as Transformers' modules have them.
+"""The experts of mixture-of-experts layers, registered in Transformers' experts interface.
 
-Transformers calls ``grouped_experts`` through its experts interface. The usual experts are one operation of the model's table
-(``operations``); anything else (biases, transposed weights, another gate, rows that a number format rounds in front of a
-product) takes the steps of ``grouped_experts.py`` one by one.
+Standard experts are one operation of the model's table (``operations``). All others (biases, transposed weights, another gate, rows
+rounded by a number format in front of a product) use the individual steps of ``grouped_experts.py``.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _SILU = type(ACT2FN["silu"])
 
 
 def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of a Transformers experts module.
+    """Forward of a Transformers experts module.
 
     Args:
-        module: with ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` [experts, out, in], or [experts, in, out] when ``is_transposed``,
-            and biases when ``has_bias``.
+        module: module with ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` [experts, out, in], or [experts, in, out] if
+            ``is_transposed``, and with biases if ``has_bias``.
         hidden_states: [rows, hidden].
         top_k_index: [rows, k] int64.
         top_k_weights: [rows, k].
@@ -61,22 +60,22 @@ def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def round_inputs(module: Any, rounding: Any) -> None:
-    """Let the products of an experts module read rows that ``rounding`` has seen (``quantized.activation``)."""
+    """Make the products of an experts module read rows rounded by ``rounding`` (``quantized.activation``)."""
     if type(module).__name__ == "Llama4TextExperts":
-        from miles_embedded.model.stacked_experts import stacked_experts  # brings a model definition that few runs need
+        from miles_embedded.model.stacked_experts import stacked_experts  # imports a model definition that few runs use
 
         put_forward(module, stacked_experts)
     module.__dict__[INPUT_ROUNDING] = rounding
 
 
 def _project_up(module: Any, hidden: Tensor, choices: SortedChoices, rounding: Any, expert: Any) -> Tensor:
-    """[rows, hidden] -> [rows * k, inner] sorted: what the second product reads."""
+    """Compute the inputs of the second product: [rows, hidden] -> [rows * k, inner], sorted by expert."""
     gated = getattr(module, "has_gate", True)
     up = "gate_up_proj" if gated else "up_proj"
     if rounding is None:
         x = dispatch(hidden, choices)
     elif rounding.all_of(up):
-        x = dispatch(rounding(up, hidden, expert), choices)  # once a row, not once a choice
+        x = dispatch(rounding(up, hidden, expert), choices)  # round once per row instead of once per choice
     else:
         x = rounding(up, dispatch(hidden, choices), expert)
     x = _project(module, up, x, choices)
@@ -84,7 +83,7 @@ def _project_up(module: Any, hidden: Tensor, choices: SortedChoices, rounding: A
 
 
 def _expert_of(index: Tensor, choices: SortedChoices) -> Tensor:
-    """[rows * k] expert of each sorted place."""
+    """[rows * k] expert index of each sorted position."""
     return index.reshape(-1).index_select(0, choices.order)
 
 
@@ -94,7 +93,7 @@ def _project(module: Any, name: str, x: Tensor, choices: SortedChoices) -> Tenso
 
 
 def _usual(module: Any, hidden: Tensor) -> bool:
-    """Whether these are experts ``down(silu(gate) * up)`` in one dtype, stored [out, in], gate above up, without biases."""
+    """Whether these are standard experts: ``down(silu(gate) * up)`` in one dtype, stored [out, in], gate first, without biases."""
     return (
         getattr(module, "has_gate", True)
         and getattr(module, "is_concatenated", True)

@@ -80,7 +80,7 @@ def test_weights_of_another_kind_are_told_by_a_run_and_not_by_a_plan(changed):
     examine_checkpoint(model)
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     examine_checkpoint(model, weights=False)
-    with pytest.raises(CheckpointError, match="safetensors weights; others are not read"):
+    with pytest.raises(CheckpointError, match="safetensors weights; other formats are not supported"):
         examine_checkpoint(model)
 
 
