@@ -1,8 +1,8 @@
-"""Finding the first tensor that is not finite.
+"""Find the first module that computes a value that is not finite.
 
-Checking every tensor of every step would cost what it could save. So a step only checks what no NaN or infinity escapes, and when that
-fails the same rows are computed again with eyes on every module: the first output that is not finite in the forward pass,
-else the first gradient in the backward pass, is where it began.
+Checking every tensor of every step would be too slow. A step checks only values to which every NaN or infinity propagates. When that
+check fails, the same rows are computed again with hooks on every module: the origin is the first non-finite output in the forward
+pass, or else the first non-finite gradient in the backward pass.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 
 class NonFiniteWatch:
-    """While open, looks at every module's outputs and their gradients.
+    """Context manager that checks every module's outputs and their gradients.
 
     Attributes:
-        first: a description of the first tensor that was not finite; empty while all were.
+        first: description of the first tensor that was not finite; "" if there was none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,7 +52,7 @@ class NonFiniteWatch:
 
 
 def first_nonfinite(model: nn.Module, body: Callable[[], object]) -> str:
-    """A description of the first tensor that is not finite while ``body()`` runs ``model``; empty when all are."""
+    """Run ``body()`` and describe the first non-finite tensor that ``model`` computes; "" if there is none."""
     with NonFiniteWatch(model) as watch:
         body()
     return watch.first
@@ -71,7 +71,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether all numbers of a tensor are."""
+    """Whether all values of a tensor are finite."""
     return bool(tensor.detach().isfinite().all())
 
 
@@ -79,14 +79,14 @@ def _describe(tensor: Tensor) -> str:
     bad = ~tensor.detach().isfinite()
     first = bad.nonzero()[0].tolist()
     value = tensor.detach()[tuple(first)].item()
-    return f"{list(tensor.shape)} holds {int(bad.sum())} values that are not finite, the first ({value}) at {first},"
+    return f"{list(tensor.shape)} has {int(bad.sum())} values that are not finite, the first ({value}) at {first},"
 
 
 def _because(name: str, module: nn.Module, args: Any) -> str:
-    """A cause that lies in the module itself."""
+    """Describe a cause inside the module itself."""
     for own, parameter in module.named_parameters(recurse=False):
         if not finite(parameter):
-            return f" because its parameter {name}.{own} does,"
+            return f" because its parameter {name}.{own} is not finite,"
     if all(finite(t) for t in _tensors(args)):
         return " from finite inputs,"
     return ""

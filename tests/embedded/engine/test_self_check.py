@@ -33,7 +33,7 @@ def fails(model):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (counted_over_the_call, r"LlamaForCausalLM is not computed rightly .* log-probs differ .*--no-self-check"),
+        (counted_over_the_call, r"LlamaForCausalLM is not computed correctly .* log-probs differ .*--no-self-check"),
         (fails, r"LlamaForCausalLM cannot be run by the embedded backend \(KeyError: 'call'\)"),
     ],
 )
@@ -87,7 +87,7 @@ def test_what_begins_late_is_found_in_either_dtype(check, tmp_path):
     for dtype in ("float32", "bfloat16"):
         model = load_model(checkpoint, dtype)
         late_temperature(model)
-        with pytest.raises(CheckpointError, match=r"is not computed rightly .* in float32"):
+        with pytest.raises(CheckpointError, match=r"is not computed correctly .* in float32"):
             check(model)
 
 
@@ -98,7 +98,7 @@ def test_a_small_scale_is_found_in_bfloat16(tmp_path):
     attention.forward = lambda *args, **named: tuple(
         x if x is None else x * (0.97 if in_call() else 1) for x in forward(*args, **named)
     )
-    with pytest.raises(CheckpointError, match="is not computed rightly"):
+    with pytest.raises(CheckpointError, match="is not computed correctly"):
         self_check(model)
 
 
