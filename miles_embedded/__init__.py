@@ -56,8 +56,8 @@ if TYPE_CHECKING:
         use_operations,
     )
     from miles_embedded.model.released import Released
-    from miles_embedded.model.routers import Routed, routed, routed_blocks
-    from miles_embedded.model.sharded import held, whole
+    from miles_embedded.model.routers import Routed, find_routed, routed_blocks
+    from miles_embedded.model.sharded import gather_tensor, local_shard
     from miles_embedded.model.views import views
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
@@ -90,10 +90,12 @@ __all__ = [
     "decoder_layers",
     "engines_gpus",
     "export_checkpoint",
+    "find_routed",
+    "gather_tensor",
     "has_windows",
-    "held",
     "is_embedded",
     "load_model",
+    "local_shard",
     "logits_of",
     "longest_sample",
     "make_engine",
@@ -106,7 +108,6 @@ __all__ = [
     "plugin",
     "prepare",
     "read_layer",
-    "routed",
     "routed_blocks",
     "run_layer",
     "size_of",
@@ -116,7 +117,6 @@ __all__ = [
     "use_operations",
     "views",
     "wanted_rows",
-    "whole",
 ]
 
 __getattr__, __dir__ = looked_up(
@@ -140,8 +140,8 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
         "miles_embedded.model.released": "Released",
-        "miles_embedded.model.routers": "Routed routed routed_blocks",
-        "miles_embedded.model.sharded": "held whole",
+        "miles_embedded.model.routers": "Routed find_routed routed_blocks",
+        "miles_embedded.model.sharded": "gather_tensor local_shard",
         "miles_embedded.model.views": "views",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",

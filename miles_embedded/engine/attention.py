@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from miles_core.contracts.trainer import Context
 from miles_embedded.engine.cache import Cache, to_device
 from miles_embedded.engine.cached_rows import CachedRows
-from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, causal
-from miles_embedded.model.indexer import Indexed, chosen
+from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, causal_mask
+from miles_embedded.model.indexer import Indexed, choose_in_parts
 
 #: Kind of the cache slabs that store an indexer's keys.
 INDEX = "index"
@@ -105,7 +105,9 @@ class PromptCall:
         if few:
             mask, keys = None, padded.keys()
         else:
-            mask, keys = chosen(padded, None, causal(self.longest, self.longest, padded.hidden.device)[None])
+            mask, keys = choose_in_parts(
+                padded, None, causal_mask(self.longest, self.longest, padded.hidden.device)[None]
+            )
         self._store(INDEX, indexed.module.layer_idx, keys.unsqueeze(1))
         return ChosenKeys(None if mask is None else mask.unsqueeze(1))
 

@@ -162,7 +162,7 @@ class EmbeddedEngine(Engine):
         return bool(self._weights.inputs.layers)
 
     def emulated_products(self) -> AbstractContextManager[None]:
-        return self._weights.inputs.emulated()
+        return self._weights.inputs.emulate()
 
     def model_facts(self) -> Mapping[str, Any]:
         return facts_of(self.model)
@@ -243,7 +243,7 @@ class EmbeddedEngine(Engine):
         self._weights.check()
         self._leave([row for row in self.rows if row.future.done()])
         try:
-            with self._weights.packs.used():
+            with self._weights.packs.activate():
                 self._admit()
                 emitted = self.decoder.step(self, self.rows) if self.rows else None
             if emitted is not None:

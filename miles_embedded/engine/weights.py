@@ -105,7 +105,7 @@ class Weights:
     def load(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
         """Load a whole update like ``update``, without discarding arrivals in buckets."""
         update = self.begin_update(share)
-        update.take(self.inputs.taking(units))
+        update.take(self.inputs.take_each(units))
         copied = update.finish()
         self.serve(version)
         return copied
@@ -128,7 +128,7 @@ class _DirectArrival(Arrival):
         self._weights, self._version, self._update = weights, version, weights.begin_update(share=True)
 
     async def take(self, units: Iterator[Encoded]) -> None:
-        self._update.take(self._weights.inputs.taking(units))
+        self._update.take(self._weights.inputs.take_each(units))
         _wait_for_gpu()
 
     async def finish(self) -> None:

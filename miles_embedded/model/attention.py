@@ -80,11 +80,11 @@ def attention_options(
     sinks, choice, cap = (arguments.get(name) for name in ("s_aux", "indices", "softcap"))
     if not local and sinks is None and choice is None and not cap:
         return None
-    window, chunk = (0, local) if _chunked(module) else (local, 0)
+    window, chunk = (0, local) if _is_chunked(module) else (local, 0)
     return AttentionOptions(window, sinks, choice, chunk, cap or 0.0)
 
 
-def _chunked(module: Any) -> bool:
+def _is_chunked(module: Any) -> bool:
     """Whether the layer's local attention is chunked rather than windowed."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
     return kinds is not None and kinds[module.layer_idx] == "chunked_attention"
@@ -99,12 +99,12 @@ def window_mask(window: int) -> Tensor:
     return torch.full((1, 1, 1, 1), window)
 
 
-def causal(queries: int, keys: int, device: torch.device) -> Tensor:
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """[queries, keys] True where a query attends to a key, with the last query at the last key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def with_sinks(
+def add_sinks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add the sinks as one more key in front, so that any attention function can apply them.
@@ -146,11 +146,11 @@ def attend_padded(
     """
     options = options or AttentionOptions()
     if mask is None and (options.cap or options.sinks is not None):
-        mask = causal(q.shape[2], k.shape[2], q.device)[None, None]
+        mask = causal_mask(q.shape[2], k.shape[2], q.device)[None, None]
     if mask is not None and options.cap:
-        return _capped(q, k, v, mask, scaling, options)
+        return _attend_capped(q, k, v, mask, scaling, options)
     if mask is not None and options.sinks is not None:
-        q, k, v, mask = with_sinks(q, k, v, mask, options.sinks, scaling)
+        q, k, v, mask = add_sinks(q, k, v, mask, options.sinks, scaling)
     if k.shape[2] <= _SHORT and q.device.type == "cpu":
         return ShortAttention.apply(q, k, v, mask, scaling)
     # Fused kernels require keys and values of equal width (DeepSeek-V3 has 192 and 128).
@@ -165,7 +165,7 @@ def attend_padded(
     return out[..., :width]
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, options: AttentionOptions) -> Tensor:
+def _attend_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, options: AttentionOptions) -> Tensor:
     """Attend with a soft cap. Fused kernels do not support it, so all scores are in memory at once."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = options.cap * torch.tanh(q @ k.transpose(2, 3) * scaling / options.cap)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from miles_embedded.model.attention import attention_options, window_mask
 from miles_embedded.model.call import Call
-from miles_embedded.model.kv_dtype import KV_DTYPE, as_cached
+from miles_embedded.model.kv_dtype import KV_DTYPE, round_to_cache
 from miles_embedded.model.operations import operations_of
-from miles_embedded.model.temperature import tuned
+from miles_embedded.model.temperature import scale_query
 
 
 def attention(
@@ -31,7 +31,7 @@ def attention(
         query: [1, heads, rows, dim].
         key: [1, kv heads, rows, dim].
         value: [1, kv heads, rows, value dim].
-        attention_mask: the result of ``no_mask``.
+        attention_mask: the result of ``make_mask``.
         scaling: factor on the scores; None for 1 / sqrt(dim).
         call: the call that the rows belong to.
         kwargs: further arguments of the family.
@@ -44,8 +44,8 @@ def attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if KV_DTYPE in call.ctx.attached:
-        key, value = (as_cached(x, call.ctx.attached[KV_DTYPE]) for x in (key, value))
-    query = tuned(module, query, call)
+        key, value = (round_to_cache(x, call.ctx.attached[KV_DTYPE]) for x in (key, value))
+    query = scale_query(module, query, call)
     options = attention_options(module, attention_mask, kwargs)
     if options is not None:
         options = options.within(call.longest)
@@ -53,6 +53,6 @@ def attention(
     return out.contiguous(), None  # contiguous as from Transformers' own functions: some families view the result
 
 
-def no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
+def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
     """Mask function registered under the same name. A ``Call`` defines the mask except for the layer's window or chunk size."""
     return None if local_size is None else window_mask(local_size)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def dequantized(
+def dequantize(
     path: str | Path, config: Any, dtype: torch.dtype | None, flag: str = "--hf-checkpoint"
 ) -> dict[str, Tensor] | None:
     """Return the plain weights of a quantised checkpoint, checkpoint name -> tensor; None if it is not quantised.
@@ -33,7 +33,7 @@ def dequantized(
     Raises:
         CheckpointError: no installed number format recognises the checkpoint, or its files are damaged.
     """
-    source = quantized(path, config, flag)
+    source = open_files(path, config, flag)
     if source is None:
         return None
     dtype = dtype or torch.bfloat16
@@ -49,8 +49,8 @@ def dequantized(
     return dict(source.tensors(dtype))
 
 
-def quantized(path: str | Path, config: Any, flag: str) -> QuantizedFiles | None:
-    """Open a quantised checkpoint and read its headers; None if it is not quantised. Arguments and errors as ``dequantized``."""
+def open_files(path: str | Path, config: Any, flag: str) -> QuantizedFiles | None:
+    """Open a quantised checkpoint and read its headers; None if it is not quantised. Arguments and errors as ``dequantize``."""
     from miles_tools.convert.decode import open_quantized
     from miles_tools.convert.json_files import quantization_block
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.errors import CheckpointError
 from miles_embedded.model.configuration import configuration
-from miles_embedded.model.dequantize import quantized
-from miles_embedded.model.load import FLAG, checkpoint_config, filled, refuse_config, shell, told
+from miles_embedded.model.dequantize import open_files
+from miles_embedded.model.load import FLAG, build_empty, checkpoint_config, fill_model, load_errors, refuse_config
 from miles_embedded.model.views import views
 
 _WEIGHTS = "*.safetensors*"
@@ -67,9 +67,9 @@ def examine_checkpoint(
     if weights and not there:
         raise CheckpointError(f"{flag} {path}: it has no *.safetensors weights; other formats are not supported")
     config = checkpoint_config(path, trust_remote_code, flag)
-    with told(path, flag):
+    with load_errors(path, flag):
         shapes = _shapes(path, config, flag) if there else {}
-        model = shell(config, trust_remote_code)
+        model = build_empty(config, trust_remote_code)
         refuse_config(model)
         if there:
             kind: Any = type(model)
@@ -79,12 +79,12 @@ def examine_checkpoint(
             empty = type(kind.__name__, (kind,), same)
             state = {name: Header(shape) for name, shape in shapes.items()}
             # Deriving the views checks that the model could be exported.
-            views(filled(empty, None, configuration(model), dtype=torch.bfloat16, state_dict=state))
+            views(fill_model(empty, None, configuration(model), dtype=torch.bfloat16, state_dict=state))
 
 
 def _shapes(path: str | Path, config: Any, flag: str) -> dict[str, tuple[int, ...]]:
     """Return checkpoint name -> shape of the unquantised tensors."""
-    source = quantized(path, config, flag)
+    source = open_files(path, config, flag)
     if source is None:
         return {name: entry.shape for name, entry in CheckpointFiles(path, flag).entries.items()}
     inside = {member for joined in source.joined for group in joined.members for member in group}

@@ -19,8 +19,8 @@ from miles_embedded.model.grouped_experts import (
     combine,
     dispatch,
     grouped_linear,
-    in_one_product,
     sort_choices,
+    uses_grouped_product,
 )
 from miles_embedded.model.operations import operations_of
 from miles_embedded.model.own_forward import put_forward
@@ -44,10 +44,10 @@ def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     rounding = getattr(module, INPUT_ROUNDING, None)
     if rounding is not None and not rounding.enabled:
         rounding = None
-    if rounding is None and _usual(module, hidden_states):
+    if rounding is None and _is_standard(module, hidden_states):
         experts = operations_of(module).experts
         return experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
-    one = in_one_product(hidden_states, top_k_index, module.down_proj)
+    one = uses_grouped_product(hidden_states, top_k_index, module.down_proj)
     choices = sort_choices(top_k_index, module.num_experts, counted=not one)
     expert = partial(_expert_of, top_k_index, choices)
     x = _project_up(module, hidden_states, choices, rounding, expert)
@@ -74,7 +74,7 @@ def _project_up(module: Any, hidden: Tensor, choices: SortedChoices, rounding: A
     up = "gate_up_proj" if gated else "up_proj"
     if rounding is None:
         x = dispatch(hidden, choices)
-    elif rounding.all_of(up):
+    elif rounding.rounds_all(up):
         x = dispatch(rounding(up, hidden, expert), choices)  # round once per row instead of once per choice
     else:
         x = rounding(up, dispatch(hidden, choices), expert)
@@ -92,7 +92,7 @@ def _project(module: Any, name: str, x: Tensor, choices: SortedChoices) -> Tenso
     return grouped_linear(x, getattr(module, name), choices, bias, getattr(module, "is_transposed", False))
 
 
-def _usual(module: Any, hidden: Tensor) -> bool:
+def _is_standard(module: Any, hidden: Tensor) -> bool:
     """Whether these are standard experts: ``down(silu(gate) * up)`` in one dtype, stored [out, in], gate first, without biases."""
     return (
         getattr(module, "has_gate", True)

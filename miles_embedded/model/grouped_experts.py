@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from miles_embedded.model.onednn import available, padded, times
+from miles_embedded.model.onednn import available, matmul, pad_rows
 
 #: Attribute of a module whose products read rounded rows (``quantized.activation``); usually absent or None.
 INPUT_ROUNDING = "input_rounding"
@@ -59,14 +59,14 @@ def swiglu_experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tens
     Returns:
         [rows, dim].
     """
-    if not in_one_product(hidden, index, down):
+    if not uses_grouped_product(hidden, index, down):
         return _SwiGLUExperts.apply(hidden, weights, gate_up, down, sort_choices(index, len(down)))
     choices = sort_choices(index, len(down), counted=False)
     gate, up = grouped_linear(dispatch(hidden, choices), gate_up, choices).chunk(2, dim=-1)
     return combine(grouped_linear(silu(gate) * up, down, choices), weights, choices).to(hidden.dtype)
 
 
-def in_one_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
+def uses_grouped_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
     """Whether torch multiplies the rows of all experts in one grouped product instead of a product per expert.
 
     Args:
@@ -75,8 +75,8 @@ def in_one_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
         weight: [experts, n, m], one of the experts' weights.
     """
     if x.is_cuda:
-        return _grouped_on_gpu(x, weight)
-    return _grouped_on_cpu() and x.device.type == "cpu" and _few(x, index, weight)
+        return _gpu_has_grouped(x, weight)
+    return _cpu_has_grouped() and x.device.type == "cpu" and _is_few(x, index, weight)
 
 
 def sort_choices(index: Tensor, experts: int, counted: bool = True) -> SortedChoices:
@@ -131,7 +131,7 @@ def combine(x: Tensor, weights: Tensor, choices: SortedChoices) -> Tensor:
     return _Combine.apply(x, weights, choices.row, choices.place, choices.order)
 
 
-def _grouped_on_gpu(x: Tensor, weight: Tensor) -> bool:
+def _gpu_has_grouped(x: Tensor, weight: Tensor) -> bool:
     """Whether a GPU has a grouped product for these operands: bfloat16, with rows of a multiple of 16 bytes."""
     return (
         x.dtype == weight.dtype == torch.bfloat16
@@ -142,7 +142,7 @@ def _grouped_on_gpu(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _few(x: Tensor, index: Tensor, weight: Tensor) -> bool:
+def _is_few(x: Tensor, index: Tensor, weight: Tensor) -> bool:
     """Whether these are the few rows of a decode step, for which a product per expert means hundreds of small operations.
 
     A grouped product has no advantage where oneDNN is the faster library.
@@ -156,7 +156,7 @@ def _few(x: Tensor, index: Tensor, weight: Tensor) -> bool:
 
 
 @cache
-def _grouped_on_cpu() -> bool:
+def _cpu_has_grouped() -> bool:
     """Whether this torch has a float32 grouped product on a CPU."""
     product = getattr(torch.nn.functional, "grouped_mm", None)
     if product is None:
@@ -249,10 +249,10 @@ class _SwiGLUExperts(torch.autograd.Function):
         weight = weights.reshape(-1).index_select(0, choices.order).unsqueeze(1)
         products, outputs = [], []
         for expert, piece in _pieces(choices):
-            product = times(hidden.index_select(0, _padded_rows(choices, piece)), gate_up[expert].t())
+            product = matmul(hidden.index_select(0, _padded_rows(choices, piece)), gate_up[expert].t())
             gate, up = product.chunk(2, 1)
             products.append(product)
-            output = times(silu(gate).mul_(up), down[expert].t())[: piece.stop - piece.start]
+            output = matmul(silu(gate).mul_(up), down[expert].t())[: piece.stop - piece.start]
             outputs.append(output.mul_(weight[piece]))
         ctx.save_for_backward(hidden, weight, gate_up, down, *products)
         return _gather_sum(torch.cat(outputs), choices.place)
@@ -273,19 +273,19 @@ class _SwiGLUExperts(torch.autograd.Function):
             gate, up = product.chunk(2, 1)
             active = silu(gate)
             h = active * up
-            grad_h = times(grad, down[expert])
+            grad_h = matmul(grad, down[expert])
             torch.sum((grad_h * h)[:count], 1, keepdim=True, dtype=weight.dtype, out=grad_weight[piece])
             if grad_down is not None:
-                grad_down[expert] = times(grad.t(), h.mul_(scale))
+                grad_down[expert] = matmul(grad.t(), h.mul_(scale))
             grad_h.mul_(scale)
             grad_product = torch.empty_like(product)
             grad_gate, grad_up = grad_product.chunk(2, 1)
             torch.mul(grad_h, active, out=grad_up)
             torch.ops.aten.silu_backward.grad_input(grad_h.mul_(up), gate, grad_input=grad_gate)
             if grad_gate_up is not None:
-                grad_gate_up[expert] = times(grad_product.t(), hidden.index_select(0, rows))
+                grad_gate_up[expert] = matmul(grad_product.t(), hidden.index_select(0, rows))
             if needs[0]:
-                grad_x.append(times(grad_product, gate_up[expert])[:count])
+                grad_x.append(matmul(grad_product, gate_up[expert])[:count])
         return (
             _gather_sum(torch.cat(grad_x), choices.place) if needs[0] else None,
             grad_weight[choices.place].squeeze(-1) if needs[1] else None,
@@ -296,9 +296,9 @@ class _SwiGLUExperts(torch.autograd.Function):
 
 
 def _padded_rows(choices: SortedChoices, piece: slice) -> Tensor:
-    """Return the rows of a piece, padded with row 0 to the size that ``padded`` returns."""
+    """Return the rows of a piece, padded with row 0 to the size that ``pad_rows`` returns."""
     count = piece.stop - piece.start
-    return pad(choices.row[piece], (0, padded(count) - count))
+    return pad(choices.row[piece], (0, pad_rows(count) - count))
 
 
 def _pieces(choices: SortedChoices) -> list[tuple[int, slice]]:

@@ -82,7 +82,7 @@ class Indexed:
         return found[0]
 
 
-def chosen(indexed: Indexed, before: Tensor | None, seen: Tensor) -> tuple[Tensor, Tensor]:
+def choose_in_parts(indexed: Indexed, before: Tensor | None, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Run ``Indexed.choose`` in parts, which bounds the memory of the scores, for rows that follow ``before`` and each other.
 
     Args:

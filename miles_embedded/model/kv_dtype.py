@@ -20,7 +20,7 @@ def check_kv_dtype(dtype: str) -> str:
     return dtype
 
 
-def as_cached(x: Tensor, dtype: str) -> Tensor:
+def round_to_cache(x: Tensor, dtype: str) -> Tensor:
     """Round ``x`` to a cache of this dtype (without scale); returns it in its own dtype."""
     limit = KV_DTYPES[dtype]
     if limit is not None:

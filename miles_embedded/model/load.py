@@ -32,10 +32,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
 from miles_embedded.manifest import LAYER_TYPES
-from miles_embedded.model.attention_function import attention, no_mask
+from miles_embedded.model.attention_function import attention, make_mask
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.configuration import configuration, head, text_configuration
-from miles_embedded.model.dequantize import dequantized
+from miles_embedded.model.dequantize import dequantize
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
@@ -48,7 +48,7 @@ FLAG = "--hf-checkpoint"
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, make_mask)
 ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -128,15 +128,15 @@ def load_model(
             is not finite. ``examine`` raises the same errors, except the last, without reading the weights.
     """
     config = checkpoint_config(path, trust_remote_code, flag)
-    with told(path, flag):
-        state = dequantized(path, config, _DTYPES.get(dtype), flag)
+    with load_errors(path, flag):
+        state = dequantize(path, config, _DTYPES.get(dtype), flag)
         if state is None:
             more = {"trust_remote_code": trust_remote_code, "use_safetensors": True}
-            model = filled(kind_of(config), path, config, dtype=_DTYPES.get(dtype, "auto"), **more)
+            model = fill_model(kind_of(config), path, config, dtype=_DTYPES.get(dtype, "auto"), **more)
         else:
-            made = shell(config, trust_remote_code)
+            made = build_empty(config, trust_remote_code)
             dtypes = _DTYPES.get(dtype, torch.bfloat16)
-            model = filled(type(made), None, configuration(made), dtype=dtypes, state_dict=state)
+            model = fill_model(type(made), None, configuration(made), dtype=dtypes, state_dict=state)
             if (Path(path) / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path)
         model = prepare(model.to(device))
@@ -145,7 +145,7 @@ def load_model(
 
 
 @contextmanager
-def told(path: str | Path, flag: str) -> Iterator[None]:
+def load_errors(path: str | Path, flag: str) -> Iterator[None]:
     """Convert errors while loading the checkpoint ``path`` to CheckpointErrors that name it."""
     try:
         yield
@@ -156,17 +156,17 @@ def told(path: str | Path, flag: str) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{flag} {path}: {_said(error)}") from error
+        raise CheckpointError(f"{flag} {path}: {_describe_failure(error)}") from error
 
 
-def shell(config: Any, trust_remote_code: bool) -> nn.Module:
+def build_empty(config: Any, trust_remote_code: bool) -> nn.Module:
     """Make the model of a configuration without weights (parameters on the meta device)."""
     with torch.device("meta"):
         made: nn.Module = kind_of(config).from_config(config, trust_remote_code=trust_remote_code)
     return made
 
 
-def filled(kind: Any, path: str | Path | None, config: Any, **more: Any) -> Any:
+def fill_model(kind: Any, path: str | Path | None, config: Any, **more: Any) -> Any:
     """Make a model of class ``kind`` with the weights of ``path`` or ``state_dict``.
 
     Raises:
@@ -233,7 +233,7 @@ def _refuse_nonfinite(model: nn.Module) -> None:
             )
 
 
-def _said(error: Exception) -> str:
+def _describe_failure(error: Exception) -> str:
     """Describe an error of Transformers in one line."""
     first = first_line(error)
     if isinstance(error, (OSError, ValueError, RuntimeError)):

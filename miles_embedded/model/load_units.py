@@ -67,7 +67,7 @@ class Update:
                 f"the weight update is incomplete: {len(missing)} of the model's tensors are missing, "
                 f"{', '.join(missing[:5])}{more}; no weight hook may drop tensors the engine needs"
             )
-        self._loader.settle()
+        self._loader.reference_shared()
         return self._loader.copied
 
 

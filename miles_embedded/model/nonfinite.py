@@ -36,7 +36,7 @@ class NonFiniteWatch:
     def _look(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             for tensor in _tensors(output):
-                if not self.first and not finite(tensor):
+                if not self.first and not is_finite(tensor):
                     self.first = f"the output of {name} {_describe(tensor)}{_because(name, module, args)}"
                 if tensor.requires_grad:
                     self._handles.append(tensor.register_hook(self._look_back(name)))
@@ -45,7 +45,7 @@ class NonFiniteWatch:
 
     def _look_back(self, name: str) -> Any:
         def hook(gradient: Tensor) -> None:
-            if not self.first and not finite(gradient):
+            if not self.first and not is_finite(gradient):
                 self.first = f"the gradient of the output of {name} {_describe(gradient)}"
 
         return hook
@@ -70,7 +70,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Whether all values of a tensor are finite."""
     return bool(tensor.detach().isfinite().all())
 
@@ -79,14 +79,14 @@ def _describe(tensor: Tensor) -> str:
     bad = ~tensor.detach().isfinite()
     first = bad.nonzero()[0].tolist()
     value = tensor.detach()[tuple(first)].item()
-    return f"{list(tensor.shape)} has {int(bad.sum())} values that are not finite, the first ({value}) at {first},"
+    return f"{list(tensor.shape)} holds {int(bad.sum())} values that are not finite, the first ({value}) at {first},"
 
 
 def _because(name: str, module: nn.Module, args: Any) -> str:
     """Describe a cause inside the module itself."""
     for own, parameter in module.named_parameters(recurse=False):
-        if not finite(parameter):
+        if not is_finite(parameter):
             return f" because its parameter {name}.{own} is not finite,"
-    if all(finite(t) for t in _tensors(args)):
+    if all(is_finite(t) for t in _tensors(args)):
         return " from finite inputs,"
     return ""

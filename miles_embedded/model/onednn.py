@@ -5,7 +5,7 @@ same build of PyTorch, uses 512-bit vectors (benchmarks/products.py). On process
 therefore use oneDNN. The decision depends only on processor and shape, not on measurements, because a resumed run must use the
 products it started with.
 
-oneDNN generates code for each new shape; ``padded`` keeps the number of shapes small.
+oneDNN generates code for each new shape; ``pad_rows`` keeps the number of shapes small.
 
 Products with few rows, as in decoding, are limited by reading the weights, which MKL does slowly on AMD processors
 (benchmarks/products.py). With the weights as the left operand, (w x^T)^T instead of x w^T, MKL is 1.1 to 3 times as fast while x
@@ -47,7 +47,7 @@ def available() -> bool:
 
 
 @cache
-def slow_few() -> bool:
+def mkl_is_slow() -> bool:
     """Whether MKL is slow for few rows, as on AMD processors."""
     return torch.backends.mkl.is_available() and "AuthenticAMD" in cpu_info()
 
@@ -72,12 +72,12 @@ def has_wide_units(processor: str) -> bool:
     return "AuthenticAMD" in processor and family is not None and int(family[1]) >= 26
 
 
-def takes(x: Tensor, rows: int) -> bool:
+def use_onednn(x: Tensor, rows: int) -> bool:
     """Whether a product with ``rows`` rows of ``x`` uses oneDNN."""
     return rows >= _ROWS and x.dtype == torch.float32 and x.device.type == "cpu" and available()
 
 
-def padded(rows: int) -> int:
+def pad_rows(rows: int) -> int:
     """Round ``rows`` up to one of eight sizes per octave (at most one eighth more); unchanged where oneDNN is not used."""
     if rows < _ROWS or not available():
         return rows
@@ -85,10 +85,10 @@ def padded(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def times(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply a [rows, inner] by b [inner, columns]; either may be a transposed view."""
-    if takes(a, len(a)):
-        return _by_onednn(a, b.t(), None)
+    if use_onednn(a, len(a)):
+        return _multiply_onednn(a, b.t(), None)
     return torch.mm(a, b)
 
 
@@ -105,15 +105,15 @@ class Packs:
         self._bytes = 0
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Let products without gradients use the packed weights inside this context, on AMD processors with 512-bit vectors."""
-        token = _packs.set(self if slow_few() and _has_vectors() else None)
+        token = _packs.set(self if mkl_is_slow() and _has_vectors() else None)
         try:
             yield
         finally:
             _packs.reset(token)
 
-    def of(self, module: nn.Linear) -> Tensor | None:
+    def get(self, module: nn.Linear) -> Tensor | None:
         """Return the packed weight of a layer; None if the size limit is reached."""
         weight = module.weight
         version, packed = self._of.get(module, (None, None))
@@ -137,7 +137,7 @@ def use_fast_linear(model: nn.Module) -> None:
 
     Parameters, names, classes and hooks do not change. A layer whose class is changed later uses the forward of that class.
     """
-    if available() or slow_few():
+    if available() or mkl_is_slow():
         for module in model.modules():
             if type(module) is nn.Linear:
                 put_forward(module, _linear)
@@ -149,37 +149,37 @@ def _linear(module: nn.Linear, input: Tensor) -> Tensor:
     if module.weight.dtype != input.dtype:
         return nn.Linear.forward(module, input)
     if rows in _FEW and module.weight.numel() >= _LARGE and (packs := _packs.get()) is not None:
-        packed = packs.of(module) if input.dtype == torch.float32 and not torch.is_grad_enabled() else None
+        packed = packs.get(module) if input.dtype == torch.float32 and not torch.is_grad_enabled() else None
         if packed is not None:
-            return _by_onednn(input, packed, module.bias)
+            return _multiply_onednn(input, packed, module.bias)
     if 0 < rows < _ROWS and module.weight.numel() >= _LARGE and _decodes(input):
         return _few_rows(module, input, rows)
-    if not takes(input, rows):
+    if not use_onednn(input, rows):
         return nn.Linear.forward(module, input)
     out: Tensor = _Linear.apply(input, module.weight, module.bias)
     return out
 
 
 def _decodes(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled() and slow_few()
+    return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled() and mkl_is_slow()
 
 
 def _few_rows(module: nn.Linear, input: Tensor, rows: int) -> Tensor:
     """``_linear`` with fewer than ``_ROWS`` rows; see the module docstring."""
     inner = input.shape[-1]
     if max(rows, 2) * inner <= _NEAR:
-        return _turned(module, input, rows)
+        return _multiply_left(module, input, rows)
     if rows > 1 and inner >= _LONG and _has_vectors():
-        return _by_onednn(input, module.weight, module.bias)
+        return _multiply_onednn(input, module.weight, module.bias)
     return nn.Linear.forward(module, input)
 
 
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
-def _turned(module: nn.Linear, input: Tensor, rows: int) -> Tensor:
+def _multiply_left(module: nn.Linear, input: Tensor, rows: int) -> Tensor:
     """Compute the product with the weights as the left operand."""
     x = input.reshape(rows, -1)
     out = torch.mm(module.weight, (x if rows > 1 else torch.cat([x, x])).t()).t()[:rows].contiguous()
@@ -192,7 +192,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _by_onednn(x, weight, bias)
+        return _multiply_onednn(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -200,7 +200,7 @@ class _Linear(torch.autograd.Function):
         grad = grads[0].reshape(-1, weight.shape[0])
         needs = ctx.needs_input_grad
         return (
-            times(grad, weight).view(x.shape) if needs[0] else None,
-            times(grad.t(), x.reshape(-1, x.shape[-1])) if needs[1] else None,
+            matmul(grad, weight).view(x.shape) if needs[0] else None,
+            matmul(grad.t(), x.reshape(-1, x.shape[-1])) if needs[1] else None,
             grad.sum(0) if needs[2] else None,
         )

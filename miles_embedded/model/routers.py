@@ -54,10 +54,10 @@ def routed_blocks(model: nn.Module) -> list[Routed]:
     """Return the routed blocks in the layers that a model runs, or in a part of a model, in order."""
     # skip additional layers that the model does not run
     running = decoder_layers(model) if isinstance(model, PreTrainedModel) else model
-    return [found for module in running.modules() if (found := routed(module)) is not None]
+    return [found for module in running.modules() if (found := find_routed(module)) is not None]
 
 
-def routed(block: nn.Module) -> Routed | None:
+def find_routed(block: nn.Module) -> Routed | None:
     """Return ``block`` as a ``Routed``; None if it does not route tokens to experts."""
     experts: Any = getattr(block, "experts", None)
     count = getattr(experts, "num_experts", None)

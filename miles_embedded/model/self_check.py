@@ -54,8 +54,8 @@ def check_scores(model: nn.Module, scores: Mapping[str, Score]) -> None:
     with in_float32(model):
         sequences = probe_sequences(model)
         try:
-            with plain(model):
-                expected = [_alone(model, sequence) for sequence in sequences]
+            with plain_forwards(model):
+                expected = [_score_plain(model, sequence) for sequence in sequences]
         except Exception as error:
             raise CheckpointError(
                 f"{name} could not be compared with its plain forward, which fails ({type(error).__name__}: {error}); use another "
@@ -140,7 +140,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def plain(model: nn.Module) -> Iterator[None]:
+def plain_forwards(model: nn.Module) -> Iterator[None]:
     """Run attention and experts with Transformers' own functions inside this context."""
     named: Any = model
     named.set_attn_implementation("eager")
@@ -160,7 +160,7 @@ def _usual_tokens(model: nn.Module, vocabulary: int) -> list[int]:
 
 
 @torch.no_grad()
-def _alone(model: Any, sequence: list[int]) -> np.ndarray:
+def _score_plain(model: Any, sequence: list[int]) -> np.ndarray:
     """Return log p of every token after the first, [len - 1], by ordinary forwards as in Transformers' generation.
 
     Where rotary frequencies change at a length, the beginning is computed as a separate sequence (``longrope``), or each later token is

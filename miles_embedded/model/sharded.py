@@ -16,20 +16,20 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalShard:
     """The local shard of a tensor.
 
     Attributes:
         tensor: the local rows as a plain tensor without gradient, sharing memory with the parameter.
         first: index of its first row in the full tensor.
         shape: shape of the full tensor.
-        divided: whether other processes store other rows.
+        sharded: whether other processes store other rows.
     """
 
     tensor: Tensor
     first: int
     shape: tuple[int, ...]
-    divided: bool
+    sharded: bool
 
     @property
     def elements(self) -> tuple[int, int]:
@@ -39,26 +39,26 @@ class Held:
 
     def take(self, tensor: Tensor) -> None:
         """Copy this process's rows of the full ``tensor``, of any dtype, to the shard."""
-        self.tensor.copy_(tensor[self.first : self.first + len(self.tensor)] if self.divided else tensor)
+        self.tensor.copy_(tensor[self.first : self.first + len(self.tensor)] if self.sharded else tensor)
 
 
 @torch.no_grad()
-def held(tensor: Tensor) -> Held:
+def local_shard(tensor: Tensor) -> LocalShard:
     """Return the local shard of ``tensor``; all of it if it is not sharded."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Held(tensor.detach(), 0, shape, False)
+        return LocalShard(tensor.detach(), 0, shape, False)
     mesh, own = tensor.device_mesh, tensor.to_local()
     rows = -(-shape[0] // mesh.size())
-    return Held(own.detach(), min(mesh.get_local_rank() * rows, shape[0]), shape, True)
+    return LocalShard(own.detach(), min(mesh.get_local_rank() * rows, shape[0]), shape, True)
 
 
-def is_divided(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether the parameters are sharded, so that a layer has them only during its computation."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 @torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """Return the full ``tensor`` as a plain tensor. A collective operation if it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

@@ -28,13 +28,13 @@ class SharingLoader(Loader):
         self.copied = 0
 
     def share(self, name: str, tensor: Tensor) -> None:
-        """Load a tensor like ``put``, without copying if possible: ``settle`` references it, or copies it if it has to."""
-        view = self._arrived(name, tensor)
+        """Load a tensor like ``put``, without copying if possible: ``reference_shared`` references it, or copies it if it has to."""
+        view = self._find_view(name, tensor)
         if not _same(self._part_of_model(view), tensor):
             self._lasting.setdefault(view.source, []).append((view, tensor))
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def reference_shared(self) -> None:
         """Complete the update after all tensors arrived. A module tensor references the shared memory if all of its parts are in one
         allocation with the same layout; otherwise its parts are copied."""
         for source, parts in self._lasting.items():
@@ -51,7 +51,7 @@ class SharingLoader(Loader):
         self._lasting = {}
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
-        if self._held[view.source].divided:  # shards of a tensor are never shared
+        if self._shards[view.source].sharded:  # shards of a tensor are never shared
             super()._write(view, tensor, copy)
             self.copied += tensor.numel() * tensor.element_size()
             return

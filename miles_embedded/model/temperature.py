@@ -20,14 +20,14 @@ _TUNED = "miles_tuned"
 
 
 def tune_by_position(attention: nn.Module) -> None:
-    """Make ``tuned`` scale the queries of this module, if it scales by position."""
+    """Make ``scale_query`` scale the queries of this module, if it scales by position."""
     module: Any = attention
     if getattr(module, _SWITCH, False) and not module.use_rope:
         module.__dict__[_TUNED] = True
         module.register_forward_pre_hook(_switch, with_kwargs=True)
 
 
-def tuned(attention: nn.Module, query: Tensor, call: Call) -> Tensor:
+def scale_query(attention: nn.Module, query: Tensor, call: Call) -> Tensor:
     """Scale ``query`` [1, heads, rows, dim] by the factor of each row's position."""
     module: Any = attention
     if _TUNED not in module.__dict__:

@@ -24,7 +24,7 @@ from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, first_line
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
 from miles_embedded.model.configuration import configuration
-from miles_embedded.model.sharded import Held, held, whole
+from miles_embedded.model.sharded import LocalShard, gather_tensor, local_shard
 
 #: Names of the two projections that a number format encodes with one scale: gate -> up.
 _COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
@@ -49,9 +49,9 @@ class View:
         """Return this view of the module tensor."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
-    def write(self, source: Held, tensor: Tensor, copy: Copy) -> None:
+    def write(self, source: LocalShard, tensor: Tensor, copy: Copy) -> None:
         """Copy the checkpoint tensor to the local shard of the module tensor."""
-        if not source.divided:
+        if not source.sharded:
             copy(self.of(source.tensor), tensor)
             return
         # Entries along the dimension with the largest stride are consecutive in memory, so a shard contains a range of them.
@@ -125,16 +125,16 @@ def export(model: nn.Module) -> Iterator[Unit]:
 
     A collective operation if parameters are sharded: each is gathered in turn, and every process receives every unit.
     """
-    units = list(together(views(model)))
+    units = list(group_coupled(views(model)))
     last = {view.source: number for number, members in enumerate(units) for view in members}
     state, gathered = sources(model), dict[str, Tensor]()
     for number, members in enumerate(units):
         for view in members:
             if view.source not in gathered:
-                gathered[view.source] = whole(state[view.source])
+                gathered[view.source] = gather_tensor(state[view.source])
         yield Unit(
             {v.name: v.of(gathered[v.source]) for v in members},
-            lasting=not any(held(state[v.source]).divided for v in members),
+            lasting=not any(local_shard(state[v.source]).sharded for v in members),
         )
         for view in members:
             if last[view.source] == number:
@@ -145,7 +145,7 @@ class Loader:
     """Copies checkpoint tensors into a model, in any order."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = {n: held(t) for n, t in sources(model).items()}
+        self._shards = {n: local_shard(t) for n, t in sources(model).items()}
         self._views = {v.name: v for v in views(model)}
         self._tied = tied_names(model)
         self._missing = dict.fromkeys(self._views)
@@ -160,12 +160,12 @@ class Loader:
         Raises:
             CheckpointError: the model has no such tensor, or it has another shape.
         """
-        self._write(self._arrived(name, tensor), tensor, copy)
+        self._write(self._find_view(name, tensor), tensor, copy)
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
-        view.write(self._held[view.source], tensor, copy)
+        view.write(self._shards[view.source], tensor, copy)
 
-    def _arrived(self, name: str, tensor: Tensor) -> View:
+    def _find_view(self, name: str, tensor: Tensor) -> View:
         """Return the view of a tensor that arrived, and mark it as not missing."""
         name = name if name in self._views else self._tied.get(name, name)
         view = self._views.get(name) or self._part(name)
@@ -230,7 +230,7 @@ def _derive(model: nn.Module) -> list[View]:
     return sorted(found, key=lambda v: (order[v.source], v.offset, v.name))
 
 
-def together(every: list[View]) -> Iterator[list[View]]:
+def group_coupled(every: list[View]) -> Iterator[list[View]]:
     """Group checkpoint tensors: gate and up of an MLP or expert together, all others alone."""
     by_name = {v.name: v for v in every}
     second = {b: a for a, b in _COUPLED.items()}

@@ -84,14 +84,14 @@ class RoundedInputs:
             if name in self.layers:
                 self.layers[name].codes = None
 
-    def taking(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
+    def take_each(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
         """Yield the units of an update unchanged and ``take`` each one."""
         for encoded in units:
             self.take(encoded)
             yield encoded
 
     @contextmanager
-    def emulated(self) -> Iterator[None]:
+    def emulate(self) -> Iterator[None]:
         """Emulate native layers inside this context."""
         self.native = False
         try:
@@ -115,7 +115,7 @@ class RoundedInputs:
         module = model.get_submodule(path)
         parameter = module._parameters[attribute]
         if isinstance(module, nn.Linear):
-            _all_or_none(members, chosen)
+            _check_uniform(members, chosen)
             view, (rows, columns) = members[0], module.weight.shape
             whole = (view.size, view.stride) == ((rows, columns), module.weight.stride())
             own = type(module).forward is not nn.Linear.forward  # a plugin changed the class of the layer
@@ -149,7 +149,7 @@ class _ExpertInputs:
     def enabled(self) -> bool:
         return self.inputs.enabled
 
-    def all_of(self, name: str) -> bool:
+    def rounds_all(self, name: str) -> bool:
         """Whether the inputs of every expert are rounded for this weight, so that rows can be rounded before they are copied."""
         return name in self.chosen and self.chosen[name] is None
 
@@ -194,12 +194,12 @@ def _experts_of(parameter: Tensor, members: list[View], chosen: list[bool]) -> T
         for expert in own:
             experts.setdefault(expert, []).append((view, quantised))
     for pairs in experts.values():
-        _all_or_none([view for view, _ in pairs], [quantised for _, quantised in pairs])
+        _check_uniform([view for view, _ in pairs], [quantised for _, quantised in pairs])
     which = [experts[expert][0][1] for expert in range(len(parameter))]
     return None if all(which) else torch.tensor(which)
 
 
-def _all_or_none(members: list[View], chosen: list[bool]) -> None:
+def _check_uniform(members: list[View], chosen: list[bool]) -> None:
     if all(chosen) or not any(chosen):
         return
     quantised, plain = members[chosen.index(True)].name, members[chosen.index(False)].name

@@ -24,8 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from miles_core.data.unit import Unit
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product
-from miles_embedded.model.sharded import is_divided
-from miles_embedded.model.views import View, together, views
+from miles_embedded.model.sharded import is_sharded
+from miles_embedded.model.views import View, group_coupled, views
 from miles_embedded.quantized.activation import RoundedInputs, encoded_views
 
 
@@ -53,7 +53,7 @@ class FakeQuantizer:
         self.model, self.codec = model, codec
         encoded = encoded_views(model, codec)
         codec.check({view.name: view.size for view in views(model)})
-        self._groups = _groups(list(together(encoded)), codec)
+        self._groups = _groups(list(group_coupled(encoded)), codec)
         self._owners = {s: _owner(model, s) for s in self._groups}
         self.inputs = RoundedInputs(model, codec, product)
         self._values: dict[str, Tensor] = {}
@@ -76,7 +76,7 @@ class FakeQuantizer:
     @cached_property
     def keeps(self) -> bool:
         """Whether values are kept until the parameter changes, instead of until its module has run. Evaluated in the first forward."""
-        return not is_divided(self.model)
+        return not is_sharded(self.model)
 
     def forget(self) -> None:
         """Quantise everything again at the next forward."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded
-from miles_embedded.model.indexer import Indexed, chosen
+from miles_embedded.model.indexer import Indexed, choose_in_parts
 from miles_embedded.trainer.flash import FlashPlan, flash, takes
 from miles_embedded.trainer.packing import Ints, Packing, Segments
 
@@ -169,7 +169,7 @@ class PackedCall:
         for bucket in [*buckets.trunks, *buckets.branches]:
             before = None if bucket.trunk is None else keys[bucket.trunk_bucket].index_select(0, bucket.trunk)
             seen = _mask(self.buckets, self.packing, bucket) if bucket.mask is None else bucket.mask
-            mask, own = chosen(flat.map(_segments, bucket), before, seen[:, 0])
+            mask, own = choose_in_parts(flat.map(_segments, bucket), before, seen[:, 0])
             keys.append(own)
             masks.append(mask.unsqueeze(1))
         return ChosenKeys(masks)

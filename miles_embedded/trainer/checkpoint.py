@@ -23,7 +23,7 @@ from miles_core.checkpoint.rng import get_rng, put_rng
 from miles_core.checkpoint.store import Store
 from miles_core.data.world import World
 from miles_core.errors import CheckpointError
-from miles_embedded.model.sharded import Held, held
+from miles_embedded.model.sharded import LocalShard, local_shard
 from miles_embedded.model.views import sources, unshare
 from miles_embedded.trainer.optimizer import Optimizer
 
@@ -36,12 +36,12 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
     """Write this rank's files into ``directory``, which is made if need be. Atomicity is the caller's (a fresh directory)."""
     directory.mkdir(parents=True, exist_ok=True)
     put_rng(Store(directory / RANDOM, world), sharded=True)
-    weights = {name: held(tensor) for name, tensor in sources(model).items()}
-    files = world.size if any(own.divided for own in weights.values()) else 1
+    weights = {name: local_shard(tensor) for name, tensor in sources(model).items()}
+    files = world.size if any(own.sharded for own in weights.values()) else 1
     if world.rank >= files:
         return  # the first rank has everything
     # what is whole on every rank, a buffer say, the first one writes
-    tensors = {n: own.tensor for n, own in weights.items() if own.divided or world.rank == 0}
+    tensors = {n: own.tensor for n, own in weights.items() if own.sharded or world.rank == 0}
     _write(tensors, _file(directory, WEIGHTS, world.rank, files))
     moments = optimizer.tensors()
     _write(moments, _file(directory, MOMENTS, world.rank, files))
@@ -86,7 +86,7 @@ def _noted(directory: Path) -> dict[str, int]:
 
 @torch.no_grad()
 def _load_weights(model: nn.Module, weights: _Whole) -> None:
-    own = {name: held(tensor) for name, tensor in sources(model).items()}
+    own = {name: local_shard(tensor) for name, tensor in sources(model).items()}
     missing, foreign = [n for n in own if n not in weights.names], [n for n in weights.names if n not in own]
     if missing or foreign:
         why = f"lack {missing[0]}" if missing else f"have {foreign[0]}, which the model has not"
@@ -115,7 +115,7 @@ class _Whole:
     def __len__(self) -> int:
         return len(self.names)
 
-    def rows(self, name: str, mine: Held | None) -> Tensor:
+    def rows(self, name: str, mine: LocalShard | None) -> Tensor:
         """The rows that this process holds; all of a tensor without rows (``mine`` None)."""
         files = self.names[name]
         if mine is None:

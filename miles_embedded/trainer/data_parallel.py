@@ -31,7 +31,7 @@ class Alone:
     def __init__(self, world: World = ALONE) -> None:
         self.world = world
 
-    def divide(self, model: nn.Module) -> None:
+    def shard(self, model: nn.Module) -> None:
         """Give this process its part of ``model``, which is complete in every process."""
 
     def call(self, forward: Forward, model: nn.Module, micro_batch: Batch, ctx: Context) -> Output:

@@ -20,7 +20,7 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.snapshot import Snapshot
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load_units import load_units
-from miles_embedded.model.sharded import held
+from miles_embedded.model.sharded import local_shard
 from miles_embedded.model.views import export, sources
 from miles_embedded.quantized.activation import RoundedInputs
 
@@ -76,7 +76,7 @@ def _model_of(engine: Any) -> nn.Module:
 @contextmanager
 def _weights(model: nn.Module, units: Iterable[Encoded], codec: Codec) -> Iterator[None]:
     """``model`` holds the weights in ``units`` as ``codec`` decodes them."""
-    own: dict[str, Tensor] = {n: held(t).tensor for n, t in sources(model).items()}
+    own: dict[str, Tensor] = {n: local_shard(t).tensor for n, t in sources(model).items()}
     kept = {n: t.to("cpu", copy=True) for n, t in own.items()}
     try:
         load_units(model, units, codec.decode)

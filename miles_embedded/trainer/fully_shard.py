@@ -43,8 +43,8 @@ class FullyShard(Replicated):
         self._mesh = init_device_mesh(device.type, (world.size,))
         self._roots: dict[nn.Module, _Root] = {}
 
-    def divide(self, model: nn.Module) -> None:
-        """See ``Alone.divide``."""
+    def shard(self, model: nn.Module) -> None:
+        """See ``Alone.shard``."""
         marks = {}
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.contiguous()

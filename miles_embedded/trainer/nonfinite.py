@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_core.data.batch import Batch
 from miles_core.train.auxiliary import with_auxiliary
-from miles_embedded.model.nonfinite import NonFiniteWatch, finite
+from miles_embedded.model.nonfinite import NonFiniteWatch, is_finite
 
 if TYPE_CHECKING:
     from miles_core.contracts.trainer import LossFunction
@@ -29,7 +29,7 @@ def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFu
             output = trainer.parallel.call(trainer.callbacks.forward, trainer.model, micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             found = watch.first or _column(micro_batch)
-            if not found and not finite(share.value):
+            if not found and not is_finite(share.value):
                 found = "the loss itself, from finite log-probs and columns,"
             if share.value.requires_grad:
                 share.value.backward()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from miles_core.errors import ConfigError, NonFiniteError, PluginError
 from miles_core.train.adamw import adamw
 from miles_core.train.optimizer import OptimizerConfig
-from miles_embedded.model.sharded import Held, held
+from miles_embedded.model.sharded import LocalShard, local_shard
 from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.optimizer_group import OptimizerGroup, group_of
 
@@ -58,14 +58,14 @@ class Optimizer:
             _check_interface(self._inner)
 
     def _master(self, name: str, copy: nn.Parameter) -> Tensor:
-        own = held(copy)
-        if name not in self.apart and not own.divided:
+        own = local_shard(copy)
+        if name not in self.apart and not own.sharded:
             return copy
         master = (own.tensor.float().clone() if name in self.apart else own.tensor).requires_grad_()
 
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            grad = held(parameter.grad).tensor
+            grad = local_shard(parameter.grad).tensor
             master.grad = grad.to(master.dtype) if master.grad is None else master.grad.add_(grad)
             parameter.grad = None
 
@@ -122,14 +122,14 @@ class Optimizer:
     def _renew(self, group: OptimizerGroup) -> None:
         """Take what is in the model copy as the group's masters, and forget its moments."""
         for name in self._names[group]:
-            self.masters[name].copy_(held(self.copies[name]).tensor)
+            self.masters[name].copy_(local_shard(self.copies[name]).tensor)
             self._state.pop(self.masters[name], None)
         group.renewed = False
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Round the masters into the model copy."""
-        apart = [(held(self.copies[n]).tensor, self.masters[n]) for n in self.apart]
+        apart = [(local_shard(self.copies[n]).tensor, self.masters[n]) for n in self.apart]
         if apart:
             torch._foreach_copy_([c for c, _ in apart], [m for _, m in apart])
 
@@ -163,7 +163,7 @@ class Optimizer:
                 out[f"master.{name}"] = master.detach()
             for key, value in self._state.get(master, {}).items():
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-                if tensor.dim() and tensor.shape != master.shape and held(self.copies[name]).divided:
+                if tensor.dim() and tensor.shape != master.shape and local_shard(self.copies[name]).sharded:
                     raise PluginError(
                         f"the optimizer {type(self._inner).__name__} keeps {key} of shape {list(tensor.shape)} for {name}, of which this "
                         f"rank holds {list(master.shape)}; with --sharding-strategy full_shard state has the shape of its parameter"
@@ -171,11 +171,11 @@ class Optimizer:
                 out[f"{key}.{name}"] = tensor
         return out
 
-    def holds(self, name: str) -> Held | None:
+    def holds(self, name: str) -> LocalShard | None:
         """What this process holds of the tensor of that name in ``tensors``; None for a count of steps. KeyError when there
         is no such parameter."""
         key, _, parameter = name.partition(".")
-        own, master = held(self.copies[parameter]), self.masters[parameter]
+        own, master = local_shard(self.copies[parameter]), self.masters[parameter]
         kept = self._state.get(master, {}).get(key)
         if key == "step" or (isinstance(kept, Tensor) and kept.shape != master.shape):
             return None

@@ -25,11 +25,11 @@ def self_check(model: nn.Module) -> None:
     Raises:
         CheckpointError: they differ by more than rounding, or the model cannot be run in this way.
     """
-    check_scores(model, {"packed samples are trained": lambda sequences: _trained(model, sequences)})
+    check_scores(model, {"packed samples are trained": lambda sequences: _score_packed(model, sequences)})
 
 
 @torch.no_grad()
-def _trained(model: nn.Module, sequences: list[list[int]]) -> list[np.ndarray]:
+def _score_packed(model: nn.Module, sequences: list[list[int]]) -> list[np.ndarray]:
     """log p of every token after the first, [len - 1] each, by one packed forward."""
     samples = [
         Sample(tokens=tokens, response_length=len(tokens) - 1, group_index=number, index=number)

@@ -35,7 +35,7 @@ from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import backbone, decoder_layers, facts_of
 from miles_embedded.model.logprobs import scatter, token_log_probs, top_log_probs
 from miles_embedded.model.released import Released
-from miles_embedded.model.sharded import held
+from miles_embedded.model.sharded import local_shard
 from miles_embedded.model.value_head import value_head, values_of
 from miles_embedded.model.views import export
 from miles_embedded.quantized.linear import linear_shapes
@@ -121,7 +121,7 @@ class EmbeddedTrainer(Trainer):
             raise ConfigError(
                 f"no weight of {type(model).__name__} is trained: all of them are frozen (requires_grad is False) after on_model"
             )
-        self.parallel.divide(model)
+        self.parallel.shard(model)
         self.optimizer = Optimizer(model, config.optimizer, self.parallel, optimizer)
         self.balance = Balance(model, config.aux_loss_coef) if config.aux_loss_coef > 0 else None
         self.loads = Loads(model)
@@ -152,7 +152,7 @@ class EmbeddedTrainer(Trainer):
             if self._make_reference is None:
                 raise RuntimeError("this trainer was built without a reference model")
             reference = self._make_reference().to(self.device).requires_grad_(False).eval()
-            self.parallel.divide(reference)
+            self.parallel.shard(reference)
             self._reference = reference
         return self._reference
 
@@ -227,7 +227,7 @@ class EmbeddedTrainer(Trainer):
             output = self.parallel.call(self.callbacks.forward, chunk, micro_batch, ctx)
             if samples:
                 results.append((samples, output))
-        return self._gathered(batch, results, tuple(wanted), top_k)
+        return self._gather_columns(batch, results, tuple(wanted), top_k)
 
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
@@ -334,7 +334,7 @@ class EmbeddedTrainer(Trainer):
             if self.precision is not None:
                 self.precision.forget()
             models = [m for m in (self.model, self._reference) if m is not None]
-            self._asleep["weights"].release(held(p).tensor for m in models for p in m.parameters())
+            self._asleep["weights"].release(local_shard(p).tensor for m in models for p in m.parameters())
         if "optimizer" in parts and not self._asleep["optimizer"]:
             self._asleep["optimizer"].release(self.optimizer.memory())
 
@@ -362,14 +362,14 @@ class EmbeddedTrainer(Trainer):
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """See ``Trainer.units``; the first rank yields them. Views of the model's memory, changed by the next step."""
-        with _exhausted(export(self.model)) as units:
+        with _drain(export(self.model)) as units:
             for unit in units:
                 if everywhere or self.world.rank == 0:
                     yield unit
 
     def export(self, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
         """See ``Trainer.export``; the first rank writes."""
-        with _exhausted(self.units() if units is None else units) as stream:
+        with _drain(self.units() if units is None else units) as stream:
             if self.world.rank == 0:
                 export_checkpoint(self.model, tokenizer, directory, units=stream)
 
@@ -381,7 +381,7 @@ class EmbeddedTrainer(Trainer):
         """See ``Trainer.load``; CheckpointError when ``directory`` holds another model."""
         checkpoint.load(self.model, self.optimizer, Path(directory), self.world)
 
-    def _gathered(
+    def _gather_columns(
         self, batch: Batch, results: list[tuple[list[int], Output]], names: tuple[str, ...], top_k: int = 0
     ) -> dict[str, Tensor]:
         """The micro-batches' results in the batch's own order."""
@@ -398,7 +398,7 @@ class EmbeddedTrainer(Trainer):
 
 
 @contextmanager
-def _exhausted(units: Iterator[Unit]) -> Iterator[Iterator[Unit]]:
+def _drain(units: Iterator[Unit]) -> Iterator[Iterator[Unit]]:
     """Read to the end what was left: other ranks wait for this one with each unit, also when it fails half-way."""
     try:
         yield units

@@ -9,7 +9,7 @@ from miles_core.errors import CheckpointError
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.model.call import active_call
 from miles_embedded.model.load import load_model
-from miles_embedded.model.self_check import in_float32, plain, probe_sequences
+from miles_embedded.model.self_check import in_float32, plain_forwards, probe_sequences
 from miles_embedded.testing.families import family_checkpoint, lacking
 from miles_embedded.trainer import self_check as trained
 from miles_testing.tiny import tiny_checkpoint
@@ -47,7 +47,7 @@ def test_one_that_is_wrong_is_refused(broken, message, tmp_path):
 def test_afterwards_the_model_is_as_it_was(tmp_path):
     model = load_model(tiny_checkpoint("qwen3_moe", tmp_path / "model"))
     before = model.config._attn_implementation, model.config._experts_implementation
-    with plain(model):
+    with plain_forwards(model):
         assert model.config._attn_implementation == "eager"
     assert (model.config._attn_implementation, model.config._experts_implementation) == before
 
