@@ -23,7 +23,9 @@ from miles_embedded.model.call import watch_layers
 from miles_embedded.model.load import backbone, decoder_layers
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
-from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig, add_pairs
+from miles_embedded.trainer.columns import gather_columns
+from miles_embedded.trainer.totals import add_pairs
+from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 #: Micro-batches whose first stage may be ahead of the second.
 AHEAD = 2
@@ -127,7 +129,7 @@ class StagedTrainer(EmbeddedTrainer):
             hidden = self.callbacks.forward(first, micro_batch, self._context(ctx, first)).hidden
             under_way.append((samples, micro_batch, self._context(ctx, last, hidden)))
         results = [(samples, self.callbacks.forward(last, micro_batch, ctx)) for samples, micro_batch, ctx in under_way]
-        return self._gathered(batch, results, ("log_probs", "entropy") if entropy else ("log_probs",))
+        return gather_columns(batch, results, ("log_probs", "entropy") if entropy else ("log_probs",))
 
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
