@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from miles_core.data.unit import Encoded
-from miles_transport.bucket import Bucket, room_of, rounded
+from miles_transport.bucket import Bucket, room_of, round_to_blocks
 
 
 def stored_units(checkpoint: Path) -> list[Encoded]:
@@ -23,7 +23,7 @@ def buckets(checkpoint: Path, file: Path | None = None) -> list[dict[str, Any]]:
     """A checkpoint as messages of the transport ``buckets``: two of them, in the messages themselves or each in a file."""
     units, messages = stored_units(checkpoint), []
     for number, part in enumerate((units[::2], units[1::2])):
-        bucket = Bucket(torch.zeros(rounded(sum(map(room_of, part))), dtype=torch.uint8))
+        bucket = Bucket(torch.zeros(round_to_blocks(sum(map(room_of, part))), dtype=torch.uint8))
         assert all(map(bucket.add, part))
         data, memory = bucket.filled.numpy().tobytes(), {}
         if file is None:

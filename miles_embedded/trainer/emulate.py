@@ -48,7 +48,7 @@ def emulating(
         model = trainer.model
         if emulation.snapshot:
             if snapshot is None:
-                raise MilesError("no snapshot of an earlier version's weights was saved")
+                raise MilesError("no weights of an earlier version were kept")
             stack.enter_context(_weights(model, snapshot.units, snapshot.codec))
         elif emulation.held is not None:
             plain = Codec()

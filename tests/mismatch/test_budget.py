@@ -212,7 +212,7 @@ def test_an_engine_elsewhere_is_emulated(with_parts):
     assert part[b.UNEXPLAINED] == pytest.approx(0, abs=0.02)
     assert b.KERNELS not in part
     why = next(c.why for c in found.missing() if c.name == b.STALE)
-    assert why == "the engine runs in another process, no snapshot of an earlier version's weights was saved"
+    assert why == "the engine runs in another process, no weights of an earlier version were kept"
 
 
 async def next_version(parts, learner, arrives):

@@ -125,7 +125,7 @@ def test_a_bucket_with_another_checksum_is_a_failed_sync_and_the_next_push_repai
 
     engine.spoil = spoil
     with pytest.raises(
-        SyncError, match=r"starts with model\..* arrived with checksum [0-9a-f]{16}, and [0-9a-f]{16} was sent"
+        SyncError, match=r"starts with model\..* arrived with checksum [0-9a-f]{16}, but [0-9a-f]{16} was sent"
     ):
         asyncio.run(transport.send(stream(), 1))
     assert engine.version == -1 and len(rest) == len(units)  # consumed to its end
@@ -192,7 +192,7 @@ def test_an_engine_that_was_started_anew_in_the_middle_says_so(engine, transport
         return message
 
     engine.spoil = spoil
-    with pytest.raises(SyncError, match="bucket 2 of version 1 came to an engine that has 0 of them"):
+    with pytest.raises(SyncError, match="bucket 2 of version 1 arrived, but bucket 0 was expected"):
         asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
 
 
@@ -222,7 +222,7 @@ def test_an_engine_that_cannot_read_shared_memory_gets_messages_and_then_what_ch
     assert same(received, weights(engine)) and set(engine.received) == {"delta"}
     assert report.nbytes < 0.05 * full.nbytes and report.metrics["travelled"] < 0.05
     with pytest.raises(
-        SyncError, match=r"starts with \S+ came as a difference to version 2, which this engine does not hold"
+        SyncError, match=r"starts with \S+ arrived as a difference to version 2, which this engine does not have"
     ):
         asyncio.run(transport.send(iter(stepped(steps[0])), 3))
     assert asyncio.run(transport.send(iter(units), 3)).nbytes > full.nbytes / 2
