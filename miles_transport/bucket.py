@@ -82,7 +82,9 @@ class Bucket:
         """Add a tensor, copying it unless it is already in its reserved room; False if it does not fit."""
         places = self._rooms.pop(unit.name, None)
         if places is None or not all(_is(unit.parts[part], tensor) for part, (tensor, _) in places.items()):
-            places = self._places({part: (t.dtype, tuple(t.shape), _block_offset(unit, t)) for part, t in unit.parts.items()})
+            places = self._places(
+                {part: (t.dtype, tuple(t.shape), _block_offset(unit, t)) for part, t in unit.parts.items()}
+            )
             if places is None:
                 return False
             for part, (tensor, at) in places.items():

@@ -17,7 +17,7 @@ import torch
 
 from miles_core import MilesError, SyncError
 from miles_core.backend import CopyTransport, Encoded, Sampling, World
-from miles_testing.asking import ask, under_way
+from miles_testing.asking import ask, start_and_wait
 from miles_testing.engine_contract import FREE
 from miles_testing.stored import stored_units
 from miles_zero_copy import paths, segment, sender
@@ -364,7 +364,7 @@ def test_a_version_is_staged_while_the_engine_generates_and_switched_between_two
 
     async def generated():
         await engine.update_weights(old, 1)
-        (request,) = await under_way(engine, [[5]], Sampling(40, temperature=0.9, ignore_eos=True))
+        (request,) = await start_and_wait(engine, [[5]], Sampling(40, temperature=0.9, ignore_eos=True))
         before = len(engine.rows[0].tokens)
         await transport.stage(iter(new), 2)
         during = len(engine.rows[0].tokens)
