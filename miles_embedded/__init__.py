@@ -1,19 +1,24 @@
-"""The backend that ships with the core: a Transformers model as engine and as trainer, in this process.
+"""The backend that ships with core: an engine and a trainer for Transformers models, in this process.
 
-It registers itself by this manifest like any other backend. ``model`` is what both sides share, ``engine`` generates,
-``trainer`` trains, ``quantized`` is the forward of quantised layers on both sides.
+The backend registers itself with a manifest like any other backend. ``model`` is shared by both sides, ``engine`` generates,
+``trainer`` trains, and ``quantized`` implements quantised layers for both.
 
-What plugins may import from here, looked up when it is first used: ``load_model``, ``decoder_layers``, ``is_embedded``,
-``routed_blocks`` (of ``Routed``, one by one ``routed``) and, inside of a layer, ``active_context`` for those that hook modules;
-``make_engine`` and ``make_trainer`` for those that wrap a whole side; ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted`` and
-``pick`` for those that decode; ``new_layer``, ``add_layer``, ``read_layer`` and ``run_layer`` for those that put layers behind
-a model's own, ``checkpoint_config``, ``unloaded_model`` and ``prepare`` for those that build a model beside it,
-``OptimizerGroup`` and ``optimizer_group`` for those that train parameters in their own way, ``held`` and ``whole`` where ranks share these
-out, and ``views`` where what is exported is not they,
-``Released`` for tensors that do without their memory for a while, ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows`` and
-``engines_gpus`` for plans that count memory; ``Operations`` (its functions'
-types beside it) with ``operations_of`` and ``use_operations``, and the calls that attention works on, for those that compute a
-model's steps in another way. ``miles_embedded.testing`` is public too.
+Plugins may import the names in ``__all__``, which are loaded on first use:
+
+- to hook modules: ``load_model``, ``decoder_layers``, ``is_embedded``, ``routed_blocks`` and ``find_routed`` (both return ``Routed``), and
+  inside a layer ``active_context``;
+- to wrap an engine or a trainer: ``make_engine``, ``make_trainer``;
+- to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``;
+- to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``;
+- to build a second model: ``checkpoint_config``, ``unloaded_model``, ``prepare``;
+- to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
+  shard them, and ``views`` if the exported tensors differ from them;
+- to free device memory temporarily: ``Released``;
+- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``;
+- to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, and the calls
+  that attention receives.
+
+``miles_embedded.testing`` is public too.
 """
 
 from typing import TYPE_CHECKING

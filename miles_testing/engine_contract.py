@@ -95,12 +95,12 @@ class EngineContract(Interruptions):
         return engine
 
     def test_it_says_which_model_it_serves(self, engine: Engine, checkpoints: list[Path]) -> None:
-        said = engine.model_facts()
-        if not said:
+        facts = engine.model_facts()
+        if not facts:
             pytest.skip("this engine returns no facts, so a run cannot compare it with the trainer's model")
         config = {f.name: f.value for f in model_facts(str(checkpoints[0]))}
-        compared = {f"model.{name}" for name in COMPARED} & said.keys()
-        assert compared and {name: said[name] for name in compared} == {name: config[name] for name in compared}
+        compared = {f"model.{name}" for name in COMPARED} & facts.keys()
+        assert compared and {name: facts[name] for name in compared} == {name: config[name] for name in compared}
 
     def test_a_change_of_precision_is_declared_where_it_is_possible(self, engine: Engine) -> None:
         assert ("rebuild" in engine.capabilities) == (type(engine).rebuild is not Engine.rebuild)

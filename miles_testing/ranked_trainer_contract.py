@@ -193,8 +193,8 @@ def part(share: Share) -> Batch:
 def _select(column: Tensor, share: Share) -> Tensor:
     """Select the rows of a share's samples."""
     batch = make_batch()
-    batch.columns["asked"] = column
-    return batch.select(share).column("asked")
+    batch.columns["selected"] = column
+    return batch.select(share).column("selected")
 
 
 def _join(parts: Any) -> dict[str, Tensor]:

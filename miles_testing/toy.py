@@ -94,15 +94,15 @@ def toy_files(family: str = "qwen3_moe", **sizes: Any) -> Path:
 
 def _prompts_for(checkpoint: str | Path, usual: Path) -> Path:
     """Return a prompt file for a checkpoint's tokenizer: ``usual``, or one with other characters if the tokenizer lacks them."""
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError):  # no tokenizer: a plan needs none, and a run raises its own error
+    path = Path(checkpoint) / "tokenizer.json"
+    if not path.is_file():  # a plan needs no tokenizer, and a run refuses to start without one
         return usual
+    tokenizer = Tokenizer.from_file(str(path))
 
     def known(text: str) -> bool:
-        return bool(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return bool(tokenizer.encode(text, add_special_tokens=False).ids)
 
     rows = [json.loads(line) for line in usual.read_text(encoding="utf-8").splitlines()]
     if all(known(row["input"]) for row in rows):

@@ -125,11 +125,11 @@ def adamw(model: nn.Module, setup: Setup) -> float:
     return norm
 
 
-def checkpoint_weights(model: Any, beside: Path) -> dict[str, Tensor]:
+def checkpoint_weights(model: Any, checkpoint: Path) -> dict[str, Tensor]:
     """Return the model's tensors by checkpoint name, through Transformers' own ``save_pretrained``."""
     from safetensors.torch import load_file
 
-    directory = beside.parent / "yardstick"
+    directory = checkpoint.parent / "yardstick"
     model.save_pretrained(directory)
     return load_file(directory / "model.safetensors")
 

@@ -111,12 +111,12 @@ class Bucket:
         """Allocate tensors for all of ``wanted`` (part -> dtype, shape, offset from the start of a block); returns part -> (tensor,
         offset), or None if they do not fit."""
         found, end = {}, self.end
-        for part, (dtype, shape, behind) in wanted.items():
-            start, size = end + behind, prod(shape) * dtype.itemsize
+        for part, (dtype, shape, lead) in wanted.items():
+            start, size = end + lead, prod(shape) * dtype.itemsize
             if start + size > len(self.buffer):
                 return None
             found[part] = (self._views(dtype, shape, start), start)
-            end += round_to_blocks(behind + size)
+            end += round_to_blocks(lead + size)
         self.end = min(end, len(self.buffer))
         return found
 

@@ -266,11 +266,11 @@ class KernelSum(Sum):
         copied, self._copied = deque(sorted(self._copied)), []
         while self._begun < end:
             piece = self.pieces[self._piece]
-            behind = self._start + len(piece) // BLOCK
-            if self._begun == behind:
-                self._piece, self._start = self._piece + 1, behind
+            piece_end = self._start + len(piece) // BLOCK
+            if self._begun == piece_end:
+                self._piece, self._start = self._piece + 1, piece_end
                 continue
-            last = min(behind, end)
+            last = min(piece_end, end)
             until, go_on = copied.popleft() if copied and copied[0][0] < last else (last, last)
             if self._begun < until:
                 address = piece.data_ptr() + (self._begun - self._start) * BLOCK

@@ -246,5 +246,5 @@ def _call(what: str, function: str, *arguments: Any) -> None:
     if status:
         name = ctypes.c_char_p()
         _driver().cuGetErrorName(status, ctypes.byref(name))
-        said = (name.value or b"unknown").decode()
-        raise SyncError(f"the CUDA driver did not provide {what} ({function}: {said})")
+        text = (name.value or b"unknown").decode()
+        raise SyncError(f"the CUDA driver did not provide {what} ({function}: {text})")

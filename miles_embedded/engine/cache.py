@@ -137,12 +137,12 @@ class Cache:
         gone = np.flatnonzero(self.users[: self.prefixes.size] == 0)
         if not len(gone):
             return holes, movers, (gone, gone, gone)
-        where, whence = self.prefixes.remove(gone)
-        self.users[where] = self.users[whence]
+        where, sources = self.prefixes.remove(gone)
+        self.users[where] = self.users[sources]
         renumber = np.arange(self.prefixes.slots)
-        renumber[whence] = where
+        renumber[sources] = where
         self.prefix_of[: self.rows] = renumber[self.prefix_of[: self.rows]]
-        return holes, movers, (gone, where, whence)
+        return holes, movers, (gone, where, sources)
 
     def own_lengths(self, slots: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
         """Return how many of the first ``lengths`` tokens of each row follow its prompt; ValueError if a length ends inside it."""
@@ -192,9 +192,9 @@ def _extend(values: np.ndarray, length: int) -> np.ndarray:
     return np.concatenate([values, np.zeros(max(length - len(values), 0), values.dtype)])
 
 
-def move_items(items: list, where: np.ndarray, whence: np.ndarray, size: int) -> None:
+def move_items(items: list, where: np.ndarray, sources: np.ndarray, size: int) -> None:
     """Apply slot moves to ``items``, a list with one object per slot, and update their ``slot`` attributes."""
-    for to, source in zip(where.tolist(), whence.tolist(), strict=True):
+    for to, source in zip(where.tolist(), sources.tolist(), strict=True):
         items[to] = items[source]
         items[to].slot = to
     del items[size:]

@@ -334,10 +334,10 @@ class EmbeddedEngine(Engine):
             return
         self.decoder.leave(rows)
         self.ahead.leave(rows)
-        where, whence, prefixes = self.runner.cache.remove_rows(np.sort(slots_of(rows)))
+        where, sources, prefixes = self.runner.cache.remove_rows(np.sort(slots_of(rows)))
         for row in rows:
             row.slot = -1
-        move_items(self.rows, where, whence, self.runner.cache.rows)
+        move_items(self.rows, where, sources, self.runner.cache.rows)
         self._prefixes.apply_moves(*prefixes)
         self._invalidate_batch()
 

@@ -59,13 +59,13 @@ class Prefixes:
                 self._slots.append(prefix)
         return found
 
-    def apply_moves(self, gone: np.ndarray, where: np.ndarray, whence: np.ndarray) -> None:
+    def apply_moves(self, gone: np.ndarray, where: np.ndarray, sources: np.ndarray) -> None:
         """Apply freed and moved prompt slots, see ``Cache.remove_rows``."""
         for slot in gone.tolist():
             prefix = self._slots[slot]
             if prefix.key in self._known and self._known[prefix.key] is prefix:
                 del self._known[prefix.key]
-        move_items(self._slots, where, whence, self.runner.cache.prefixes.size)
+        move_items(self._slots, where, sources, self.runner.cache.prefixes.size)
 
     def retire(self) -> None:
         """Stop sharing the current prefixes after a change of weights; rows that use one keep it."""

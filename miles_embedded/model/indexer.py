@@ -150,9 +150,9 @@ def watch_indexer(indexer: nn.Module, call: Callable[[], Any]) -> None:
         first = (hidden[:, :1], query[:, :1], (cos[:, :1], sin[:, :1]), hidden.new_zeros(1, 1, 1), None)
         return first, {"past_key_values": _Chosen(choice)}
 
-    def behind(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> ChosenKeys | None:
+    def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> ChosenKeys | None:
         cache = kwargs.get("past_key_values")
         return cache.choice if isinstance(cache, _Chosen) else None
 
     indexer.register_forward_pre_hook(before, with_kwargs=True)
-    indexer.register_forward_hook(behind, with_kwargs=True)
+    indexer.register_forward_hook(after, with_kwargs=True)

@@ -107,7 +107,7 @@ def test_memory_stays_attached_while_it_is_used(tmp_path):
         inbox.finish()  # the second update in a row that did not use it
     with pytest.raises(SyncError, match=r"engine.s process cannot open .* different hosts"):
         list(inbox.open(said))
-    with pytest.raises(SyncError, match="memory of the kind 'pigeon', which this engine does not read"):
+    with pytest.raises(SyncError, match="memory of the kind 'pigeon', which this engine does not support"):
         list(inbox.open({**said, "memory": {"kind": "pigeon"}}))
 
 

@@ -255,7 +255,10 @@ def test_a_broadcast_brings_the_same_buckets_and_an_engine_that_cannot_be_reache
 
     engine.spoil = spoil
     asyncio.run(transport.send(iter(units), 4))
-    assert engine.version == 4 and "weights travel through shared memory, because the trainer cannot be" in caplog.text
+    assert (
+        engine.version == 4
+        and "weights travel through shared memory, because the engine's process cannot" in caplog.text
+    )
 
 
 def test_a_bucket_goes_ahead_of_an_answer_and_no_memory_is_filled_before_it_was_read(
