@@ -25,7 +25,7 @@ def examine(config: Any, weights: bool) -> None:
     if any(Path(path).glob("*.safetensors*")):
         examine_checkpoint(Path(path), flag)
     elif weights:
-        raise CheckpointError(f"{flag} {path}: it holds no *.safetensors weights; others are not read")
+        raise CheckpointError(f"{flag} {path}: it holds no *.safetensors weights; other formats are not supported")
 
 
 def examine_checkpoint(directory: Path, flag: str = "--hf-checkpoint") -> None:

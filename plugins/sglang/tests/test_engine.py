@@ -77,7 +77,7 @@ def test_an_update_that_loses_a_bucket_fails_the_contract(tmp_path: Path) -> Non
     checkpoints = [tiny_checkpoint("qwen3_moe", tmp_path / str(seed), seed) for seed in range(3)]
     suite = Lossy()
     with asyncio.Runner() as runner, pytest.raises(AssertionError):
-        engine = runner.run(suite._started(checkpoints[0]))
+        engine = runner.run(suite.start_engine(checkpoints[0]))
         suite.test_two_updates_equal_a_fresh_load(engine, runner, checkpoints)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_embedded import Decoder, Emitted, Prompts, one_each, pick
+from miles_embedded import Decoder, Emitted, Prompts, pick, to_emitted
 from miles_speculative.draft import Draft
 from miles_speculative.ledger import Ledger
 from miles_speculative.lookahead import Lookahead
@@ -100,7 +100,7 @@ class SpeculativeDecoder(Decoder):
         """A step without drafts, of which there may be very many: what is done beside the policy's own work counts."""
         start = self._now()
         fed = engine.forward(rows, [row.tokens[-1:] for row in rows])
-        emitted = one_each(engine.sample(fed.logits, rows))
+        emitted = to_emitted(engine.sample(fed.logits, rows))
         self._passed.append(([self._fresh[row] for row in rows], fed.hidden))
         if len(self._passed) > UNREAD:
             for pieces in self._passed.popleft()[0]:
