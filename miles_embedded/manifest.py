@@ -223,6 +223,7 @@ plugin = Plugin(
             "sleep",
             "values",
             "top_log_probs",
+            "candidates",
             "optimizers",
         ),
     },
