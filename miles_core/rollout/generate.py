@@ -83,6 +83,7 @@ class Generator:
         self.answers = {} if answers is None else answers
         extras = {"sampling_support"} if sampling.truncated and not run.config.rollout.full_vocab_logprobs else set()
         self.extras, self.keys = extras, RequestKeys()
+        self.policies = {policy.name: policy for policy in run.policies}
 
     def release_keys(self, generate: Generate) -> Generate:
         """``generate``, which calls this generator once or several times per sample, and after it the sample's keys are free."""
@@ -187,7 +188,7 @@ class Generator:
                 else sampling
             )
             request = Request([*tokens, *known], rest, key=key, group=group, extras=set(self.extras), policy=policy)
-            self.run.hooks.on("on_request", run=self.run, request=request)
+            self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
             response = await engine.generate(request)
             check_response(self.run, request, response)
             add(self.answers, {self._engine_metric(policy, n): (v, 1.0) for n, v in response.metrics.items()})

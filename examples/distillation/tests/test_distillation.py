@@ -36,9 +36,9 @@ def run(tmp_path, teacher):
 
 @pytest.mark.parametrize("top_k", [0, 8])
 def test_the_student_comes_closer_to_its_teacher(run, top_k):
-    done = run(steps=12, rollout_batch_size=8, lr=5e-3, distillation_top_k=top_k)
+    done = run(steps=16, rollout_batch_size=8, lr=5e-3, distillation_top_k=top_k)
     found = [record[KL] for record in done.metrics]
-    assert mean(found[:3]) > 0.05 and mean(found[-3:]) < 0.5 * mean(found[:3])
+    assert mean(found[:3]) > 0.05 and mean(found[-3:]) < 0.75 * mean(found[:3])
     assert (TOP in done.metrics[0]) == bool(top_k)
     if top_k:
         exact = [record[TOP] for record in done.metrics]
@@ -46,7 +46,7 @@ def test_the_student_comes_closer_to_its_teacher(run, top_k):
             exact[0], rel=0.5
         )
     student, frozen = done.run.policies
-    assert student.trained == 12 and (frozen.trained, frozen.version) == (0, -1) and done.parts[1].engine is None
+    assert student.trained == 16 and (frozen.trained, frozen.version) == (0, -1) and done.parts[1].engine is None
 
 
 @pytest.mark.parametrize("top_k", [0, 4])
