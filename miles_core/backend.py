@@ -30,7 +30,7 @@ from miles_core.contracts.trainer import (
 )
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.batch import Batch, Ragged, collate
-from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Encoded, Unit
 from miles_core.data.world import ALONE, World, shares
@@ -62,6 +62,7 @@ __all__ = [
     "ALONE",
     "AS_TRAINED",
     "BYTES",
+    "CANDIDATES",
     "GIVEN_ROUTES",
     "OWN_ROUTES",
     "PLAIN",

@@ -51,3 +51,7 @@ CORE_FIELDS = (
 
 #: Token ids the engine could have sampled at each response position (top-k, top-p); always contains the sampled one.
 SAMPLING_SUPPORT = Field("sampling_support", "int32", "response", ragged=True, label="sampler truncation")
+
+#: Token ids whose log-probabilities the forward pass returns at each response position next to the sampled token's
+#: (``Output.candidate_log_probs``), [response_length, k]. A ``wrap_learn`` attaches them, for example a teacher's most probable tokens.
+CANDIDATES = Field("candidates", "int32", "response", shape=(None,))

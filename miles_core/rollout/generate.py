@@ -83,6 +83,7 @@ class Generator:
         self.answers = {} if answers is None else answers
         extras = {"sampling_support"} if sampling.truncated and not run.config.rollout.full_vocab_logprobs else set()
         self.extras, self.keys = extras, RequestKeys()
+        self.policies = {policy.name: policy for policy in run.policies}
 
     def release_keys(self, generate: Generate) -> Generate:
         """Wrap ``generate``, which calls this generator one or more times per sample, to reset the sample's keys afterwards."""
@@ -190,7 +191,7 @@ class Generator:
                 else sampling
             )
             request = Request([*tokens, *generated], rest, key=key, group=group, extras=set(self.extras), policy=policy)
-            self.run.hooks.on("on_request", run=self.run, request=request)
+            self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
             response = await engine.generate(request)
             check_response(self.run, request, response)
             add(self.answers, {self._engine_metric(policy, n): (v, 1.0) for n, v in response.metrics.items()})

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from miles_core.config.config import Config
 from miles_core.contracts.engine import Sampling
+from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Schedule
@@ -53,6 +54,7 @@ class Inputs:
         self.pairs: Prompts | None = None
         self.supervised: list[Sample] = []
         self.reward: RewardFunction | None = None
+        self.reward_of: dict[str, RewardFunction] = {}  # policy name -> its own, where the provider takes the policy
         self.functions: Functions | None = None
         self.generate: Callable[..., Any] | None = None
         self.accept: GroupFilter | None = None
@@ -137,9 +139,10 @@ class Inputs:
         options = run.config
         name = options.reward.rm_type
         if name is not None and name in run.hooks.provided("reward"):
-            made = run.hooks.make("reward", name, run=run)
-            how: Literal["async", "thread"] = "async" if is_async(made) else "thread"
-            self.reward = RewardFunction(made, name, f"--rm-type {name}", how, options.reward.concurrency)
+            own = run.hooks.takes("reward", name, "policy")
+            learning = [policy for policy in run.policies if policy.role == "train"]
+            found = {policy.name: _reward(run, name, policy) for policy in (learning if own else learning[:1])}
+            self.reward, self.reward_of = next(iter(found.values())), found if own else {}
         if options.data.prompts != FILE:
             self.prompts = _source(run, options.data.prompts, options.data.prompt_data or "", "train")
         for data_set, source, data in self._from_plugins:
@@ -214,7 +217,12 @@ class Inputs:
         assert reward is not None  # set by the constructor or ``make``
 
         async def score_all(samples: list[Sample]) -> None:
-            await score(samples, reward, run.config.args)
+            if not self.reward_of:
+                await score(samples, reward, run.config.args)
+                return
+            for policy in run.policies:
+                if policy.role == "train" and (mine := run.own(policy, [samples])):
+                    await score(mine, self.reward_of[policy.name], run.config.args)
 
         return score_all
 
@@ -229,6 +237,13 @@ def _compares_label(run: Run, name: str | None) -> bool:
     if name is None or name not in run.hooks.provided("reward"):
         return name in RULES
     return getattr(run.hooks.builder("reward", name)[1], "compares_label", False)
+
+
+def _reward(run: Run, name: str, policy: Policy) -> RewardFunction:
+    """The reward that a plugin provides."""
+    made = run.hooks.make("reward", name, run=run, policy=policy)
+    how: Literal["async", "thread"] = "async" if is_async(made) else "thread"
+    return RewardFunction(made, name, f"--rm-type {name}", how, run.config.reward.concurrency)
 
 
 def _source(run: Run, name: str, data: str, purpose: str) -> PromptSource:

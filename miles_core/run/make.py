@@ -10,7 +10,7 @@ from miles_core.config.policies import CHECKPOINT, GENERATES, ROLE
 from miles_core.contracts.hooks import load_hooks
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
-from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
 from miles_core.data.template import PromptTemplate
 from miles_core.data.tokenizer import load_tokenizer
 from miles_core.observe.hints import Hints, hints_of
@@ -34,7 +34,7 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
         config=config,
         plan=plan,
         hooks=load_hooks(plan, manifests, config),
-        fields=(SAMPLING_SUPPORT, *(f for p in plan.plugins for f in manifests[p.name].fields)),
+        fields=(SAMPLING_SUPPORT, CANDIDATES, *(f for p in plan.plugins for f in manifests[p.name].fields)),
         directory=directory,
         tokenizer=tokenizer,
         render=PromptTemplate(tokenizer, config.data.apply_chat_template),

@@ -236,11 +236,14 @@ class Learner:
     def _advantages(self, batch: Batch) -> Tensor:
         options, name = self.config.algorithm, self.config.algorithm.advantage_estimator
         for column in self.advantage_needs.columns:
-            if column not in batch.columns and column not in batch.scalars and len(batch):
+            if column in batch.columns or column in batch.scalars:
+                continue
+            if len(batch):
                 raise DataError(
                     f"--advantage-estimator {name} reads the column {column!r}, which no sample has; add it to Sample.fields in a "
                     "wrap_learn hook"
                 )
+            batch.columns[column] = torch.zeros_like(batch.mask)  # a rank without samples
         kl = None
         if options.kl_coef and "old_log_probs" in batch.columns and "ref_log_probs" in batch.columns:
             kl = kl_estimate(batch.column("old_log_probs"), batch.column("ref_log_probs"), "k1")
