@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Metrics in a step's line, in this order: metric -> (label, format). All metrics are in metrics.jsonl.
+#: Metrics in a step's line, in this order: metric -> (label, format, width). All metrics are in metrics.jsonl. Evaluations come last: not
+#: every step has one, and the columns before them keep their places.
 SHOWN = {
-    "reward/mean": ("reward", "{:.3f}"),
-    "eval/accuracy": ("eval", "{:.1%}"),
-    "rollout/length_mean": ("length", "{:.1f}"),
-    "train/loss": ("loss", "{:.4f}"),
-    "mismatch/kl_k3": ("mismatch", "{:.2g}"),
-    "train/grad_norm": ("grad", "{:.2g}"),
+    "reward/mean": ("reward", "{:.3f}", 6),
+    "rollout/length_mean": ("length", "{:.1f}", 7),
+    "train/loss": ("loss", "{:.4f}", 8),
+    "mismatch/kl_k3": ("mismatch", "{:.2g}", 7),
+    "train/grad_norm": ("grad", "{:.2g}", 7),
+    "eval/accuracy": ("eval", "{:.1%}", 6),
+    "eval/reward": ("eval reward", "{:.3f}", 6),
 }
 #: Metrics on the bar, which has less space.
-ON_BAR = ("reward/mean", "eval/accuracy", "rollout/length_mean")
+ON_BAR = ("reward/mean", "eval/accuracy", "eval/reward", "rollout/length_mean")
 #: Number of recent steps from which the remaining time is estimated.
 WINDOW = 20
 
@@ -125,17 +127,25 @@ class Progress:
         seconds = {k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/") and k != "time/step"}
         phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items())
         parts = [
-            f"step {self.done}/{self.total}",
-            _brief({k: metrics[k] for k in SHOWN if k in metrics}),
+            f"step {self.done:>{len(str(self.total))}}/{self.total}",
+            _brief(metrics, aligned=True),
             f"{took:.2f} s" + (f" ({phases})" if phases else ""),
             f"eta {_duration(self.remaining())}" if self._durations and self.done < self.total else "",
         ]
         return "  ".join(part for part in parts if part)
 
 
-def _brief(metrics: Mapping[str, float]) -> str:
+def graded(metrics: Mapping[str, float]) -> bool:
+    """Whether held-out rewards are more than right or wrong, so that their mean says more than the share of right answers."""
+    return "eval/reward" in metrics and metrics["eval/reward"] != metrics.get("eval/accuracy")
+
+
+def _brief(metrics: Mapping[str, float], aligned: bool = False) -> str:
+    hidden = "eval/accuracy" if graded(metrics) else "eval/reward"
     return "  ".join(
-        f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items() if name in metrics
+        f"{label} {form.format(metrics[name]):>{width if aligned else 0}}"
+        for name, (label, form, width) in SHOWN.items()
+        if name in metrics and name != hidden
     )
 
 

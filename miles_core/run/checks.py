@@ -14,6 +14,7 @@ from miles_core.checkpoint.placed import gathering, taken
 from miles_core.config.config import Config
 from miles_core.contracts.run import Run
 from miles_core.errors import CheckpointError, ConfigError, PlanError
+from miles_core.observe.sinks import check_wandb_login
 from miles_core.plugin.activate import provider
 from miles_core.plugin.discovery import Catalogue
 from miles_core.plugin.load import accepted, import_target
@@ -132,6 +133,8 @@ def _inputs(config: Config, problems: Problems) -> Inputs:
                 raise ConfigError(
                     f"{flag} needs the package {package!r}, which is not installed: pip install {package}"
                 )
+            if name == "use_wandb" and config.run.use_wandb:
+                check_wandb_login()
     return Inputs(config, problems)
 
 
