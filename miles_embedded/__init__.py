@@ -18,7 +18,7 @@ model's steps in another way. ``miles_embedded.testing`` is public too.
 
 from typing import TYPE_CHECKING
 
-from miles_core.lookup import looked_up
+from miles_core.lookup import make_lazy_exports
 from miles_embedded.manifest import plugin
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ __all__ = [
     "whole",
 ]
 
-__getattr__, __dir__ = looked_up(
+__getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_embedded.engine.attention": "DecodeCall",

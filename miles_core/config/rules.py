@@ -1,7 +1,7 @@
-"""What core's options ask of each other, as data.
+"""Rules between core's options.
 
-An option that would have no effect is refused rather than ignored. ``RULES`` are in the grammar of plugins' rules;
-``RELATIONS`` compare two options, which that grammar cannot. Both are checked when a configuration is loaded.
+An option that would have no effect is rejected instead of ignored. ``RULES`` use the grammar of plugins' rules. ``RELATIONS``
+compare two options, which that grammar does not support. Both are checked when a configuration is loaded.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ RULES: tuple[Rule, ...] = (
     Rule("profile", "traces are only recorded then", when="profile_dir"),
 )
 
-#: (option, sign, option or number, why); an option without a value is no party.
+#: (option, comparison, option, reason). Not checked if either option has no value.
 RELATIONS: tuple[tuple[str, str, str, str], ...] = (
     (
         "rollout.over_sampling_batch_size",
@@ -148,22 +148,22 @@ RELATIONS: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
-def broken(facts: Iterable[Fact]) -> Iterator[str]:
-    """A sentence for every rule and relation that these options (``Config.facts``) break."""
+def find_violations(facts: Iterable[Fact]) -> Iterator[str]:
+    """Yield an error message for every rule and relation that these options (``Config.facts``) violate."""
     known = Facts(facts)
     for rule in RULES:
         if evaluate(rule.when, known.lookup) is Truth.TRUE and evaluate(rule.needs, known.lookup) is Truth.FALSE:
-            asking = [known[name] for name in names(parse(rule.when))]
-            where = " and ".join(fact.origin for fact in asking if fact.chosen) or _state(asking)
-            lacking = _state([known[name] for name in names(parse(rule.needs))])
-            yield f"{where}: it needs {rule.needs}, and {lacking}: {rule.because}"
+            causes = [known[name] for name in names(parse(rule.when))]
+            where = " and ".join(fact.origin for fact in causes if fact.chosen) or _format_values(causes)
+            actual = _format_values([known[name] for name in names(parse(rule.needs))])
+            yield f"{where}: it needs {rule.needs}, and {actual}: {rule.because}"
     for left, sign, right, because in RELATIONS:
         one, two = known[left], known[right]
         if one.value is None or two.value is None:
             continue
         if not {"<": one.value < two.value, "<=": one.value <= two.value, ">=": one.value >= two.value}[sign]:
-            yield f"{left} must be {sign} {right}, and {_state([one, two])}: {because}"
+            yield f"{left} must be {sign} {right}, and {_format_values([one, two])}: {because}"
 
 
-def _state(facts: Iterable[Fact]) -> str:
+def _format_values(facts: Iterable[Fact]) -> str:
     return " and ".join(f"{fact.flag} is {show(fact.value)} ({fact.origin})" for fact in facts)

@@ -58,7 +58,7 @@ def test_an_empty_file_changes_nothing(loaded, written):
         ("rollout: {batch_size: many}", "line 1: rollout.batch_size cannot be 'many'; it must be a whole number >= 1"),
         ("rollout: {batch_size: true}", "cannot be True"),
         ("rollout_shuffle: 3", "it must be true or false"),
-        ("lr: 1\nlr: 2", "line 2: lr stands there twice (also in line 1)"),
+        ("lr: 1\nlr: 2", "line 2: lr is defined twice (also in line 1)"),
         ("lr: [1", "line 1: malformed YAML"),
         ("a: b: c", "line 1: malformed YAML"),
         ("- lr", "must be a mapping of keys to values, not a single list"),
