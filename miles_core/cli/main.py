@@ -86,7 +86,7 @@ def _help() -> str:
         "A plugin-based reinforcement-learning loop for language models.\n\n"
         f"commands:\n{commands}\n\n"
         "miles COMMAND --help shows the options of a command; miles --version shows the version.\n"
-        f"{DEBUG}=1 shows the traceback behind an error message."
+        f"{DEBUG}=1 shows the traceback of an error."
     )
 
 

@@ -221,7 +221,7 @@ class _Reader:
                 self.add(option.path, entry, chosen)
         elif spelling in self.schema.aliases:
             if entry.value not in (True, False, None):
-                self.problems.append(f"{self.where(entry)}: {entry.key} stands for fixed values; write true")
+                self.problems.append(f"{self.where(entry)}: {entry.key} sets fixed values; write true")
             elif entry.value:
                 for path, value in self.schema.aliases[spelling].values.items():
                     target = self.schema.find(path)

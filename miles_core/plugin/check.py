@@ -257,12 +257,12 @@ def _check_unnamed_parts(result: CheckResult) -> None:
     """
     owners = [provider(kind, result.facts.value(kind), result.manifests) for kind in ("engine", "trainer")]
     for kind in UNNAMED:
-        asked = any(owner is not None and kind in owner.provides for owner in owners)
+        is_used = any(owner is not None and kind in owner.provides for owner in owners)
         mine = [p for p in result.activation.active.values() if kind in p.provides and p not in owners]
-        for plugin in mine[1:] if asked else ():
+        for plugin in mine[1:] if is_used else ():
             because = f"a run has one {kind}, and {mine[0].name} also provides one: leave one of them out of --plugins"
             result.problems.append(Problem(plugin.name, f"a second {kind}", because, verb="brings"))
-        for plugin in () if asked else mine:
+        for plugin in () if is_used else mine:
             where = " and ".join(str(result.facts.lookup(k)) for k in ("engine", "trainer"))
             result.advice.append(f"{plugin.name}: its part {kind} is not used; {where} take none")
 
@@ -308,10 +308,10 @@ def _run_reviews(result: CheckResult) -> None:
     usages: list[Usage] = []
     for plugin in result.activation.active.values():
         if plugin.review:
-            found: Review = _import_function(plugin.review)(result.facts, model)
-            result.reviews += found.notes
-            result.problems += found.problems
-            result.consulted.update(n for p in found.problems for n in p.choices)
+            review: Review = _import_function(plugin.review)(result.facts, model)
+            result.reviews += review.notes
+            result.problems += review.problems
+            result.consulted.update(n for p in review.problems for n in p.choices)
         if plugin.memory and model is not None:
             usages += _import_function(plugin.memory)(result.facts, model)
     notes, problems = review_memory(usages, result.facts)

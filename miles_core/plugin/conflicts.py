@@ -59,10 +59,10 @@ def precision(
         )
     pair, owner = cells[rollout, train]
     advice = [f"{rollout} rollout x {train} train{who} is experimental ({owner})"] if pair.experimental else []
-    return pair, [], [*advice, *_unselected(active, rollout, train, who)]
+    return pair, [], [*advice, *_note_unselected(active, rollout, train, who)]
 
 
-def _unselected(active: Mapping[str, Plugin], rollout: str, train: str, who: str) -> Iterator[str]:
+def _note_unselected(active: Mapping[str, Plugin], rollout: str, train: str, who: str) -> Iterator[str]:
     for plugin in active.values():
         if plugin.formats and not {rollout, train} & plugin.formats.keys():
             name = next(iter(plugin.formats))
@@ -126,7 +126,7 @@ def order(active: Mapping[str, Plugin]) -> tuple[tuple[str, ...], list[Problem]]
     except graphlib.CycleError as error:
         path = " -> ".join(error.args[1])
         because = "their manifests' before and after contradict each other"
-        return tuple(rank), [Problem("these plugins", path, because, verb="each want to go first:")]
+        return tuple(rank), [Problem("these plugins", path, because, verb="form a cycle:")]
     placed: list[str] = []
     ready = [(rank[name], name) for name in sorter.get_ready()]
     heapq.heapify(ready)

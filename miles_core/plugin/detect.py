@@ -109,7 +109,7 @@ def gpu_facts() -> list[Fact]:
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return _amd() if Path("/dev/kfd").exists() else _no_gpu("detected: no NVIDIA driver")
     except pynvml.NVMLError as error:
-        return _unknown(f"NVML does not answer: {error}")
+        return _unknown_gpu(f"NVML does not answer: {error}")
     try:
         handles = _visible_handles(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
         if not handles:
@@ -118,7 +118,7 @@ def gpu_facts() -> list[Fact]:
         sms = [major * 10 + minor for major, minor in map(pynvml.nvmlDeviceGetCudaComputeCapability, handles)]
         memory = min(pynvml.nvmlDeviceGetMemoryInfo(h).total for h in handles)
     except pynvml.NVMLError as error:
-        return _unknown(f"NVML does not answer: {error}")
+        return _unknown_gpu(f"NVML does not answer: {error}")
     finally:
         pynvml.nvmlShutdown()
     weakest = names[sms.index(min(sms))]
@@ -173,7 +173,7 @@ def _no_gpu(origin: str) -> list[Fact]:
     return _gpus("none", 0, 0, 0, origin)
 
 
-def _unknown(origin: str) -> list[Fact]:
+def _unknown_gpu(origin: str) -> list[Fact]:
     return [Fact(name, None, origin, State.UNKNOWN) for name in _MEANINGS]
 
 
@@ -215,26 +215,28 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
     selects the class that loads it.
     """
     inner = language_model(config)
-    found: dict[str, tuple[Any, str]] = {}
+    entries: dict[str, tuple[Any, str]] = {}
     for name, keys in _KEYS.items():
         key = next((k for k in keys if inner.get(k) is not None), None)
         if key and name in _COUNTS and (type(inner[key]) is not int or inner[key] < 1):
             raise ValueError(f"{key} is {inner[key]!r}, and must be a whole number of at least 1")
-        found[name] = (inner[key], f"config.json: {key}={inner[key]}") if key else (None, f"config.json: no {keys[0]}")
-    experts, origin = found["num_experts"]
+        entries[name] = (
+            (inner[key], f"config.json: {key}={inner[key]}") if key else (None, f"config.json: no {keys[0]}")
+        )
+    experts, origin = entries["num_experts"]
     experts = int(experts or 0)
     moe = experts > 1
-    found["num_experts"] = (experts, origin)
-    found["moe"] = (moe, origin)
-    found["moe_layers"] = (len(moe_layers(inner)), origin) if moe else (0, origin)
-    found["mtp_layers"] = (int(found["mtp_layers"][0] or 0), found["mtp_layers"][1])
-    found["context"] = _context(inner, *found["context"])
+    entries["num_experts"] = (experts, origin)
+    entries["moe"] = (moe, origin)
+    entries["moe_layers"] = (len(moe_layers(inner)), origin) if moe else (0, origin)
+    entries["mtp_layers"] = (int(entries["mtp_layers"][0] or 0), entries["mtp_layers"][1])
+    entries["context"] = _context(inner, *entries["context"])
     quantisation = config.get("quantization_config") or inner.get("quantization_config") or {}
     method = quantisation.get("quant_method", "yes") if quantisation else "none"
-    found["quantized"] = (method, f"config.json: {'' if quantisation else 'no '}quantization_config")
+    entries["quantized"] = (method, f"config.json: {'' if quantisation else 'no '}quantization_config")
     facts = []
     for name in _MODEL_NAMES:
-        value, origin = found[name]
+        value, origin = entries[name]
         state = State.KNOWN if value is not None else State.NOT_APPLICABLE if name == "top_k" else State.UNKNOWN
         facts.append(Fact(f"model.{name}", value, origin, state))
     return facts

@@ -50,8 +50,8 @@ class Catalogue(Mapping[str, Plugin]):
         self.heavy: list[str] = []
         for point in points:
             self._points.setdefault(point.name, {})[_source(point)] = point
-        for name, found in self._points.items():
-            self.sources[name] = next(iter(found))
+        for name, points_by_source in self._points.items():
+            self.sources[name] = next(iter(points_by_source))
 
     def __getitem__(self, name: str) -> Plugin:
         if name not in self._loaded:
@@ -137,13 +137,13 @@ class Catalogue(Mapping[str, Plugin]):
         return plugin.name
 
     def _load(self, name: str) -> Plugin:
-        found = self._points[name]
-        if len(found) > 1:
+        points_by_source = self._points[name]
+        if len(points_by_source) > 1:
             raise PluginError(
-                f"two distributions provide a plugin called {name!r}: {' and '.join(sorted(found))}; "
+                f"two distributions provide a plugin called {name!r}: {' and '.join(sorted(points_by_source))}; "
                 "uninstall one of them"
             )
-        source, point = next(iter(found.items()))
+        source, point = next(iter(points_by_source.items()))
         light = "torch" not in sys.modules
         try:
             plugin = point.load()

@@ -51,7 +51,7 @@ def find_fixes(
     requested: Sequence[str] | Mapping[str, str],
     manifests: Mapping[str, Plugin],
     facts: Facts,
-    refused: CheckResult,
+    rejected: CheckResult,
     drops: int = 2,
     startable: Startable = lambda facts: (),
 ) -> list[Fix]:
@@ -59,19 +59,19 @@ def find_fixes(
 
     Args:
         requested, manifests, facts: the arguments of ``check``.
-        refused: the result of ``check``.
+        rejected: the result of ``check``.
         drops: maximum number of plugins to drop in addition to another change, if nothing smaller helps.
         startable: returns error messages for further problems of a run with these facts.
     """
-    asked = dict(requested) if isinstance(requested, Mapping) else dict.fromkeys(requested, "--plugins")
-    search = _Search(asked, manifests, facts, refused, startable)
+    origins = dict(requested) if isinstance(requested, Mapping) else dict.fromkeys(requested, "--plugins")
+    search = _Search(origins, manifests, facts, rejected, startable)
     accepted, partial = [], []
-    before = {p.headline for p in refused.problems}
+    before = {p.headline for p in rejected.problems}
     for change in [
-        *_propose_from_problems(refused),
-        *_propose_options(refused),
-        *_propose_plugins(asked, refused),
-        *_propose_precisions(asked, refused),
+        *_propose_from_problems(rejected),
+        *_propose_options(rejected),
+        *_propose_plugins(origins, rejected),
+        *_propose_precisions(origins, rejected),
     ]:
         fix, left = search.attempt(change)
         if not left:
@@ -88,19 +88,19 @@ def find_fixes(
 class _Search:
     """Tries changes of a rejected run."""
 
-    asked: dict[str, str]
+    origins: dict[str, str]
     manifests: Mapping[str, Plugin]
     facts: Facts
-    refused: CheckResult
+    rejected: CheckResult
     startable: Startable
 
     def attempt(self, change: Change) -> tuple[Fix, set[str]]:
         """Apply a change; returns the changed request and the headlines of the remaining problems."""
-        requested = {name: why for name, why in self.asked.items() if name not in change.drop}
+        requested = {name: why for name, why in self.origins.items() if name not in change.drop}
         requested |= {name: "--plugins" for name in change.add if name not in requested}
         changed = []
         for name, value in change.values.items():
-            fact = self.refused.facts.get(name) or self.refused.facts.lookup(name)
+            fact = self.rejected.facts.get(name) or self.rejected.facts.lookup(name)
             origin = _format_option(fact.flag, value)
             changed.append(replace(fact, value=value, origin=origin, state=State.KNOWN, chosen=True))
         fix = Fix(change.text, requested, self.facts.having(changed))
@@ -129,20 +129,20 @@ class _Search:
     def drop_one(self, drops: int) -> list[Fix]:
         """Return fixes that drop one plugin and apply another change."""
         dropping = []
-        for name in self.asked if drops else ():
-            rest = {n: why for n, why in self.asked.items() if n != name}
-            refused = check(rest, self.manifests, self.facts)
-            for fix in find_fixes(rest, self.manifests, self.facts, refused, drops - 1, self.startable):
+        for name in self.origins if drops else ():
+            rest = {n: why for n, why in self.origins.items() if n != name}
+            rejected = check(rest, self.manifests, self.facts)
+            for fix in find_fixes(rest, self.manifests, self.facts, rejected, drops - 1, self.startable):
                 listed = fix.text.startswith("--plugins ")
-                text = f"{_describe_drop(name, self.asked[name])}, and {fix.text}"
+                text = f"{_describe_drop(name, self.origins[name])}, and {fix.text}"
                 dropping.append(fix if listed else replace(fix, text=text))
         return dropping
 
 
-def _propose_from_problems(refused: CheckResult) -> Iterator[Change]:
+def _propose_from_problems(rejected: CheckResult) -> Iterator[Change]:
     """Yield the changes that the problems themselves propose (``Problem.tries``), if all their facts exist here."""
-    known = dict(refused.facts)
-    for values in (values for problem in refused.problems for values in problem.tries()):
+    known = dict(rejected.facts)
+    for values in (values for problem in rejected.problems for values in problem.tries()):
         if values.keys() <= known.keys():
             values = {name: value for name, value in values.items() if known[name].value != value}
             yield Change(_format_options(values, known), values=values, keeps=True)
@@ -162,14 +162,14 @@ def _format_options(values: Mapping[str, Any], known: Mapping[str, Fact]) -> str
     return f"on {machines or 1} machine{'s' * ((machines or 1) > 1)}{of}: {' '.join(words)}"
 
 
-def _propose_options(refused: CheckResult) -> Iterator[Change]:
+def _propose_options(rejected: CheckResult) -> Iterator[Change]:
     """Yield other values for each option that a problem names, and emulation."""
-    facts = refused.facts
-    for name in dict.fromkeys(name for problem in refused.problems for name in problem.choices):
+    facts = rejected.facts
+    for name in dict.fromkeys(name for problem in rejected.problems for name in problem.choices):
         fact = facts.lookup(name)
         if not fact.flag or fact.state is not State.KNOWN or name in SIDES:
             continue
-        for value in _values(name, refused):
+        for value in _values(name, rejected):
             if not same(value, fact.value):
                 yield Change(_format_option(fact.flag, value), values={name: value}, keeps=True)
     emulated = facts.lookup("precision.emulated")
@@ -178,15 +178,15 @@ def _propose_options(refused: CheckResult) -> Iterator[Change]:
         yield Change(flag, values={emulated.name: True}, keeps=True)
 
 
-def _values(name: str, refused: CheckResult) -> list[Any]:
+def _values(name: str, rejected: CheckResult) -> list[Any]:
     """Return values to try for an option: its choices, the parts of its kind, both booleans, and values in violated rules."""
-    fact = refused.facts.lookup(name)
+    fact = rejected.facts.lookup(name)
     values: list[Any] = list(fact.choices)
     if name in BACKENDS:
-        values += [n for m in [CORE, *refused.manifests.values()] for n in m.provides.get(name, {})]
+        values += [n for m in [CORE, *rejected.manifests.values()] for n in m.provides.get(name, {})]
     if isinstance(fact.value, bool):
         values += [True, False]
-    for problem in refused.problems:
+    for problem in rejected.problems:
         if name in problem.choices and problem.verb == "needs":
             try:
                 parts = conjuncts(parse(problem.needs))
@@ -198,13 +198,13 @@ def _values(name: str, refused: CheckResult) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _propose_plugins(asked: dict[str, str], refused: CheckResult) -> Iterator[Change]:
-    for name in refused.manifests:
-        if name not in refused.activation.active and name != "core":
+def _propose_plugins(origins: dict[str, str], rejected: CheckResult) -> Iterator[Change]:
+    for name in rejected.manifests:
+        if name not in rejected.activation.active and name != "core":
             yield Change(f"add {name} to --plugins", add=(name,), keeps=True)
-    for name, why in asked.items():
-        if name not in refused.manifests:
-            for other in nearest(name, refused.manifests)[:2]:
+    for name, why in origins.items():
+        if name not in rejected.manifests:
+            for other in nearest(name, rejected.manifests)[:2]:
                 yield Change(f"{other} instead of {name} in --plugins", (name,), (other,), keeps=True)
         yield Change(_describe_drop(name, why), drop=(name,))
 
@@ -213,9 +213,9 @@ def _describe_drop(name: str, why: str) -> str:
     return f"drop {name} from --plugins" if why.startswith("--plugins") else f"drop {why}"
 
 
-def _propose_precisions(asked: dict[str, str], refused: CheckResult) -> Iterator[Change]:
+def _propose_precisions(origins: dict[str, str], rejected: CheckResult) -> Iterator[Change]:
     """Yield every other precision pair that an installed plugin supports, with the plugins it needs."""
-    facts, manifests = refused.facts, refused.manifests
+    facts, manifests = rejected.facts, rejected.manifests
     if len(facts.policies) > 1:
         return
     now = tuple(facts.value(side) for side in SIDES)
@@ -227,8 +227,8 @@ def _propose_precisions(asked: dict[str, str], refused: CheckResult) -> Iterator
         wanted = [m.name for m in manifests.values() if {pair.rollout, pair.train} & m.formats.keys()]
         if owner.name not in ("core", *wanted):
             wanted.append(owner.name)
-        drop = tuple(n for n in asked if n in manifests and manifests[n].formats and n not in wanted)
-        plugins = [*(n for n in asked if n not in drop), *(n for n in wanted if n not in asked)]
+        drop = tuple(n for n in origins if n in manifests and manifests[n].formats and n not in wanted)
+        plugins = [*(n for n in origins if n not in drop), *(n for n in wanted if n not in origins)]
         flags = [
             _format_option(facts.lookup(side).flag or _flag(side), v)
             for side, v in zip(SIDES, (pair.rollout, pair.train), strict=True)

@@ -78,7 +78,7 @@ class Usage:
     processes: int = 1
     fitting: Callable[[float, float], Changes] = lambda budget, alone: ()
 
-    def synchronized(self) -> Usage:
+    def during_sync(self) -> Usage:
         """Return the memory during a weight sync: the weights, and the bytes that remain while asleep."""
         return replace(self, parts=Parts(weights=self.parts.weights, draft=self.parts.draft, other=self.asleep))
 
@@ -140,8 +140,8 @@ def _peaks(usages: Sequence[Usage], colocated: bool, inline: bool) -> Iterable[_
             yield _Peak(usage, max(o.asleep for o in others), f"the sleeping {others[0].kind}")
             if usage.kind != "trainer":
                 continue  # one row for both sides
-            pushed = max((o.synchronized() for o in others), key=lambda o: o.parts.total)
-            yield _Peak(usage.synchronized(), pushed.parts.total, f"the {pushed.kind} during a weight sync")
+            pushed = max((o.during_sync() for o in others), key=lambda o: o.parts.total)
+            yield _Peak(usage.during_sync(), pushed.parts.total, f"the {pushed.kind} during a weight sync")
         elif inline and others:
             yield _Peak(usage, max(o.parts.total for o in others), f"the {others[0].kind}")
         else:

@@ -48,7 +48,7 @@ def model_config(checkpoint: str | None) -> dict[str, Any] | None:
     if not directory.is_dir():
         if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
             raise CheckpointError(f"--hf-checkpoint {checkpoint}: no such directory")
-        cached = _cached(checkpoint)
+        cached = _find_cached(checkpoint)
         if cached is None:
             return None
         directory = cached
@@ -114,7 +114,7 @@ def _entries(value: Any, path: str = "", key: str = "") -> Iterator[tuple[str, s
         yield path, key, value
 
 
-def _cached(name: str) -> Path | None:
+def _find_cached(name: str) -> Path | None:
     """Return the local cache's snapshot of the hub repository ``name`` at ``main``; None if there is none."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))

@@ -194,17 +194,17 @@ class _Reader:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def take(self, token: str) -> bool:
-        found = self.peek() == token
-        self.at += found
-        return found
+        matches = self.peek() == token
+        self.at += matches
+        return matches
 
     def need(self, token: str) -> None:
         if not self.take(token):
             raise self.make_error(repr(token))
 
     def make_error(self, what: str) -> RuleError:
-        found = repr(self.peek()) if self.peek() else "the end"
-        return RuleError(f"condition {self.text!r}: expected {what}, found {found}")
+        actual = repr(self.peek()) if self.peek() else "the end"
+        return RuleError(f"condition {self.text!r}: expected {what}, found {actual}")
 
 
 def names(condition: Condition) -> Iterator[str]:

@@ -62,7 +62,7 @@ def test_an_empty_file_changes_nothing(loaded, written):
         ("lr: [1", "line 1: malformed YAML"),
         ("a: b: c", "line 1: malformed YAML"),
         ("- lr", "must be a mapping of keys to values, not a single list"),
-        ("rollout_small: fast", "stands for fixed values; write true"),
+        ("rollout_small: fast", "sets fixed values; write true"),
         ("? [a]\n: 1", "a key must be a name"),
         ("when: 2020-99-99", "malformed YAML"),
         ("engine: [a]", "line 1: engine cannot be ['a']; it is one of"),
