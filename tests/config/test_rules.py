@@ -93,8 +93,14 @@ def test_relations_name_options_of_core():
     [
         (["--max-weight-staleness", "2"], "it needs schedule == async, and --schedule is sync"),
         (["--fully-async", "--max-weight-staleness", "0"], "--schedule sync never trains on older samples"),
-        (["--fully-async", "--over-sampling-batch-size", "64"], "--max-weight-staleness bounds the number of requested prompts"),
-        (["--partial-rollout"], "a collection that requests no more prompts than it needs leaves no response unfinished"),
+        (
+            ["--fully-async", "--over-sampling-batch-size", "64"],
+            "--max-weight-staleness bounds the number of requested prompts",
+        ),
+        (
+            ["--partial-rollout"],
+            "a collection that requests no more prompts than it needs leaves no response unfinished",
+        ),
         (["--pause-generation-mode", "in_place"], "it needs rollout.partial_rollout or schedule == async"),
         (["--mask-offpolicy-in-partial-rollout"], "only then is a response in flight while weights change"),
         (["--stale-samples", "train"], "it needs schedule == async"),
