@@ -49,7 +49,7 @@ class MismatchError(MilesError):
     """Engine and trainer disagree beyond the tolerance, or the engine serves outdated weights.
 
     Attributes:
-        gap: the measured difference, a ``miles_core.mismatch.gap.Gap``; None if none was measured.
+        gap: the measured difference, a ``miles_mismatch.gap.Gap``; None if none was measured.
     """
 
     def __init__(self, message: str, gap: Any = None) -> None:

@@ -21,8 +21,8 @@ from miles_core.rollout.summary import rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.inputs import Inputs
-from miles_core.run.log import Kept, RunLog
-from miles_core.run.parts import built, runtime_of, told
+from miles_core.run.log import RunLog, TrainedSamples
+from miles_core.run.parts import build_parts, notify_plugins, runtime_of
 from miles_core.run.recovery import recover
 from miles_core.run.sync_checks import check_synced
 from miles_core.run.warm_start import warm_start
@@ -36,10 +36,10 @@ SAVE = 0.3
 async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None = None) -> list[PolicyParts]:
     """Run until ``--num-rollout`` steps are complete or the user requests a stop. Returns the released parts of each policy."""
     parts: list[PolicyParts] = []
-    with told(run, log.hints.known):  # on_start ... on_stop
+    with notify_plugins(run, log.hints.known):  # on_start ... on_stop
         inputs.make(run)
         runtime = runtime_of(run)
-        async with built(run, runtime) as parts:
+        async with build_parts(run, runtime) as parts:
             log.watch(runtime)
             while True:
                 try:
@@ -54,7 +54,7 @@ async def steps(
     run: Run, log: RunLog, inputs: Inputs, runtime: Runtime, parts: list[PolicyParts], resume_from: Path | None
 ) -> None:
     """Run all remaining steps, starting from a checkpoint if ``resume_from`` is set."""
-    async with inputs.scheduled(run, log, parts) as (schedule, evaluation):
+    async with inputs.open_schedule(run, log, parts) as (schedule, evaluation):
         checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
         if not await checkpoints.resume():
             await warm_start(run, parts, log, inputs.supervised)
@@ -62,7 +62,7 @@ async def steps(
             for part in parts:
                 if part.engine is not None:
                     await sync(run, schedule, part)
-            if missing := await evaluation.missing(resume_from):
+            if missing := await evaluation.run_if_missing(resume_from):
                 log.record(run.step, missing)
             run.clock.metrics(), log.workers()  # reset: no step includes the time to build the parts
             log.progress.begin()
@@ -72,7 +72,7 @@ async def steps(
                     await checkpoints.commit()
                 except Interrupted:
                     checkpoints.roll_back()
-            await evaluation.done()
+            await evaluation.complete_unless_stopped()
         except asyncio.CancelledError:  # the time limit after a signal has passed
             with suppress(TimeoutError):
                 async with asyncio.timeout(run.config.run.stop_within * SAVE):
@@ -96,20 +96,20 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
             groups = await schedule.take(run.step)
         metrics |= rollout_metrics(run, groups) | schedule.metrics()
         log.progress.phase("train")
-        kept: Kept = []
+        trained: TrainedSamples = []
         for part in parts:
             part.learner.learned = None
         for part in parts:
             if part.policy.role == "train":
                 own = run.own(part.policy, groups)
                 learned = await learn(part, own, run.step)
-                kept += zip_longest(own, learned.tokens)
+                trained += zip_longest(own, learned.tokens)
                 metrics |= run.named(part.policy, learned.metrics)
         for part in parts:
             if part.policy.role == "critic" and part.learner.learned is not None:
                 metrics |= run.named(part.policy, part.learner.learned.metrics)
         run.step += 1
-        log.trained(run.step, kept)
+        log.record_trained(run.step, trained)
         log.progress.phase("sync")
         await evaluation.complete()  # before the sync replaces the weights being evaluated
         for part in parts:
@@ -118,7 +118,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
     metrics |= run.clock.metrics() | log.workers()
     if schedule.seconds:
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / schedule.seconds
-    metrics |= await evaluation.due()
+    metrics |= await evaluation.run_if_due()
     run.hooks.on("on_step", run=run, metrics=metrics)
     log.record(run.step, metrics)
 

@@ -1,8 +1,8 @@
 """The entry point of ``miles``: dispatches to a command and converts errors to messages and exit codes.
 
 Exit codes: 0 success, 1 a defect (with its traceback), 2 a user error (one message on stderr), 130 interrupted (143 by SIGTERM, 129 by
-SIGHUP). Core provides the commands ``train`` and ``plan``; installed plugins add others in their manifests (``Plugin.commands``). A
-command is imported only when it is called.
+SIGHUP). Core provides the command ``train``; installed plugins add others in their manifests (``Plugin.commands``). A command is
+imported only when it is called.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ def run(argv: Sequence[str]) -> int:
         print_help(schema_for(argv), "miles train", SWITCHES)
         return 0
     requested = load([word for word in argv if word != DRY_RUN])
-    from miles_core.run.checks import check_start, planned
+    from miles_core.run.checks import check_start, plan_run
 
-    config, plan, catalogue = planned(requested)
+    config, plan, catalogue = plan_run(requested)
     if DRY_RUN in argv:
         from miles_core.plugin.render import describe
 
@@ -29,8 +29,8 @@ def run(argv: Sequence[str]) -> int:
         print(describe(plan, run.hooks.implemented))
         return 0
     from miles_core.launch import launch
-    from miles_core.run.prepare import localised
+    from miles_core.run.prepare import localise
 
-    localised(requested)  # download the weights too, now that the plan is accepted
+    localise(requested)  # download the weights too, now that the plan is accepted
     signal = launch(config, plan, catalogue).signal
     return 128 + signal if signal else 0

@@ -124,7 +124,7 @@ class Model:
     trust_remote_code: bool = option(False, help="run model code that comes with the checkpoint")
     self_check: bool = option(
         True,
-        help="compare the embedded backend with the plain model at the start, and the engine with the trainer after the first weight sync",
+        help="compare the forward pass with that of the plain model at the start, and the engine with the trainer after the first weight sync",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", help="dtype of the model; auto is float32 on a CPU and bfloat16 on a GPU"
@@ -161,9 +161,7 @@ class Data:
 class Reward:
     """The reward of a response."""
 
-    rm_type: str | None = option(
-        None, help="built-in reward", choices=("exact", "math", "boxed", "f1", "remote", "*"), part="reward"
-    )
+    rm_type: str | None = option(None, help="built-in reward", choices=("exact", "boxed", "f1", "*"), part="reward")
     custom_rm_path: str | None = option(
         None, help="async rm(args, sample) -> float or dict; instead of --rm-type", metavar="FILE.py:FN"
     )

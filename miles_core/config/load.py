@@ -16,7 +16,7 @@ from miles_core.config import elsewhere, file, policies, value
 from miles_core.config.candidates import discover_plugins, is_local, peek
 from miles_core.config.config import Config
 from miles_core.config.flags import Assignment, Source, parse
-from miles_core.config.rules import find_violations
+from miles_core.config.rules import find_rule_violations
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
 from miles_core.config.translate import translate
 from miles_core.errors import ConfigError
@@ -190,9 +190,9 @@ def _build_config(schema: Schema, assignments: Sequence[Assignment], problems: l
     for a in assignments:
         if MARK in str(a.raw) and a.path not in complete:
             problems.append(f"{a.origin}: a run directory does not keep credentials; give the value of {a.path} again")
-    problems += find_violations(config.facts())
+    problems += find_rule_violations(config.facts())
     for name in config.policies:
-        problems += [f"policies.{name}: {message}" for message in find_violations(config.for_policy(name).facts())]
+        problems += [f"policies.{name}: {message}" for message in find_rule_violations(config.for_policy(name).facts())]
     if problems:
         raise _InvalidConfiguration(problems, schema, builder.missing)
     return config
@@ -339,8 +339,10 @@ class _ConfigBuilder:
         self.missing = self._flags_to_enable([owners[0] for owners in idle])
         flags = " ".join(word for pair in self.missing.items() for word in pair)
         for owners, given in idle.items():
-            origins = ", ".join(assignment.origin for assignment in given)
-            they = ("they belong", "are") if len(given) > 1 else ("it belongs", "is")
+            named = dict.fromkeys(
+                assignment.origin for assignment in given
+            )  # a flag may be an option of several plugins
+            origins, they = ", ".join(named), ("they belong", "are") if len(named) > 1 else ("it belongs", "is")
             unset = " or unset it" if given[-1].source is Source.ENVIRONMENT else ""
             self.problems.append(
                 f"{origins}: {they[0]} to the plugin {' or '.join(owners)}, which is installed but not enabled; add {flags}{unset}"

@@ -148,7 +148,7 @@ RELATIONS: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
-def find_violations(facts: Iterable[Fact]) -> Iterator[str]:
+def find_rule_violations(facts: Iterable[Fact]) -> Iterator[str]:
     """Yield an error message for every rule and relation that these options (``Config.facts``) violate."""
     known = Facts(facts)
     for rule in RULES:

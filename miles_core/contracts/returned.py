@@ -7,7 +7,7 @@ Every new hook needs an entry in ``BOUNDARIES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +79,17 @@ def _check_sample_list(value: Any) -> str:
     return "" if valid else describe_mismatch(value, "a list of at least one Sample")
 
 
-def check_reward(value: Any, _: tuple[Any, ...]) -> str:
-    """Check for a finite number, or a dict of finite numbers."""
+def check_reward(value: Any, arguments: tuple[Any, ...]) -> str:
+    """Check for a finite number or a dict of numbers; for a group reward, a list of them, one per sample of ``(args, samples)``."""
+    if len(arguments) < 2 or not isinstance(arguments[1], list):
+        return _check_one_reward(value)
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(arguments[1]):
+        return describe_mismatch(value, f"a list of {len(arguments[1])} rewards, one per sample of the group")
+    return next((wrong for wrong in map(_check_one_reward, values) if wrong), "")
+
+
+def _check_one_reward(value: Any) -> str:
     entries = value if isinstance(value, Mapping) else {"": value}
     if not entries:
         return describe_mismatch(value, "a number, or a dict of numbers")

@@ -2,7 +2,7 @@
 
 The driver calls a policy's trainer through a ``LearnerHandle`` and its engine through the engine contract. A runtime builds both;
 the driver does not depend on where they run. The runtime ``inline`` keeps them in the driver's process. A runtime with one process
-per GPU works as follows (``miles_core.remote`` implements everything except starting the processes):
+per GPU works as follows (``miles_runtime`` implements everything except starting the processes):
 
 - A trainer rank is a process that executes one call at a time. Calls are collectives, in the same order on every rank. Each rank
   calls ``worker_run`` to accept the plan, received as JSON, and builds its own run, hooks and ``Learner``. The driver compares the
@@ -16,7 +16,7 @@ per GPU works as follows (``miles_core.remote`` implements everything except sta
   one for all requests of a group); every other call goes to all of them.
 - Weights do not pass through the driver: ``push`` runs export, encoding and transport in the trainer ranks. A rank's transport
   has its own engine front, through which it calls ``receive`` of the engines. Tensors passed to that front are sent as bytes.
-- With ``--colocate``, ranks and engines share devices. Core makes them take turns (``miles_core.remote.turns``). The runtime places
+- With ``--colocate``, ranks and engines share devices. Core makes them take turns (``miles_runtime.turns``). The runtime places
   them on the devices and uses the same calls to free memory while it builds each of them.
 - A process that dies or stops responding raises ``WorkerLost``. The engine front replaces a lost engine. A lost trainer rank loses the
   training since the last checkpoint: the driver calls ``recover`` of the runtime and repeats the steps from that checkpoint.

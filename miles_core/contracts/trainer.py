@@ -117,6 +117,8 @@ class Output:
         values: [T] float32 from a critic's head, the value of the state in which each target is chosen; None without a head.
         top_tokens: [T, k] int32 most probable tokens; None unless requested.
         top_log_probs: [T, k] float32 log-probabilities of ``top_tokens``.
+        candidate_log_probs: [T, k] float32 log-probabilities of the tokens in the batch's column ``candidates``, over the full vocabulary
+            at the sampling temperature, with gradient in the pass ``train``; None without that column. Capability ``candidates``.
         hidden: activations for the next pipeline stage; None after the last.
         aux: auxiliary losses, name -> (sum over this micro-batch's trained tokens including the coefficient, number of those
             tokens). Divided by the token count of the whole step. A backend that differentiates such a loss inside its own
@@ -128,6 +130,7 @@ class Output:
     values: Tensor | None = None
     top_tokens: Tensor | None = None
     top_log_probs: Tensor | None = None
+    candidate_log_probs: Tensor | None = None
     hidden: Tensor | None = None
     aux: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -207,7 +210,7 @@ class Trainer(ABC):
             MilesError: this backend or the model's head does not provide a requested column.
         """
         if unknown := sorted({*wanted} - {"log_probs", "entropy"}):
-            raise MilesError(f"{type(self).__name__} does not compute {', '.join(unknown)}; use --trainer embedded")
+            raise MilesError(f"{type(self).__name__} does not compute {', '.join(unknown)}; use another --trainer")
         return self.log_probs(batch, kind, "entropy" in wanted)
 
     @abstractmethod

@@ -178,7 +178,7 @@ def _find_selected(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tu
     chosen += [(kind, facts.lookup(kind)) for kind in BACKENDS]
     for kind, fact in chosen:
         owner = provider(kind, fact.value, manifests) if fact.state is State.KNOWN else None
-        if owner is not None and owner.name != "core":
+        if owner is not None and owner.name != "core" and not owner.standard:
             yield owner.name, f"{fact.name} = {show(fact.value)} ({fact.origin})"
 
 

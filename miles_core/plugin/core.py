@@ -1,6 +1,6 @@
 """The manifest of core, in the same form as a plugin's manifest.
 
-It provides the inline runtime, the schedules and the in-process transport as parts. ``core`` is always active, is the innermost
+It provides the schedules and the in-process transport as parts. ``core`` is always active, is the innermost
 function of every chain, and cannot be named in ``--plugins``.
 """
 
@@ -72,7 +72,6 @@ CORE = Plugin(
     core=f"=={__version__}",
     fields=CORE_FIELDS,
     provides={
-        "runtime": {"inline": "miles_core.remote.inline:make_runtime"},
         "schedule": {
             "sync": "miles_core.schedule.sync:make_schedule",
             "ahead": "miles_core.schedule.ahead:make_schedule",
@@ -81,12 +80,7 @@ CORE = Plugin(
         "generate": {"turn": "miles_core.rollout.function:make_turn"},
         "optimizer": dict.fromkeys(("adamw", "adam"), "miles_core.train.adamw:make_optimizer"),
         "transport": {"copy": "miles_core.sync.copy:make_transport"},
-        "check": {
-            "first_sync": "miles_core.mismatch.first_sync:make_check",
-            "verify_logprobs": "miles_core.mismatch.at_sync:make_check",
-        },
     },
-    capabilities={"runtime": ()},
     pairs=(Pair("bf16", "bf16"),),
     aliases={"--bf16": {"model.dtype": "bfloat16"}, "--fully-async": {"run.schedule": "async"}},
 )

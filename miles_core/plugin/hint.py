@@ -70,7 +70,7 @@ class Hint:
         seen: description of the observation, with ``{metric}``, ``{value}`` (the last value), ``{percent}`` (the last value as a
             percentage) and ``{step}``.
         advice: what usually helps, most likely first.
-        unless: (metric, behaviour) that suppresses the hint, e.g. for a solved task.
+        unless: pairs (metric, behaviour), each of which suppresses the hint, e.g. for a solved task.
         when: a condition on the facts of the run (``miles_core.plugin.rule``), e.g. ``"model.moe"``; the hint is shown only if
             the condition is known to hold.
         trouble: one of ``TROUBLES``, whose remedies are shown after the advice; empty if the advice is complete.
@@ -81,7 +81,7 @@ class Hint:
     behaviour: Behaviour
     seen: str
     advice: str
-    unless: tuple[str, Behaviour] | None = None
+    unless: tuple[tuple[str, Behaviour], ...] = ()
     when: str = ""
     trouble: str = ""
 

@@ -94,28 +94,45 @@ class Hooks:
         Raises:
             PluginError: no active plugin provides the part, it cannot be imported, or its result is invalid.
         """
+        plugin, build = self.builder(kind, name)
+        hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
+        try:
+            made = build(**select_arguments(build, arguments))
+        except Exception as error:
+            note(error, "" if plugin is CORE or plugin.standard else plugin.name, hook)
+            raise
+        if boundary.part is not None and (wrong := boundary.part(made)):
+            raise refuse(plugin.name, hook, wrong)
+        if boundary.call is not None:
+            return add_checks(made, plugin.name, hook, boundary)
+        # only functions are wrapped; objects have too many entry points
+        return add_error_notes(made, plugin.name, hook) if inspect.isfunction(made) else made
+
+    def builder(self, kind: str, name: str) -> tuple[Plugin, Callable[..., Any]]:
+        """Return the plugin that provides the part ``name`` of a kind, and the callable that builds it.
+
+        Raises:
+            PluginError: no active plugin provides the part, or it cannot be imported.
+        """
         for plugin in self._active:
-            target = plugin.provides.get(kind, {}).get(name)
-            if target is None:
-                continue
-            build = import_target(plugin.name, target)
-            hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
-            try:
-                made = build(**select_arguments(build, arguments))
-            except Exception as error:
-                note(error, "" if plugin is CORE else plugin.name, hook)
-                raise
-            if boundary.part is not None and (wrong := boundary.part(made)):
-                raise refuse(plugin.name, hook, wrong)
-            if boundary.call is not None:
-                return add_checks(made, plugin.name, hook, boundary)
-            # only functions are wrapped; objects have too many entry points
-            return add_error_notes(made, plugin.name, hook) if inspect.isfunction(made) else made
+            if name in plugin.provides.get(kind, {}):
+                return plugin, import_target(plugin.name, plugin.provides[kind][name])
         raise PluginError(f"no active plugin provides the {kind} {name!r}; {_suggest_name(self.provided(kind), name)}")
 
     def provider(self, kind: str, name: str) -> str:
         """Return the plugin from which ``make`` builds the part ``name`` of a kind; "" if there is none."""
         return next((p.name for p in self._active if name in p.provides.get(kind, {})), "")
+
+    def takes(self, kind: str, name: str, argument: str) -> bool:
+        """Whether the callable that builds the part ``name`` of a kind accepts ``argument``.
+
+        Raises:
+            PluginError: the callable cannot be imported.
+        """
+        for plugin in self._active:
+            if target := plugin.provides.get(kind, {}).get(name):
+                return bool(select_arguments(import_target(plugin.name, target), {argument: None}))
+        return False
 
     def provided(self, kind: str) -> tuple[str, ...]:
         """Return the names of the parts of a kind (``format`` for number formats) that active plugins provide, core's last."""

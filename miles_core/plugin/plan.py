@@ -147,8 +147,12 @@ class Plan:
 
     def record(self) -> dict[str, Any]:
         """Return the plan as JSON data without credentials, as a run saves it and compares it with later plans."""
-        data: dict[str, Any] = redact_values(json.loads(self._text))
+        data: dict[str, Any] = json.loads(self._redacted)
         return data
+
+    @cached_property
+    def _redacted(self) -> str:
+        return json.dumps(redact_values(json.loads(self._text)))
 
     @cached_property
     def _text(self) -> str:
