@@ -1,18 +1,18 @@
 """A plugin-based reinforcement-learning loop for language models.
 
-What authors of plugins need, importable from here: what a manifest declares, what hooks are given, errors, and the pure
-functions of the algorithms. ``miles_core.format`` is for number formats, ``miles_core.backend`` for engines, trainers,
-transports and runtimes, ``miles_testing`` for tests; ``miles_core.api`` is what programs and notebooks call to train.
-No other module is public.
+This module exports what plugin authors need: the classes of a manifest, the types that hooks receive, the errors, and the
+pure functions of the algorithms. The other public modules are ``miles_core.format`` (number formats), ``miles_core.backend``
+(engines, trainers, transports and runtimes), ``miles_core.api`` (training from Python programs and notebooks) and
+``miles_testing`` (tests).
 
-Names are looked up when they are first used, so that a manifest (``Plugin``, ``Rule``, ``option``, ...) imports no torch.
+Names are imported on first use, so that importing a manifest (``Plugin``, ``Rule``, ``option``, ...) does not import torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from miles_core.lookup import looked_up
+from miles_core.lookup import make_lazy_exports
 from miles_core.version import __version__
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from miles_core.train.micro_batches import MICRO_BATCH_TOKENS, micro_batch_limits
 
 
-__getattr__, __dir__ = looked_up(
+__getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_core.algorithm.advantage": "ADVANTAGES AdvantageInputs at_last_token gae",

@@ -1,7 +1,7 @@
-"""What engines, trainers, transports, runtimes and schedules import; their manifests are made with ``miles_core.Plugin``.
+"""The public names for engines, trainers, transports, runtimes and schedules; their manifests use ``miles_core.Plugin``.
 
-The contracts, the data that crosses them, what a backend says about a number format, and what a runtime runs on every
-trainer rank. ``miles_testing`` has the contracts as tests.
+Exports the contracts, the data types of their arguments and results, the classes by which a backend describes its support
+of a number format, and the workers that a runtime starts on every trainer rank. ``miles_testing`` tests the contracts.
 """
 
 from miles_core.checkpoint.hf_files import CheckpointFiles

@@ -1,8 +1,8 @@
-"""What the module of a number format imports; its manifest is made with ``miles_core.format_plugin``.
+"""The public names for number formats; a format's manifest is created with ``miles_core.format_plugin``.
 
-``Format`` is the contract, ``Stored`` and ``store`` are for its storage. A GPU kernel is used where it is ``usable``, reads
-``readable`` tensors and writes into ``room``. A ``Product`` multiplies codes on tensor cores. ``Codec`` encodes ``Unit`` s
-with a format, as a weight sync does.
+``Format`` is the contract; ``Stored`` and ``store`` handle its storage. For GPU kernels, ``usable`` checks whether a kernel may
+read a tensor, ``readable`` converts the tensor to a supported dtype, and ``room`` returns the output tensors. A ``Product``
+multiplies quantised codes on tensor cores. ``Codec`` encodes ``Unit`` objects with a format, as a weight sync does.
 """
 
 from miles_core.config.config import Config

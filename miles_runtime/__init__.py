@@ -10,7 +10,7 @@ lost (``runtime``). Only plain data and bytes cross.
 
 from typing import TYPE_CHECKING
 
-from miles_core.lookup import looked_up
+from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
     from miles_runtime.engine_worker import EngineWorker
@@ -35,7 +35,7 @@ __all__ = [
     "write_there",
 ]
 
-__getattr__, __dir__ = looked_up(
+__getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_runtime.engine_worker": "EngineWorker",

@@ -208,7 +208,7 @@ def test_wrong_flags(refused, file):
     assert "--lr" in refused(lr="fast")
     assert "below 2**63" in refused(seed=99999999999999999999)
     assert "<= 100000" in refused(n_samples_per_prompt=10**12)
-    assert "those of a single one are all 0" in refused(n_samples_per_prompt=1)
+    assert "with a single sample they are all 0" in refused(n_samples_per_prompt=1)
     assert "--model-name ../../x" in refused(model_name="../../x", directory=None, save=None)
     assert "--rollout-temperature" in refused(rollout_temprature=1.0)  # the nearest spelling
     assert "over_sampling_batch_size must be >= rollout.batch_size" in refused(over_sampling_batch_size=1)

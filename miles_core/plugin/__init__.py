@@ -1,7 +1,7 @@
-"""The plugin host: manifests, facts, rules, the plan, hooks.
+"""The plugin host: manifests, facts, rules, plans and hook registration.
 
-A manifest declares in data what a plugin provides, needs and excludes. The checker holds every manifest against the facts
-of host, model and options; the plan says what takes part, and ``load`` brings its hook classes to life. What a hook is for
-is said in ``contracts.hooks``; the mark that plugins put on an implementation (``hookimpl``) is here, in ``marker``, because
-a plugin's module needs it before anything else. Imports no torch.
+A manifest declares as data what a plugin provides, requires and excludes. The checker compares every manifest with the facts
+of host, model and options. The resulting plan lists the plugins of a run, and ``load`` imports and registers their hook
+classes. ``contracts.hooks`` documents the hooks. The decorator ``hookimpl`` is defined here, in ``marker``, so that plugin
+modules can import it without further dependencies. Does not import torch.
 """

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import BACKENDS, backends_of, can, provider
-from miles_core.plugin.check import Checked
+from miles_core.plugin.check import CheckResult
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, default_facts, show
 from miles_core.plugin.manifest import Plugin, Rule, Set
 from miles_core.plugin.rule import RuleError, Truth, evaluate, names, parse
-from miles_tools.authoring.scan import hooks_of, misspelt
+from miles_tools.authoring.scan import find_misspelt, hooks_of
 
 _WORDS = {
     Truth.TRUE: "holds",
@@ -26,7 +26,7 @@ _WORDS = {
 }
 
 
-def explain(plugin: Plugin, checked: Checked, source: str) -> str:
+def explain(plugin: Plugin, checked: CheckResult, source: str) -> str:
     """Every constraint of a plugin with its reason and what it comes to.
 
     Args:
@@ -124,7 +124,7 @@ def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts, hooks: I
             if name not in manifests and (hint := did_you_mean(name, manifests))
         ]
     try:
-        found += misspelt(dict.fromkeys(hooks_of(plugin), (plugin.name,)), hooks)
+        found += find_misspelt(dict.fromkeys(hooks_of(plugin), (plugin.name,)), hooks)
     except (PluginError, SyntaxError) as error:
         found.append(str(error).splitlines()[0])
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import PluginError
-from miles_tools.commands.plan import given, parser
+from miles_tools.commands.plan import collect_facts, make_parser
 
 if TYPE_CHECKING:
     from miles_core.plugin.discovery import Catalogue
@@ -38,12 +38,12 @@ def _situation(rest: Sequence[str], options: argparse.Namespace) -> tuple[Any, C
     from miles_core.run.prepare import catalogue_for, facts_for
 
     config = load(rest)
-    return config, catalogue_for(config), facts_for(config, given(options))
+    return config, catalogue_for(config), facts_for(config, collect_facts(options))
 
 
 def _list(argv: Sequence[str]) -> int:
     """A table of everything installed; ``state`` is what the plugin alone comes to on this host."""
-    options, rest = parser(USAGE, "List the installed plugins.").parse_known_args(list(argv))
+    options, rest = make_parser(USAGE, "List the installed plugins.").parse_known_args(list(argv))
     config, catalogue, facts = _situation(rest, options)
     rows = [_row(name, catalogue, facts, config.plugins) for name in catalogue.names]
     if options.json:
@@ -100,7 +100,9 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 
 def _check(argv: Sequence[str]) -> int:
     """Resolve the given options, and look for mistakes in every installed manifest."""
-    options, rest = parser(USAGE, "Resolve without running; find mistakes in manifests.").parse_known_args(list(argv))
+    options, rest = make_parser(USAGE, "Resolve without running; find mistakes in manifests.").parse_known_args(
+        list(argv)
+    )
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import notices
     from miles_core.plugin.resolve import resolve
@@ -123,7 +125,7 @@ def _check(argv: Sequence[str]) -> int:
 
 def _explain(argv: Sequence[str]) -> int:
     """Why each constraint of one plugin is there, and what it comes to here."""
-    made = parser(USAGE, "Explain a plugin's constraints.")
+    made = make_parser(USAGE, "Explain a plugin's constraints.")
     made.add_argument("name", help="an installed plugin, or the path of a single-file one")
     options, rest = made.parse_known_args(list(argv))
     from miles_core.plugin.check import check

@@ -6,11 +6,11 @@ bytes are the same. ``layout`` describes a checkpoint without its weights, for e
 
 from typing import TYPE_CHECKING
 
-from miles_core.lookup import looked_up
+from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
     from miles_tools.convert.checkpoint_layout import Layout, layout
 
 __all__ = ["Layout", "layout"]
 
-__getattr__, __dir__ = looked_up(__name__, {"miles_tools.convert.checkpoint_layout": "Layout layout"})
+__getattr__, __dir__ = make_lazy_exports(__name__, {"miles_tools.convert.checkpoint_layout": "Layout layout"})

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from miles_core.checkpoint.hf_files import CODES, INDEX
-from miles_core.checkpoint.placed import gathering, locked, place, taken
+from miles_core.checkpoint.placed import is_occupied, lock_directory, move_into_place, staging_path
 from miles_core.errors import CheckpointError
 
 #: Bytes of one weight file.
@@ -127,19 +127,19 @@ class WorkDirectory:
 
     def __init__(self, final: Path, fingerprint: str) -> None:
         self.final = final
-        self.path = gathering(final, "converting")
+        self.path = staging_path(final, "converting")
         self.fingerprint = fingerprint
         self.restarted = ""
         self._done: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> WorkDirectory:
-        if taken(self.final, self.path, self._journal().get("placing", ())):
+        if is_occupied(self.final, self.path, self._journal().get("placing", ())):
             raise CheckpointError(
                 f"--save-dir {self.final} already exists and is not empty; choose another directory, or delete it"
             )
         with told(self):
             try:
-                self._lock = locked(self.path)
+                self._lock = lock_directory(self.path)
             except BlockingIOError as error:
                 raise CheckpointError(f"another conversion is writing {self.final} (in {self.path})") from error
             try:
@@ -200,7 +200,7 @@ class WorkDirectory:
             if entry.is_file():
                 _flush(entry)
         self._write_journal(placing=[entry.name for entry in self.path.iterdir()])
-        place(self.path, self.final, without=JOURNAL)
+        move_into_place(self.path, self.final, without=JOURNAL)
         _flush(self.final.parent)
 
     def _journal(self) -> dict[str, Any]:

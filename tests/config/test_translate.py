@@ -7,7 +7,7 @@ import pytest
 from miles_core import ConfigError, Plugin, option
 from miles_core.config.load import load
 from miles_core.config.schema import collect
-from miles_core.config.translate import translate, translated
+from miles_core.config.translate import translate, translate_flag
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from miles_core.config.translate import translate, translated
     ],
 )
 def test_a_table_says_what_stands_for_a_flag(table, words, found):
-    assert translated(table, words) == found
+    assert translate_flag(table, words) == found
 
 
 def said(line, *plugins):

@@ -195,9 +195,9 @@ def test_the_host_imports_neither_torch_nor_transformers(tmp_path):
         "from miles_core.config.load import load\n"
         "from miles_core.run.prepare import prepare\n"
         "from miles_core.plugin.render import describe\n"
-        "from miles_tools.authoring.scan import implemented\n"
+        "from miles_tools.authoring.scan import scan_hooks\n"
         f"plan, _ = prepare(load(['--plugins', {write(tmp_path, FILE_WITH_MANIFEST)!r}]))\n"
-        "assert 'on_step: mine' in describe(plan, implemented(plan))\n"
+        "assert 'on_step: mine' in describe(plan, scan_hooks(plan))\n"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -52,12 +52,12 @@ def test_a_part_that_nothing_asks_for_is_told_and_a_second_one_refused():
     manifests, facts = config.schema.manifests, Facts(config.facts())
     assert not check({"one": "--plugins"}, manifests, facts).problems
     (problem,) = check({"one": "--plugins", "two": "--plugins"}, manifests, facts).problems
-    assert problem.headline == "two brings a second decoder" and "one provides it too" in problem.because
+    assert problem.headline == "two brings a second decoder" and "one also provides one" in problem.because
     _, advice = problems([], provides=PARTS | {"decoder": {"d": "m:d"}})
-    assert "mine: its part decoder is left unused" not in "".join(advice)  # its own engine may ask for it
+    assert "mine: its part decoder is not used" not in "".join(advice)  # its own engine may ask for it
     other = load(["--engine", "x", "--trainer", "y"], manifests=[embedded, mine(provides=PARTS), drafts[0]])
     told = check({"mine": "--plugins", "one": ""}, other.schema.manifests, Facts(other.facts())).advice
-    assert any(line.startswith("one: its part decoder is left unused; engine = x") for line in told)
+    assert any(line.startswith("one: its part decoder is not used; engine = x") for line in told)
 
 
 def planned(flags, *manifests):
