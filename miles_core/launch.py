@@ -30,7 +30,7 @@ from miles_core.redact import redact
 from miles_core.run.checks import check_inputs
 from miles_core.run.directory import claim_directory
 from miles_core.run.ending import Ending, ending
-from miles_core.run.make import make_log
+from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
 from miles_core.run.stopping import Deadline, OutOfTime
 
@@ -81,9 +81,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         resume_from = None
         if load is not None:
             resume_from = locate_checkpoint(load, plan.record())
-        provided = [t for name in plan.order for part in manifests[name].provides.values() for t in part.values()]
-        modules = [t.split(".")[0].split(":")[0] for t in (*(h.target for h in plan.hooks), *provided)]
-        console = logs.configure(config.run.log_level, directory, console, modules)
+        console = logs.configure(config.run.log_level, directory, console, packages(plan, manifests))
         _write_start(run)
         log.info("%s", plan.header)
         for line in notices(plan):

@@ -33,8 +33,8 @@ from miles_core.contracts.engine import Engine, Response, Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError, SyncError
-from miles_core.mismatch.same_model import COMPARED
 from miles_core.plugin.detect import model_facts
+from miles_mismatch.same_model import COMPARED
 from miles_testing.asking import ask, start, under_way
 from miles_testing.stored import buckets, stored_units
 from miles_testing.tiny import tiny_checkpoint, tiny_tokenizer

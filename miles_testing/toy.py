@@ -94,15 +94,15 @@ def toy_files(family: str = "qwen3_moe", **sizes: Any) -> Path:
 
 def _prompts_for(checkpoint: str | Path, usual: Path) -> Path:
     """A prompt file for a checkpoint's tokenizer: ``usual``, or other characters where it has no token for those."""
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError):  # no tokenizer here: a plan needs none, and a run says so
+    path = Path(checkpoint) / "tokenizer.json"
+    if not path.is_file():  # a plan needs no tokenizer, and a run refuses to start without one
         return usual
+    tokenizer = Tokenizer.from_file(str(path))
 
     def known(text: str) -> bool:
-        return bool(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return bool(tokenizer.encode(text, add_special_tokens=False).ids)
 
     rows = [json.loads(line) for line in usual.read_text(encoding="utf-8").splitlines()]
     if all(known(row["input"]) for row in rows):

@@ -67,7 +67,7 @@ def test_the_handler_is_gone_after_the_run(toy_run, reward, tmp_path):
 
 
 def test_an_interrupted_warm_start_leaves_nothing_and_can_be_started_again(toy_run, tmp_path, monkeypatch):
-    from miles_core.remote.learner_front import LearnerFront
+    from miles_runtime.learner_front import LearnerFront
 
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"input": "a", "response": "bb"}) + "\n")

@@ -11,13 +11,8 @@ from weakref import WeakKeyDictionary
 from miles_core.data.reward_value import number
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import UserFunction, load_function
-from miles_core.reward.math_verifier import MathVerifier
-from miles_core.reward.remote import RemoteReward
 from miles_core.reward.rules import RULES, Rule
 
-RM_TYPES = (*RULES, "math", "remote")
-#: Rewards that compare a response with a label.
-LABELLED = (*RULES, "math")
 DEFAULT_CONCURRENCY = 64
 
 #: What a reward function receives: one sample, or all samples of one prompt.
@@ -32,6 +27,15 @@ def group_reward(function: F) -> F:
     """
     function.scope = "group"  # type: ignore[attr-defined]
     return function
+
+
+def compares_label(build: F) -> F:
+    """Declare that the reward created by ``build`` compares a response with a label: a run without labels is rejected before it starts.
+
+    ``build`` is the provider that a manifest names under the kind ``reward``.
+    """
+    build.compares_label = True  # type: ignore[attr-defined]
+    return build
 
 
 class RewardFunction:
@@ -86,7 +90,6 @@ def _scope(function: Any, who: str) -> Scope:
 def make_reward(
     rm_type: str | None,
     custom_path: str | None = None,
-    rm_url: str | None = None,
     concurrency: int = DEFAULT_CONCURRENCY,
 ) -> RewardFunction:
     """Create the reward function of a run from ``--custom-rm-path``, or else from ``--rm-type``.
@@ -103,11 +106,7 @@ def make_reward(
         return RewardFunction(function, function.name, function.origin, how, concurrency)
     if rm_type in RULES:
         return RewardFunction(_on_sample(RULES[rm_type]), rm_type, f"--rm-type {rm_type}", "inline", concurrency)
-    if rm_type == "math":
-        return RewardFunction(_on_sample(MathVerifier()), "math", "--rm-type math", "thread", concurrency)
-    if rm_type == "remote":
-        return RewardFunction(RemoteReward(rm_url), "remote", f"--rm-url {rm_url}", "thread", concurrency)
-    choices = ", ".join(RM_TYPES)
+    choices = ", ".join(RULES)
     if rm_type is None:
         raise ConfigError(f"no reward is chosen; give --rm-type ({choices}) or --custom-rm-path f.py[:function]")
     raise ConfigError(f"--rm-type {rm_type} is not known; choose one of {choices}, or give --custom-rm-path")

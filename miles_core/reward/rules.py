@@ -94,4 +94,4 @@ def _token_f1(answer: list[str], gold: list[str]) -> float:
 
 
 RULES: dict[str, Rule] = {"exact": exact, "boxed": boxed, "f1": f1}
-"""The rules that need nothing but the two texts; ``math`` is in ``math_verifier``."""
+"""The rules that need nothing but the two texts."""

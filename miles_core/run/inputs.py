@@ -18,8 +18,8 @@ from miles_core.errors import ConfigError, DataError, PluginError
 from miles_core.observe.progress import Progress
 from miles_core.plugin.chain import compose
 from miles_core.reward.custom import is_async
-from miles_core.reward.reward import LABELLED, RM_TYPES, RewardFunction, make_reward, score
-from miles_core.reward.rules import labels_of
+from miles_core.reward.reward import RewardFunction, make_reward, score
+from miles_core.reward.rules import RULES, labels_of
 from miles_core.rollout.collect import Collector, Pairs, Score
 from miles_core.rollout.custom_generate import CustomGenerate, load_generate
 from miles_core.rollout.evaluate import Evaluator
@@ -69,8 +69,8 @@ class Inputs:
             with problems():
                 self.pairs = open_pairs(config)
         with problems():
-            if options.rm_type is None or options.rm_type in RM_TYPES or options.custom_rm_path is not None:
-                self.reward = make_reward(options.rm_type, options.custom_rm_path, options.rm_url, options.concurrency)
+            if options.rm_type is None or options.rm_type in RULES or options.custom_rm_path is not None:
+                self.reward = make_reward(options.rm_type, options.custom_rm_path, options.concurrency)
         with problems():
             turns = rollout.custom_generate_function_path
             self.generate = load_generate(turns) if turns else None
@@ -113,7 +113,7 @@ class Inputs:
         self.limits = limits
         # A rollout function or a prompt source may set labels itself.
         own = self.generate is not None or config.rollout.generate != TURN or config.data.prompts != FILE
-        label = None if config.reward.rm_type not in LABELLED or own else _check_label
+        label = None if own or not _compares_label(run, config.reward.rm_type) else _check_label
         with problems():
             if label is not None and config.data.label_key is None:
                 raise ConfigError(f"--rm-type {config.reward.rm_type} compares with a label: give --label-key COLUMN")
@@ -222,6 +222,13 @@ class Inputs:
 def wrap_generator(run: Run, generator: Generator) -> Generate:
     """Wrap a generator with the plugins' ``wrap_generate`` hooks."""
     return generator.release_keys(compose(generator, run.hooks.chain("wrap_generate", run=run)))
+
+
+def _compares_label(run: Run, name: str | None) -> bool:
+    """Whether the reward of this name compares a response with a label."""
+    if name is None or name not in run.hooks.provided("reward"):
+        return name in RULES
+    return getattr(run.hooks.builder("reward", name)[1], "compares_label", False)
 
 
 def _source(run: Run, name: str, data: str, purpose: str) -> PromptSource:

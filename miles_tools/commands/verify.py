@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_core.cli.plan import given, parser
+from miles_tools.commands.plan import given, parser
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config

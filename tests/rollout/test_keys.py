@@ -178,16 +178,18 @@ class _Flying:
 
 def test_dropping_a_sample_aborts_each_of_its_calls(toy_run):
     from miles_core.data.sample import Sample
-    from miles_core.rollout.generate import Generator
+    from miles_core.rollout.function import PlainFunction
+    from miles_core.rollout.generate import Functions, Generator
 
     run = toy_run(steps=1).run
     engine = _Flying()
 
-    async def three(args, sample, sampling_params):
-        await asyncio.gather(*(args.generate([1, 2]) for _ in range(3)))
+    async def three(sample, ask):
+        await asyncio.gather(*(ask([1, 2]) for _ in range(3)))
 
     async def dropped() -> list[int]:
-        generator = Generator(run, engine, Sampling(4), three)  # type: ignore[arg-type]
+        functions = Functions("three", {"three": PlainFunction(three)})
+        generator = Generator(run, {run.policy.name: engine}, Sampling(4), functions)  # type: ignore[dict-item]
         tasks = [asyncio.create_task(generator(Sample(tokens=[1, 2], index=index))) for index in (5, 6, 7)]
         await asyncio.sleep(0.01)
         for task in tasks:
@@ -201,7 +203,7 @@ def test_dropping_a_sample_aborts_each_of_its_calls(toy_run):
 
 
 def test_probes_share_no_key_with_samples(toy_run):
-    from miles_core.mismatch.probe import probe
+    from miles_mismatch.probe import probe
 
     run, asked = toy_run(steps=1).run, []
 

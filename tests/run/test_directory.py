@@ -72,7 +72,9 @@ def test_a_directory_that_cannot_be_made_is_refused_before_a_run(tmp_path):
 
 
 def test_the_last_lines_can_be_typed():
-    lines = Ending(why="finished", step=2, of=2, directory="run with späce", checkpoint="somewhere").lines()
+    lines = Ending(
+        why="finished", step=2, of=2, directory="run with späce", checkpoint="checkpoints/step_00000002"
+    ).lines()
     assert lines[2:] == [
         "report: miles report 'run with späce'",
         "to continue: miles train --load 'run with späce' --num-rollout N",

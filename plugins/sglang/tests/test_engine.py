@@ -112,8 +112,7 @@ def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> 
 @pytest.fixture
 def double(monkeypatch: Any) -> types.SimpleNamespace:
     """What a run starts instead of SGLang: ``link``, which dies over ``fatal`` calls."""
-    rules = tuple(r for r in miles_sglang.plugin.requires if "pip install" not in r.because)
-    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, requires=rules))
+    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
     made = types.SimpleNamespace(link=None, fatal={})
 
     def make(arguments: Mapping[str, Any], *_: Any) -> DoubleLink:

@@ -24,6 +24,14 @@ class Head(nn.Module):
         return self.lm_head
 
 
+class CappedHead(Head):
+    """A class whose ``forward`` mentions what the families do with their logits."""
+
+    def forward(self, hidden):
+        config = self.config
+        return (config.logit_scale, config.logits_scaling, config.final_logit_softcapping)
+
+
 def inputs(rows=9):
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(rows, 6, generator=generator, dtype=torch.float64).requires_grad_()
@@ -80,9 +88,11 @@ def test_extreme_logits_stay_finite():
 
 
 def test_logits_are_capped_and_scaled_as_the_family_does():
-    model, (hidden, _) = Head(final_logit_softcapping=2.0), inputs()
+    model, (hidden, _) = CappedHead(final_logit_softcapping=2.0), inputs()
     plain = model.lm_head(hidden)
     torch.testing.assert_close(logits_of(model, hidden), torch.tanh(plain / 2) * 2)
-    torch.testing.assert_close(logits_of(Head(logit_scale=0.5), hidden), plain * 0.5)
-    torch.testing.assert_close(logits_of(Head(logits_scaling=4.0), hidden), plain / 4)
-    torch.testing.assert_close(logits_of(Head(logits_scaling=4.0, model_type="hyperclovax"), hidden), plain * 4)
+    torch.testing.assert_close(logits_of(CappedHead(logit_scale=0.5), hidden), plain * 0.5)
+    torch.testing.assert_close(logits_of(CappedHead(logits_scaling=4.0), hidden), plain / 4)
+    torch.testing.assert_close(logits_of(CappedHead(logits_scaling=4.0, model_type="hyperclovax"), hidden), plain * 4)
+    ignored = Head(final_logit_softcapping=2.0, logit_scale=0.5)  # its class has no such step
+    torch.testing.assert_close(logits_of(ignored, hidden), plain)

@@ -9,10 +9,10 @@ import torch
 from miles_core.config.load import load
 from miles_core.data.means import means
 from miles_core.data.sample import Sample
-from miles_core.remote.rank import Rank
 from miles_core.run.make import make_run
 from miles_core.run.prepare import apply_plan, prepare
 from miles_core.train.share import combined, divided
+from miles_runtime.rank import Rank
 from miles_testing.toy import toy_arguments
 from miles_testing.yardstick import copied
 

@@ -1,0 +1,49 @@
+"""Trainer ranks and engines as workers in separate processes, independent of how a runtime reaches them.
+
+``rank`` is a learner with the transport of its weights, ``learner_front`` the driver's handle to all ranks, and ``turns`` lets both
+sides share devices. ``inline`` is the runtime of one process: the same handle on one rank, which it calls directly. ``worker`` is the
+entry point of another process, which then holds a ``rank_worker`` or an ``engine_worker``. A runtime implements only ``workers``: calls
+to a process, and the replacement of a dead process. The package adds the driver's two fronts (``learner_front``,
+``engine_front``), the order of building and checking parts, and the recovery of lost workers (``runtime``). Only plain data and bytes
+are sent between processes.
+"""
+
+from typing import TYPE_CHECKING
+
+from miles_core.lookup import looked_up
+
+if TYPE_CHECKING:
+    from miles_runtime.engine_worker import EngineWorker
+    from miles_runtime.inline import InlineRuntime
+    from miles_runtime.output import last_lines, write_there
+    from miles_runtime.rank_worker import RankWorker
+    from miles_runtime.runtime import RemoteRuntime
+    from miles_runtime.worker import Order, Worker
+    from miles_runtime.workers import Restarts, Workers, short_of_memory
+
+__all__ = [
+    "EngineWorker",
+    "InlineRuntime",
+    "Order",
+    "RankWorker",
+    "RemoteRuntime",
+    "Restarts",
+    "Worker",
+    "Workers",
+    "last_lines",
+    "short_of_memory",
+    "write_there",
+]
+
+__getattr__, __dir__ = looked_up(
+    __name__,
+    {
+        "miles_runtime.engine_worker": "EngineWorker",
+        "miles_runtime.inline": "InlineRuntime",
+        "miles_runtime.output": "last_lines write_there",
+        "miles_runtime.rank_worker": "RankWorker",
+        "miles_runtime.runtime": "RemoteRuntime",
+        "miles_runtime.worker": "Order Worker",
+        "miles_runtime.workers": "Restarts Workers short_of_memory",
+    },
+)
