@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from miles_core.plugin.manifest import Capability, Command, Package, Pair, Plugin, Rule, Set
     from miles_core.plugin.marker import hookimpl
     from miles_core.plugin.memory import Parts, Usage
-    from miles_core.plugin.option import option
+    from miles_core.plugin.options import option
     from miles_core.plugin.panel import Panel
     from miles_core.plugin.problem import Problem, Review, described
     from miles_core.reward.reward import group_reward
@@ -87,7 +87,7 @@ __getattr__, __dir__ = looked_up(
         "miles_core.plugin.manifest": "Capability Command Package Pair Plugin Rule Set",
         "miles_core.plugin.marker": "hookimpl",
         "miles_core.plugin.memory": "Parts Usage",
-        "miles_core.plugin.option": "option",
+        "miles_core.plugin.options": "option",
         "miles_core.plugin.panel": "Panel",
         "miles_core.plugin.problem": "Problem Review described",
         "miles_core.reward.reward": "group_reward",

@@ -1,4 +1,4 @@
 """Computes the rewards of finished samples.
 
-Rewards are rules by name, a user's function, or rewards that plugins provide.
+Rewards are core's rules by name, a user's function, and functions that plugins provide.
 """

@@ -13,7 +13,7 @@ from miles_core.run.prepare import apply_plan, prepare
 from miles_core.train.share import combined, divided
 from miles_runtime.rank import Rank
 from miles_testing.toy import toy_arguments
-from miles_testing.yardstick import copied
+from miles_testing.yardstick import copy_weights
 
 #: What needs statistics of the whole step: corrections, whitening, normalisers, balancing; and two optimiser steps.
 OPTIONS = {
@@ -67,7 +67,7 @@ def learned(words, directory, groups):
         np.testing.assert_allclose(kept, old, atol=1e-4)
         assert not np.allclose(new, old, atol=1e-4)
     supervised = rank.supervise(samples[rank.world.replica :: rank.world.replicas], 1e-2)
-    return pairs | supervised, copied(rank.trainer)
+    return pairs | supervised, copy_weights(rank.trainer)
 
 
 @pytest.mark.parametrize(("groups", "strategy"), [(3, "full_shard"), (3, "no_shard"), (1, "full_shard")])

@@ -14,7 +14,7 @@ from miles_core.run.prepare import apply_plan, prepare
 from miles_core.train.share import combined, divided
 from miles_runtime.rank import Rank
 from miles_testing.toy import toy_arguments
-from miles_testing.yardstick import copied
+from miles_testing.yardstick import copy_weights
 
 #: A value head at the root of the model, whose output reaches the loss beside the forward's result.
 VALUES = """
@@ -103,7 +103,7 @@ def learned(words, directory):
     share = divided(rollout(3), config.train, rank.world.replicas)[rank.world.replica]
     pairs, _ = rank.learn(share, 0)
     rank.learn(share, 1)
-    return pairs, copied(rank.trainer)
+    return pairs, copy_weights(rank.trainer)
 
 
 @pytest.mark.parametrize(
