@@ -231,6 +231,7 @@ plugin = Plugin(
             "sleep",
             "values",
             "top_log_probs",
+            "candidates",
             "optimizers",
         ),
     },

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from miles_core.data.unit import Unit
 from miles_core.errors import ConfigError, MilesError
-from miles_core.mismatch.product_probe import check_product
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Parts
 from miles_core.precision.gpu_kernel import reference_only
 from miles_core.precision.product import NoProduct
+from miles_mismatch.product_probe import check_product
 
 
 class FormatContract:

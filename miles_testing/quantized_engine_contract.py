@@ -19,9 +19,9 @@ import pytest
 
 from miles_core.contracts.engine import Engine
 from miles_core.data.unit import Encoded, Unit
-from miles_core.mismatch.parity import check, probes
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
+from miles_mismatch.parity import check, probes
 from miles_testing.asking import ask
 from miles_testing.engine_contract import FREE, GREEDY, PROMPTS, Limits
 from miles_testing.stored import stored_units

@@ -180,11 +180,11 @@ def toy_run(
     from miles_core.config.load import load
     from miles_core.launch import launch
     from miles_core.observe.metrics import read
-    from miles_core.run.prepare import applied, prepare
+    from miles_core.run.prepare import apply_plan, prepare
 
     config = load(toy_arguments(plugins, directory, steps, family, sizes, **options))
     accepted, catalogue = prepare(config)
-    done = launch(applied(config, accepted), accepted, catalogue, Console(file=io.StringIO()))
+    done = launch(apply_plan(config, accepted), accepted, catalogue, Console(file=io.StringIO()))
     return ToyRun(done.run, done.parts, read(done.run.directory / "metrics.jsonl"))
 
 

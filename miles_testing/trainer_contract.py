@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Callbacks, Context, Loss, Output, Trainer
 from miles_core.data.batch import Batch
-from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
 from miles_core.errors import MilesError
 from miles_testing.tiny import tiny_checkpoint
 from miles_testing.yardstick import (
@@ -95,6 +95,29 @@ class TrainerContract:
         found = self.trainer(checkpoint).log_probs(batch, "old")["log_probs"]
         expected, _ = yardstick(yardstick_model(checkpoint), batch, Setup().temperature, support)
         torch.testing.assert_close(found.double(), expected.detach(), rtol=0, atol=self.atol)
+
+    def test_candidates_are_scored_with_gradient(self, checkpoint: Path, batch: Batch) -> None:
+        """With every token a candidate, probabilities add up to 1 and the sampled token has its own log-probability."""
+        model: Any = yardstick_model(checkpoint)
+        seen: list[Tensor] = []
+
+        def loss(output: Output, micro: Batch, ctx: Context) -> Loss:
+            assert output.log_probs is not None and output.candidate_log_probs is not None
+            where = micro.mask.bool()
+            own = output.candidate_log_probs.gather(1, micro.tokens[:, None])[:, 0]
+            seen.append((own[where] - output.log_probs[where]).abs().max().detach())
+            seen.append((output.candidate_log_probs[where].exp().sum(-1) - 1).abs().max().detach())
+            seen.append(output.candidate_log_probs[~where].abs().sum().detach())
+            return Loss((own * micro.column("weight")).sum())
+
+        one, other = self.trainer(checkpoint, loss=loss), self.trainer(checkpoint)
+        if "candidates" not in one.capabilities:
+            pytest.skip("the trainer does not score candidates")
+        tokens = torch.arange(model.config.vocab_size, dtype=torch.int32).repeat(len(batch.tokens), 1)
+        one.step(replace(batch, columns=batch.columns | {CANDIDATES.name: tokens}))
+        other.step(batch)
+        assert seen and max(seen) < self.atol
+        self.check_weights(weights(one), weights(other), self.atol)
 
     def test_a_step_is_one_step_of_adamw(self, checkpoint: Path, batch: Batch) -> None:
         trainer = self.trainer(checkpoint)

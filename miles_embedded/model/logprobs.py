@@ -50,22 +50,49 @@ def token_log_probs(
     Returns:
         log-probabilities [M] float32 (float64 for a float64 model), and entropies of the same shape and dtype, or None.
     """
+    return head_log_probs(model, hidden, tokens, temperature, support, entropy, chunk_elements)[:2]
+
+
+def head_log_probs(
+    model: nn.Module,
+    hidden: Tensor,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    support: Ragged | None = None,
+    entropy: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    candidates: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What ``token_log_probs`` returns, and the log-probabilities of further tokens from the same logits.
+
+    Args:
+        model, hidden, tokens, temperature, support, entropy, chunk_elements: as for ``token_log_probs``.
+        candidates: [M, k] token ids; their probabilities are always over the whole vocabulary.
+
+    Returns:
+        [M], [M] or None, and [M, k] or None.
+    """
     rows = max(chunk_elements // _vocabulary(model), 1)
     if len(tokens) <= rows:
-        return _chunk(model, hidden, tokens, temperature, support, entropy)
+        return _chunk(model, hidden, tokens, temperature, support, entropy, candidates)
     parts = []
     for at in range(0, len(tokens), rows):
         piece = slice(at, at + rows)
         chosen = None
         if support is not None:
             chosen = support.select(torch.arange(at, min(at + rows, len(tokens)), device=support.offsets.device))
-        arguments = (model, hidden[piece], tokens[piece], temperature, chosen, entropy)
+        others = None if candidates is None else candidates[piece]
+        arguments = (model, hidden[piece], tokens[piece], temperature, chosen, entropy, others)
         if torch.is_grad_enabled():
             parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))
         else:
             parts.append(_chunk(*arguments))
     log_probs = torch.cat([p[0] for p in parts])
-    return log_probs, torch.cat([p[1] for p in parts]) if entropy else None
+    return (
+        log_probs,
+        torch.cat([p[1] for p in parts]) if entropy else None,
+        None if candidates is None else torch.cat([p[2] for p in parts]),
+    )
 
 
 @torch.no_grad()
@@ -131,13 +158,26 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _chunk(
-    model: nn.Module, hidden: Tensor, tokens: Tensor, temperature: float, support: Ragged | None, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+    model: nn.Module,
+    hidden: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    support: Ragged | None,
+    entropy: bool,
+    candidates: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     logits = logits_of(model, hidden)
     if logits.dtype != torch.float64:
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
+    others = None if candidates is None else logits.log_softmax(-1).gather(-1, candidates.long())
+    return *_sampled(model, logits, tokens, support, entropy), others
+
+
+def _sampled(
+    model: nn.Module, logits: Tensor, tokens: Tensor, support: Ragged | None, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     operation = operations_of(model).log_probs
     if support is None:
         return _compute_full(logits, tokens, entropy, operation)

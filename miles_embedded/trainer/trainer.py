@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer, TrainerPart
 from miles_core.data.batch import Batch, Ragged
-from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
 from miles_core.data.means import as_floats
 from miles_core.data.unit import Unit
 from miles_core.errors import ConfigError, NonFiniteError
@@ -32,7 +32,7 @@ from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import backbone, decoder_layers, facts_of
-from miles_embedded.model.logprobs import scatter, token_log_probs, top_log_probs
+from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
 from miles_embedded.model.released import Released
 from miles_embedded.model.sharded import local_shard
 from miles_embedded.model.value_head import value_head, values_of
@@ -98,7 +98,7 @@ class EmbeddedTrainer(Trainer):
     """
 
     capabilities = frozenset(
-        {"entropy", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "optimizers"}
+        {"entropy", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "candidates", "optimizers"}
     )
 
     def __init__(
@@ -184,13 +184,16 @@ class EmbeddedTrainer(Trainer):
             return Output(values=scatter(values_of(critic, sources), packing.targets, length))
         support = micro_batch.columns.get(SAMPLING_SUPPORT.name)
         assert support is None or isinstance(support, Ragged)
-        log_probs, entropy = token_log_probs(
+        candidates = micro_batch.columns.get(CANDIDATES.name)
+        assert candidates is None or isinstance(candidates, Tensor)
+        log_probs, entropy, others = head_log_probs(
             model,
             sources,
             micro_batch.tokens[packing.targets],
             self.config.temperature,
             None if support is None else support.select(packing.targets),
             bool(ctx.attached.get("entropy")),
+            candidates=None if candidates is None else candidates[packing.targets],
         )
         tokens, best = None, None
         if ctx.top_k:
@@ -200,6 +203,7 @@ class EmbeddedTrainer(Trainer):
             top_log_probs=None if best is None else scatter(best, packing.targets, length),
             log_probs=scatter(log_probs, packing.targets, length),
             entropy=None if entropy is None else scatter(entropy, packing.targets, length),
+            candidate_log_probs=None if others is None else scatter(others, packing.targets, length),
         )
 
     def optimizer_step(self) -> dict[str, float]:

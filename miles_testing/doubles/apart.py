@@ -15,14 +15,14 @@ from typing import Any
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.plugin.manifest import Plugin
-from miles_core.plugin.option import option
-from miles_core.remote.engine_worker import EngineWorker
-from miles_core.remote.patience import Patience
-from miles_core.remote.rank_worker import RankWorker
-from miles_core.remote.runtime import RemoteRuntime
-from miles_core.remote.worker import Order, Worker
-from miles_core.remote.workers import Busy, Workers
+from miles_core.plugin.options import option
 from miles_core.version import __version__
+from miles_runtime.engine_worker import EngineWorker
+from miles_runtime.patience import Patience
+from miles_runtime.rank_worker import RankWorker
+from miles_runtime.runtime import RemoteRuntime
+from miles_runtime.worker import Order, Worker
+from miles_runtime.workers import Busy, Workers
 
 
 @dataclass(frozen=True, kw_only=True)

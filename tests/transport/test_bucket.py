@@ -9,8 +9,8 @@ from miles_core.data.unit import Encoded, Unit
 from miles_core.errors import SyncError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Stored
-from miles_core.precision.installed import format_class, providers
 from miles_core.precision.selector import Selector
+from miles_tools.convert.installed import format_class, providers
 from miles_transport.bucket import Bucket, room_of, unpack
 from miles_transport.checksum import BLOCK, checksum
 from miles_transport.inbox import Inbox

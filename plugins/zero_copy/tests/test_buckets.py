@@ -300,7 +300,7 @@ def test_a_host_without_shared_memory_gets_messages(engine, transport, checkpoin
     monkeypatch.setattr(segment, "DIRECTORY", tmp_path / "shm")
     asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
     assert engine.version == 1 and set(engine.received) == {"data"}
-    assert f"there is no shared memory on this host: {tmp_path / 'shm'} is not there" in caplog.text
+    assert f"there is no shared memory on this host: {tmp_path / 'shm'} does not exist" in caplog.text
 
 
 def test_shared_memory_that_gets_full_in_the_middle_is_a_failed_sync_and_the_next_one_does_without(
@@ -308,11 +308,11 @@ def test_shared_memory_that_gets_full_in_the_middle_is_a_failed_sync_and_the_nex
 ):
     monkeypatch.setattr(sender, "FIRST", 4096)  # what comes next needs more
     monkeypatch.setattr(segment.os, "posix_fallocate", partial(full, segment.os.posix_fallocate))
-    with pytest.raises(SyncError, match="bytes of shared memory are not to be had"):
+    with pytest.raises(SyncError, match="bytes of shared memory cannot be allocated"):
         asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
     assert engine.version == -1
     asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
-    assert engine.version == 1 and "runtime's channel, because 40,960 bytes of shared memory are not" in caplog.text
+    assert engine.version == 1 and "runtime's channel, because 40,960 bytes of shared memory cannot be" in caplog.text
 
 
 def full(allocate, file, start, nbytes):
@@ -324,7 +324,7 @@ def full(allocate, file, start, nbytes):
 
 def test_shared_memory_that_is_full_is_said_with_what_helps():
     with pytest.raises(
-        segment.NoSegmentError, match=r"bytes of shared memory are not to be had .* a smaller --sync-bucket-size"
+        segment.NoSegmentError, match=r"bytes of shared memory cannot be allocated .* use a smaller --sync-bucket-size"
     ):
         segment.Segment(1 << 60)
 
@@ -335,7 +335,7 @@ def test_a_bucket_that_is_smaller_than_a_tensor_grows(engine, checkpoints, caplo
     asyncio.run(transport.send(iter(units), 1))
     transport.close()
     assert engine.version == 1
-    assert "--sync-bucket-size 2048 is smaller than " in caplog.text and "buckets are made that large" in caplog.text
+    assert "--sync-bucket-size 2048 is smaller than " in caplog.text and "using buckets of that size" in caplog.text
 
 
 KILLED = (
