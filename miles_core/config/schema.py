@@ -20,7 +20,7 @@ from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.core import CORE as MANIFEST
 from miles_core.plugin.manifest import Plugin
-from miles_core.plugin.option import METADATA_KEY, OptionInfo
+from miles_core.plugin.options import METADATA_KEY, OptionInfo
 
 CORE = "core"
 ROOT = "run"  # the group whose facts have no prefix: ``engine``, not ``run.engine``

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as Bars
-    from rich.progress import TaskID
+    from rich.progress import Progress as Bars, TaskID
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +145,7 @@ def _duration(seconds: float) -> str:
 
 
 def _bars(console: Console, activity: Callable[[], Mapping[str, int]]) -> Bars:
-    from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
-    from rich.progress import Progress as Bars
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bars, ProgressColumn, Task, TextColumn
     from rich.text import Text
 
     class Workers(ProgressColumn):

@@ -226,7 +226,9 @@ def _compares_label(run: Run, name: str | None) -> bool:
 def _source(run: Run, name: str, data: str, purpose: str) -> PromptSource:
     made = run.hooks.make("prompts", name, run=run, data=data, purpose=purpose)
     if not isinstance(made, PromptSource):
-        raise PluginError(f"--prompts {name}: its provider returned {made!r:.80}; return a miles_core.PromptSource")
+        raise PluginError(
+            f"--prompts {name}: its provider returned {made!r:.80}; return a miles_core.data.PromptSource"
+        )
     return made
 
 

@@ -39,7 +39,7 @@ class Header:
 
 
 def examine(config: Any, weights: bool) -> None:
-    """See ``miles_core.Plugin.examine``: what would end the run when its model is loaded."""
+    """See ``miles_core.plugin.Plugin.examine``: what would end the run when its model is loaded."""
     options = config.model
     flag, path = ("--ref-load", options.ref_load) if options.ref_load else (FLAG, options.hf_checkpoint)
     if path is not None and Path(path).is_dir():

@@ -11,8 +11,7 @@ import struct
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load as load_arrays
-from safetensors.numpy import save as save_arrays
+from safetensors.numpy import load as load_arrays, save as save_arrays
 
 from miles_core.contracts.engine import Request, Response, Sampling
 

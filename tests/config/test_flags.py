@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from miles_core.config.flags import Source, build_parser, natural, parse
 from miles_core.config.schema import collect

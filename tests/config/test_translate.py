@@ -4,10 +4,10 @@ import shlex
 
 import pytest
 
-from miles_core import ConfigError, Plugin, option
 from miles_core.config.load import load
 from miles_core.config.schema import collect
 from miles_core.config.translate import translate, translated
+from miles_core.plugin import ConfigError, Plugin, option
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@ import io
 
 from rich.console import Console
 
-from miles_core.observe import log as logs
-from miles_core.observe import progress as module
+from miles_core.observe import log as logs, progress as module
 from miles_core.observe.progress import Progress
 
 METRICS = {

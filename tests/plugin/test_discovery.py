@@ -147,7 +147,7 @@ def test_a_file_with_an_unmarked_hook_is_refused(tmp_path):
         loaded(
             write(
                 tmp_path,
-                "from miles_core import hookimpl\n"
+                "from miles_core.plugin import hookimpl\n"
                 "@hookimpl\ndef on_step(metrics):\n    pass\n"
                 "def on_save(store):\n    pass\n",
             )

@@ -86,10 +86,8 @@ def test_a_fix_that_cannot_start_is_not_proposed():
 def test_hooks_that_there_are_not_and_heavy_manifests_are_found_by_the_checks(install, capsys):
     from miles_tools.commands import plan, plugins
 
-    hooks = "from miles_core import hookimpl\nclass H:\n    @hookimpl\n    def on_stepp(self): ...\n"
-    text = (
-        "from miles_core import Plugin\nplugin = Plugin('slip', '', '1', '>=0', hooks={'': 'miles_test_slip.hooks:H'}, "
-    )
+    hooks = "from miles_core.plugin import hookimpl\nclass H:\n    @hookimpl\n    def on_stepp(self): ...\n"
+    text = "from miles_core.plugin import Plugin\nplugin = Plugin('slip', '', '1', '>=0', hooks={'': 'miles_test_slip.hooks:H'}, "
     install("slip", text + "before=('embeded', 'elsewhere'))", hooks)
     with pytest.raises(PluginError, match=r"plugin slip: there is no hook 'on_stepp'; did you mean on_step"):
         plan.run(["--plugins", "slip"])
@@ -106,7 +104,7 @@ def test_a_manifest_that_imports_torch_is_told(install, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     install(
         "heavy",
-        "import sys\nsys.modules['torch'] = None\nfrom miles_core import Plugin\nplugin = Plugin('heavy', '', '1', '>=0')",
+        "import sys\nsys.modules['torch'] = None\nfrom miles_core.plugin import Plugin\nplugin = Plugin('heavy', '', '1', '>=0')",
     )
     catalogue = discover()
     assert catalogue["heavy"].name == "heavy" and catalogue.heavy == ["heavy"]

@@ -7,8 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.data.field import Field
@@ -105,7 +104,7 @@ def test_parts_become_one_response_in_which_the_earliest_row_stays():
 
 
 WATCH = """
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_start(run):

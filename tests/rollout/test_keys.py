@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.errors import MilesError
@@ -59,7 +58,7 @@ def test_keys_in_flight_are_distinct_whatever_samples_come_and_go(events):
 
 
 WATCH = """
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_start(run):
@@ -138,7 +137,7 @@ def test_calls_that_engines_abort_go_on_with_their_own_numbers(candidates, monke
 
 RETRY = """
 import copy
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def wrap_generate(run):

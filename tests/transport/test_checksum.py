@@ -9,11 +9,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from miles_transport import checksum as module
-from miles_transport import checksum_native
+from miles_transport import checksum as module, checksum_native
 from miles_transport.bucket import Bucket, unpacked
 from miles_transport.checksum import BLOCK, InCache, OnePass, Sum, checksum, reading, summing
 

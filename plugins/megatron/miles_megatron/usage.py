@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from miles_core import CheckpointError, Facts, Parts, Usage
+from miles_core.plugin import CheckpointError, Facts, Parts, Usage
 from miles_embedded import engines_gpus
 from miles_megatron import count, families
 from miles_megatron.architecture import Architecture
@@ -25,7 +25,7 @@ _DOUBLED = 9
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
-    """See ``miles_core.Plugin.memory``: one row for each pipeline stage. Nothing where another trainer was chosen, or the sizes do
+    """See ``miles_core.plugin.Plugin.memory``: one row for each pipeline stage. Nothing where another trainer was chosen, or the sizes do
     not divide (``review`` says so)."""
     if facts.value("trainer") != "megatron":
         return

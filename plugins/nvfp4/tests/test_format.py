@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from miles_core import ConfigError, MilesError, Unit
+from miles_core.data import Unit
 from miles_core.format import Codec
+from miles_core.plugin import ConfigError, MilesError
 from miles_nvfp4.format import CODES, INPUT_SCALE, SCALE, SCALES, Nvfp4, e2m1, pack, unpack, values
 
 EXPERT = "model.layers.3.mlp.experts.0"

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import torch
 
-from miles_core.backend import Encoded
+from miles_core.data import Encoded
 from miles_sglang.buckets import Bucket, Flat, divide
 from miles_sglang.weight_names import Seen
 from miles_transport import Arrival

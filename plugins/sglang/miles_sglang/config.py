@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
-from miles_core import option
+from miles_core.plugin import option
 from miles_sglang.read_server_args import TABLE
 
 #: What the engine itself says to SGLang: from core's option, or because the contract needs it so.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from miles_core import MilesError
-from miles_core.backend import Encoded
+from miles_core.data import Encoded
+from miles_core.plugin import MilesError
 
 #: A head tied to the embedding is in some checkpoints and not in others.
 _TIED = "lm_head.weight"

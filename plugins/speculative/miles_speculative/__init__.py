@@ -1,6 +1,6 @@
 """Speculative decoding with drafts that learn while the policy moves, for miles-core."""
 
-from miles_core import Hint, Panel, Plugin, Rule, below
+from miles_core.plugin import Hint, Panel, Plugin, Rule, below
 from miles_speculative.config import FACTOR, MOST, SpeculativeConfig
 
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from miles_core import option
+from miles_core.plugin import option
 
 #: Tokens drafted ahead at most.
 MOST = 16

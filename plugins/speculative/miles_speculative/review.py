@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from miles_core import Facts, Problem, Review, described
+from miles_core.plugin import Facts, Problem, Review, described
 from miles_speculative.draft_files import has_windows, misfits, read_config
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
-    """See ``miles_core.Plugin.review``: a draft of its own that does not fit the policy, trees where layers have windows, and a number of
+    """See ``miles_core.plugin.Plugin.review``: a draft of its own that does not fit the policy, trees where layers have windows, and a number of
     tokens to verify that is not that of the drafts."""
     here = facts.value("engine") == "embedded"
     drafts = _said(facts, "speculative.draft_model_path", "speculative.sglang_draft" if here else "")

@@ -1,6 +1,6 @@
 """Weights that do not travel, or not through a copy on the way, for miles-core."""
 
-from miles_core import Plugin, Rule
+from miles_core.plugin import Plugin, Rule
 from miles_zero_copy.config import ZeroCopyConfig
 
 __version__ = "0.1.0"

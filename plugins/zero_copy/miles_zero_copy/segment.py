@@ -15,7 +15,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from miles_core import SyncError
+from miles_core.plugin import SyncError
 
 #: Where Linux has shared memory.
 DIRECTORY = Path("/dev/shm")

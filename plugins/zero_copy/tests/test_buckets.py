@@ -15,13 +15,14 @@ from functools import partial
 import pytest
 import torch
 
-from miles_core import MilesError, SyncError
-from miles_core.backend import CopyTransport, Encoded, Sampling, World
+from miles_core.data import Encoded
+from miles_core.engine import CopyTransport, Sampling
+from miles_core.plugin import MilesError, SyncError
+from miles_core.trainer import World
 from miles_testing.asking import ask, under_way
 from miles_testing.engine_contract import FREE
 from miles_testing.stored import stored_units
-from miles_zero_copy import paths, segment, sender
-from miles_zero_copy import transport as transport_module
+from miles_zero_copy import paths, segment, sender, transport as transport_module
 from miles_zero_copy.transport import BucketTransport
 
 SMALL = 40 << 10  # the tiny model takes four of them

@@ -8,8 +8,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from miles_embedded.model import experts
-from miles_embedded.model import grouped_experts as grouped
+from miles_embedded.model import experts, grouped_experts as grouped
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.load import NAME
 

@@ -15,13 +15,13 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region as total,
 )
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region as total
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from miles_core.backend import Ragged
+from miles_core.data import Ragged
 from miles_megatron.memory import LOGITS
 
 

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
-from megatron.core.optimizer import OptimizerConfig as MegatronConfig
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig as MegatronConfig, get_megatron_optimizer
 
-from miles_core import NonFiniteError
-from miles_core.backend import OptimizerConfig
+from miles_core.plugin import NonFiniteError
+from miles_core.trainer import OptimizerConfig
 
 
 @contextmanager
