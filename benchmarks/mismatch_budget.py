@@ -65,8 +65,8 @@ async def measured(directory: Path, given: Any, flags: tuple[str, ...]) -> dict[
     """One setup's budget, with an interval for the gap that training sees and for the whole one."""
     from miles_core.config.load import load
     from miles_core.run.make import make_run
-    from miles_core.run.parts import built
-    from miles_core.run.prepare import applied, prepare
+    from miles_core.run.parts import build_parts
+    from miles_core.run.prepare import apply_plan, prepare
     from miles_mismatch.budget import budget
     from miles_mismatch.probe import bare, probe, probe_prompts
 
@@ -75,8 +75,8 @@ async def measured(directory: Path, given: Any, flags: tuple[str, ...]) -> dict[
         --rollout-max-response-len 4 --seed {given.seed}"""
     config = load([*words.split(), *flags])
     plan, catalogue = prepare(config)
-    run = make_run(applied(config, plan), plan, catalogue, directory / "run")
-    async with built(run) as (parts,):
+    run = make_run(apply_plan(config, plan), plan, catalogue, directory / "run")
+    async with build_parts(run) as (parts,):
         parts.policy.version = (await parts.learner.push(0)).version
         samples = await probe(run, parts.engine, probe_prompts(run, given.prompts), support=True)
         result = (await budget(run, parts, samples)).to_dict()

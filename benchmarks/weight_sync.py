@@ -36,7 +36,7 @@ from miles_core.data import Encoded, Unit
 from miles_core.engine import CopyTransport
 from miles_core.format import Codec
 from miles_core.plugin import SyncError
-from miles_core.run.parts import settle
+from miles_core.run.parts import freeze_gc
 from miles_tools.convert.installed import format_class
 from miles_zero_copy import paths
 from miles_zero_copy.limits import GPU_PROBE_BYTES, PROBE_BYTES, copy_speed
@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--save", nargs="?", const="", metavar="VARIANT", help="a word for the file's name")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    settle()  # as a run does
+    freeze_gc()  # as a run does
     results = [
         measured(size, precision, options)
         for size in map(int, options.megabytes.split(","))

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
         TopLogProbs as TopLogProbs,
     )
     from miles_core.contracts.trainer import (
-        GIVEN_ROUTES as GIVEN_ROUTES,
-        OWN_ROUTES as OWN_ROUTES,
         Callbacks as Callbacks,
         Context as Context,
         Forward as Forward,
+        GIVEN_ROUTES as GIVEN_ROUTES,
         Loss as Loss,
         LossFunction as LossFunction,
+        OWN_ROUTES as OWN_ROUTES,
         OptimizerStep as OptimizerStep,
         Output as Output,
         Pass as Pass,

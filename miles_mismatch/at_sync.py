@@ -82,14 +82,14 @@ async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     earlier = run.stash.setdefault(_EARLIER, {})
     last = earlier.get(policy.name)
     moved = None if last is None else await movement(run, parts, last)
-    samples = await probe(run, parts.serving, run.stash[_PROMPTS], key=policy.version * len(run.stash[_PROMPTS]))
+    samples = await probe(run, parts, run.stash[_PROMPTS], key=policy.version * len(run.stash[_PROMPTS]))
     check_versions_of(samples, policy)
     gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.text)
     if gap.mean_abs > options.verify_logprobs_tolerance:
         raise MismatchError(await _sentence(run, parts, gap, options.verify_logprobs_tolerance), gap)
     older = trains_on_older(run)
     if last is None:
-        await write_budget(run, parts, await probe(run, parts.serving, run.stash[_PROMPTS], support=True))
+        await write_budget(run, parts, await probe(run, parts, run.stash[_PROMPTS], support=True))
     elif older and last.first and parts.precisions == last.formats:
         await write_budget(run, parts, last.recorded)  # of samples as old as those of most steps
     alone = [bare(s) for s in samples]
@@ -178,7 +178,7 @@ async def write_budget(run: Run, parts: PolicyParts, samples: Sequence[Sample]) 
 
 
 async def _sentence(run: Run, parts: PolicyParts, gap: Gap, tolerance: float) -> str:
-    found = await budget(run, parts, await probe(run, parts.serving, run.stash[_PROMPTS], support=True))
+    found = await budget(run, parts, await probe(run, parts, run.stash[_PROMPTS], support=True))
     causes = ", ".join(f"{c.name} {c.share:.0%}" for c in found.ordered()[:3])
     worst = "\n  ".join(map(str, gap.worst[:4]))
     return (

@@ -106,7 +106,7 @@ class FirstSync:
         context = _context(run)
         long = [tokens[: context - _GENERATED] for tokens in text.sequences]
         starts = [tokens for tokens in (*long, *prompts) if tokens]
-        samples = await probe(run, parts.serving, starts, _GENERATED, key=_FIRST_KEY)
+        samples = await probe(run, parts, starts, _GENERATED, key=_FIRST_KEY)
         engine = [np.asarray(sample.rollout_log_probs, np.float64) for sample in samples]
         supports = [name for name in ("sampling_support",) if any(name in sample.fields for sample in samples)]
         trainer = await parts.learner.log_probs([bare(sample, supports) for sample in samples], emulation)

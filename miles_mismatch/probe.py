@@ -22,8 +22,8 @@ from miles_core.rollout.source import open_prompts
 from miles_core.rollout.transcript import Transcript
 
 if TYPE_CHECKING:
-    from miles_core.contracts.engine import Engine
     from miles_core.contracts.run import Run
+    from miles_core.contracts.runtime import PolicyParts
 
 PROMPTS = 8
 RESPONSE_TOKENS = 32
@@ -55,7 +55,7 @@ def probe_prompts(run: Run, count: int = PROMPTS) -> list[list[int]]:
 
 async def probe(
     run: Run,
-    engine: Engine,
+    parts: PolicyParts,
     prompts: Sequence[Sequence[int]],
     response_tokens: int = RESPONSE_TOKENS,
     key: int = 0,
@@ -64,7 +64,7 @@ async def probe(
     """One response to each prompt, at the rollout's sampling parameters.
 
     Args:
-        engine: of the policy.
+        parts: of the policy, which has an engine.
         prompts: token ids.
         response_tokens: at most so many.
         key: number of the first one among probes, which its random numbers depend on; the others follow.
@@ -73,11 +73,13 @@ async def probe(
     sampling = training_sampling(run.config)
     sampling = dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, response_tokens), stop=())
     wanted = sampling.truncated and (support or not run.config.rollout.full_vocab_logprobs)
+    engine, policy = parts.serving, parts.policy
     extras = {SAMPLING_SUPPORT.name} if wanted and "sampling_support" in engine.capabilities else set()
 
     async def one(i: int, tokens: Sequence[int]) -> Sample:
-        request = Request(list(tokens), sampling, key=FIRST_PROBE + key + i, group=i, extras=set(extras))
-        run.hooks.on("on_request", run=run, request=request)
+        number = FIRST_PROBE + key + i
+        request = Request(list(tokens), sampling, key=number, group=i, extras=set(extras), policy=policy.name)
+        run.hooks.on("on_request", run=run, policy=policy, request=request)
         response = await engine.generate(request)
         sample = Sample(tokens=list(tokens) + response.tokens, response=response.text, index=i, group_index=i)
         sample.response_length = len(response.tokens)

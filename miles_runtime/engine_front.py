@@ -1,4 +1,4 @@
-"""One engine in front of several, each in a process of its own."""
+"""Presents several engines in separate processes as one engine."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from miles_core.data.unit import Encoded
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MismatchError, SyncError, WorkerLost
 from miles_runtime.mailbox import Mailbox
-from miles_runtime.workers import Workers, gathered
+from miles_runtime.workers import Workers, gather_in_order
 
 
 class EngineFront(Engine):
-    """Sends a request to the engine with the fewest in flight, all of a group to one, and every other call to all of them.
+    """Sends a request to the engine with the fewest requests in flight, keeps a group on one engine, and sends every other call to all
+    engines.
 
     A rank has a front to send its weights through. The driver's also has lost engines replaced (``replace_with``): a request that was in
     flight there is sent again, to another engine and with its key, and the new engine takes part from the next weights on.
 
     Args:
-        engines: where they are; each holds an ``EngineWorker``.
-        said: what they answered to ``build``.
-        bucket_size: bytes of weights that travel at a time.
-        world: the rank that sends weights through this.
+        engines: handle to the engine processes; each runs an ``EngineWorker``.
+        said: the engines' common result of ``build``.
+        bucket_size: bytes of weights per message.
+        world: the rank that sends weights through this front.
 
     Attributes:
-        serving: the numbers of those that may be asked to generate.
-        renewed: how many were replaced; ranks have to be connected again after each.
-        push: number of the push that weights are sent in; a rank's front is given the driver's.
+        serving: indexes of the engines that accept generation requests.
+        renewed: number of replaced engines; after each replacement, ranks must be connected again.
+        push: number of the current push; the front of a rank receives it from the driver's front.
     """
 
     def __init__(self, engines: Workers, said: Mapping[str, Any], bucket_size: int, world: World = ALONE) -> None:
@@ -66,17 +67,17 @@ class EngineFront(Engine):
         return self._version
 
     async def start(self) -> None:
-        """Nothing to do: the engines were started when they were built."""
+        """Do nothing: ``EngineWorker.build`` starts the engines."""
 
     async def stop(self) -> None:
-        """Stop replacing engines; they are stopped by the runtime that made them."""
+        """Stop replacing engines. The runtime that created the engines stops them."""
         if self._mending is not None:
             self._mending.cancel()
             await asyncio.wait([self._mending])
             self._mending = None
 
     async def abandon(self) -> None:
-        """End all engines, without replacing any: the run stops and only what the ranks hold is needed."""
+        """End all engines without replacing them: the run stops and needs only the state of the ranks."""
         self._replace = None
         await self.stop()
         ended = WorkerLost(", ".join(self.engines.names), "it was ended because the run stops")
@@ -90,7 +91,7 @@ class EngineFront(Engine):
 
     async def generate(self, request: Request) -> Response:
         while True:
-            number = await self._chosen(request.group)
+            number = await self._choose(request.group)
             group = self._groups.setdefault(request.group, [number, 0])
             group[:] = number, group[1] + 1
             self._in_flight[number] += 1
@@ -106,7 +107,7 @@ class EngineFront(Engine):
 
     async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
         while True:
-            number = await self._chosen()
+            number = await self._choose()
             try:
                 found: list[np.ndarray] = await self.engines.call(number, "score", sequences, temperature)
                 return found
@@ -125,14 +126,14 @@ class EngineFront(Engine):
             except WorkerLost as lost:
                 self.lost(lost)
 
-        await gathered(one(number) for number in sorted(self.serving))
+        await gather_in_order(one(number) for number in sorted(self.serving))
         return found
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
-        """Send this rank's units; returns when every engine serves those of all ranks."""
+        """Send this rank's units; return when every engine serves the units of all ranks."""
         number, bucket = 0, bytearray()
         error: Exception | None = None
-        for unit in units:  # to the end also after an error: other ranks may wait in its collectives
+        for unit in units:  # consumed even after an error: other ranks may wait in the collectives of this iterator
             unit.write(bucket)
             if len(bucket) >= self.bucket_size:
                 error = error or await self._take(number, bucket)
@@ -167,7 +168,7 @@ class EngineFront(Engine):
         await self._all("abort", keys)
 
     async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
-        await self.whole()  # one that is being built takes memory, and is told what sleeps
+        await self.whole()  # an engine under construction uses memory, and must receive this call too
         self._asleep |= {*parts}
         await self._all("sleep", parts)
 
@@ -181,10 +182,10 @@ class EngineFront(Engine):
         await self._all("rebuild", precision)
 
     async def begin_push(self, ranks: Sequence[str] = ()) -> int:
-        """Number the next push. Engines discard what an earlier one sent, and refuse whatever of it still arrives.
+        """Start a new push and return its number. Engines discard the buckets of earlier pushes and reject late messages of them.
 
         Args:
-            ranks: names of the workers that will send it.
+            ranks: names of the workers that will send weights.
         """
         self.push, self._senders = self.push + 1, tuple(ranks)
         await self._all("begin_push", self.push, self._senders)
@@ -196,13 +197,13 @@ class EngineFront(Engine):
         """Replace lost engines from now on.
 
         Args:
-            replace: builds a new one, without weights; raises when it may not.
-            resend: has the learner's weights given to all engines; asked for when none is left that serves.
+            replace: builds a new engine without weights; raises if no replacement is allowed.
+            resend: sends the learner's weights to all engines; called when no serving engine is left.
         """
         self._replace, self._resend = replace, resend
 
     def lost(self, lost: WorkerLost) -> None:
-        """Have a lost engine replaced; raises ``lost`` where it is not to be replaced."""
+        """Start the replacement of a lost engine; raise ``lost`` if engines are not replaced."""
         if self._replace is None or lost.worker not in self.engines.names:
             raise lost
         number = self.engines.names.index(lost.worker)
@@ -216,15 +217,15 @@ class EngineFront(Engine):
                 self._mending = asyncio.create_task(self._mend())
 
     async def whole(self) -> None:
-        """Wait until lost engines are replaced. Raises what prevents it."""
+        """Wait until all lost engines are replaced; raise the error that prevents it."""
         if self._mending is not None:
             await asyncio.shield(self._mending)
 
     async def served(self, version: int) -> None:
-        """All engines were given ``version`` and may be asked.
+        """Check that all engines serve ``version``, and accept generation requests again.
 
         Raises:
-            MismatchError: one of them reports another.
+            MismatchError: an engine reports another version.
         """
         found = await self.engines.call_all("version")
         others = [f"{n} serves {v}" for n, v in zip(self.engines.names, found, strict=True) if v != version]
@@ -236,28 +237,28 @@ class EngineFront(Engine):
         self._news.set()
 
     def _check_mending(self) -> None:
-        """Raise what ended the replacement of engines."""
+        """Raise the error that ended the replacement of engines, if any."""
         if self._mending is not None and self._mending.done():
             self._mending.result()
 
     async def _mend(self) -> None:
-        """Replace what is gone; where no engine is left that serves, have them given the learner's weights."""
+        """Replace lost engines. If no serving engine is left, have the learner's weights sent again."""
         assert self._replace is not None and self._resend is not None
         try:
-            while self._gone or not (self.serving or self._asleep):  # who sleeps is given weights when it wakes
+            while self._gone or not (self.serving or self._asleep):  # sleeping engines receive weights when they wake
                 gone, self._gone = self._gone, {}
-                await gathered(self._replaced(number, lost) for number, lost in gone.items())
+                await gather_in_order(self._replace_engine(number, lost) for number, lost in gone.items())
                 if not (self.serving or self._asleep or self._gone):
                     try:
                         await self._resend()
                     except WorkerLost as lost:
-                        if lost.trains:  # the trainer is made anew, and pushes when it is
+                        if lost.trains:  # the trainer is rebuilt and pushes afterwards
                             return
                         self.lost(lost)
         finally:
             self._news.set()
 
-    async def _replaced(self, number: int, lost: WorkerLost) -> None:
+    async def _replace_engine(self, number: int, lost: WorkerLost) -> None:
         assert self._replace is not None
         await self._replace(number, lost)
         self.renewed += 1
@@ -268,7 +269,7 @@ class EngineFront(Engine):
             await self._all("sleep", sorted(self._asleep), to={number})
 
     async def _all(self, method: str, *args: Any, to: Collection[int] | None = None) -> None:
-        """Call the engines that are there; one that is lost now is replaced."""
+        """Call all engines that are not lost; start the replacement of an engine that is lost during the call."""
 
         async def one(number: int) -> None:
             try:
@@ -276,10 +277,10 @@ class EngineFront(Engine):
             except WorkerLost as lost:
                 self.lost(lost)
 
-        await gathered(one(number) for number in sorted(self._alive if to is None else to))
+        await gather_in_order(one(number) for number in sorted(self._alive if to is None else to))
 
-    async def _chosen(self, group: int | None = None) -> int:
-        """The engine of a group that has requests in flight, else the one with the fewest."""
+    async def _choose(self, group: int | None = None) -> int:
+        """Return the index of the engine with requests of ``group`` in flight, else of the one with the fewest requests."""
         while True:
             self._check_mending()
             if self.serving:

@@ -1,4 +1,4 @@
-"""What a process that generates holds: one engine, and the weights on their way into it."""
+"""The worker of a generating process: holds one engine and receives its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miles_core.contracts.engine import Engine
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.precision.quantizer import SideParity
-from miles_core.run.parts import settle
+from miles_core.run.parts import freeze_gc
 from miles_mismatch.parity import check_side
 from miles_runtime.mailbox import Answers, Inbox, Letters
 from miles_runtime.worker import Order, Worker
@@ -22,9 +22,9 @@ from miles_runtime.worker import Order, Worker
 class EngineWorker(Worker):
     """One engine. Many calls may be in flight.
 
-    Weights arrive from every rank of the trainer in buckets (``take``). When all ranks have reported that theirs are complete
-    (``update``), the engine gets them in one stream; until then they are held in host memory. A push that a rank or an engine did not
-    survive leaves parts here: ``begin_push`` discards them, and messages of an earlier push are refused.
+    Every rank of the trainer sends weights in buckets (``take``), which are kept in host memory. When all ranks have reported
+    completion (``update``), the engine receives all tensors in one stream. If a rank or an engine dies during a push, incomplete
+    buckets remain: ``begin_push`` discards them, and messages of an earlier push are rejected.
     """
 
     part: Engine
@@ -42,11 +42,11 @@ class EngineWorker(Worker):
         self._push, self._senders = 0, tuple[str, ...]()
 
     async def build(self) -> dict[str, Any]:
-        """Make and start the engine; what a front has to know about it."""
+        """Create and start the engine; return the facts that a front needs."""
         name = self.run.config.run.engine
         self.part = self.run.hooks.make("engine", name, run=self.run, policy=self.policy)
         await self.part.start()
-        settle()
+        freeze_gc()
         return {
             "capabilities": frozenset(self.part.capabilities),
             "kv_cache_dtype": self.part.kv_cache_dtype,
@@ -68,20 +68,24 @@ class EngineWorker(Worker):
         return await self._inbox.answers()
 
     def beat(self) -> tuple[str, ...]:
-        """Ranks whose weights have not all come, where others wait for them."""
+        """Return the names of ranks with incomplete weights while other ranks wait for them."""
         if self._served is None or self._installing.locked():
             return ()
         return tuple(name for rank, name in enumerate(self._senders) if rank not in self._complete)
 
     async def begin_push(self, push: int, senders: Sequence[str]) -> None:
-        """Discard what arrived of earlier pushes; see ``EngineFront.begin_push``."""
+        """Discard the buckets of earlier pushes; see ``EngineFront.begin_push``."""
         self._push, self._senders = push, tuple(senders)
         self._give_up()
-        async with self._installing:  # an update that is being installed comes to its end before the next one
+        async with self._installing:  # an installation in progress completes before the next push
             pass
 
     def take(self, push: int, rank: int, number: int, bucket: bytearray) -> None:
-        """Bucket ``number`` of what a rank sends. SyncError: the push was given up, or a bucket before this one did not come."""
+        """Store bucket ``number`` of a rank.
+
+        Raises:
+            SyncError: the push was abandoned, or an earlier bucket is missing.
+        """
         self._check(push)
         buckets = self._buckets.setdefault(rank, [])
         if number != len(buckets):
@@ -89,14 +93,14 @@ class EngineWorker(Worker):
         buckets.append(bucket)
 
     async def update(self, push: int, version: int, rank: int, ranks: int, count: int) -> None:
-        """A rank's ``count`` buckets are complete; returns when the engine serves those of all ``ranks`` as ``version``.
+        """Report that a rank has sent all its ``count`` buckets; return when the engine serves the weights of all ``ranks``.
 
         Raises:
-            SyncError: the push was given up, or the ranks do not send the same version.
+            SyncError: the push was abandoned, a bucket is missing, or the ranks sent different versions.
         """
         self._check(push)
         if len(self._buckets.get(rank, ())) != count:
-            raise SyncError(f"{len(self._buckets.get(rank, ()))} of {count} buckets of rank {rank} came")
+            raise SyncError(f"{len(self._buckets.get(rank, ()))} of {count} buckets of rank {rank} arrived")
         if self._served is None:
             self._served = asyncio.get_running_loop().create_future()
         served = self._served
@@ -106,12 +110,12 @@ class EngineWorker(Worker):
         await asyncio.shield(served)
 
     async def receive(self, push: int, message: Mapping[str, Any], version: int, last: bool) -> None:
-        """``Engine.receive``, of the current push."""
+        """Call ``Engine.receive`` for a message of the current push."""
         self._check(push)
         await self.part.receive(message, version, last)
 
     async def _install(self, served: asyncio.Future[None], version: int) -> None:
-        """Give the engine the weights of all ranks, and tell everyone who waits in ``update``."""
+        """Pass the weights of all ranks to the engine, and complete the pending calls of ``update``."""
         error: Exception | None = None
         async with self._installing:
             try:
@@ -120,7 +124,7 @@ class EngineWorker(Worker):
                 await self.part.update_weights(_units(self._buckets), version)
             except Exception as caught:
                 error = caught
-        if served.done():  # given up meanwhile
+        if served.done():  # the push was abandoned in the meantime
             return
         if error is None:
             served.set_result(None)
@@ -135,7 +139,7 @@ class EngineWorker(Worker):
     def _give_up(self) -> None:
         if self._served is not None and not self._served.done():
             self._served.set_exception(SyncError("this push of the weights was given up"))
-            self._served.exception()  # perhaps no rank waits for it any more
+            self._served.exception()  # mark as retrieved: possibly no rank waits for it any more
         self._forget()
 
     def _forget(self) -> None:
@@ -148,7 +152,7 @@ class EngineWorker(Worker):
 
 
 def _units(buckets: Mapping[int, list[bytearray]]) -> Iterator[Encoded]:
-    """The tensors of all ranks; each bucket is released once it is read."""
+    """Yield the tensors of all ranks; each bucket is released after it was read."""
     for _, sent in sorted(buckets.items()):
         while sent:
             yield from Encoded.read(sent.pop(0))

@@ -1,6 +1,6 @@
-"""The runtime that keeps trainer, engine and driver in one process.
+"""The runtime that runs trainer, engine and driver in one process.
 
-To the driver it looks like any other: the learner is a set of one worker, which is called directly.
+It has the same interface as other runtimes: the learner consists of one worker, whose methods are called directly.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from miles_runtime.workers import Workers
 
 
 class RankHere(Workers):
-    """A rank in the driver's process: a call is a function call, and nothing is copied."""
+    """A rank in the driver's process. A call is a plain function call without copies."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(["trainer"], trains=True)
         self.rank = rank
 
     async def send(self, number: int, method: str, *args: Any) -> Any:
-        if method == "at":  # the driver's step is this process's, and so is its clock
+        if method == "at":  # step and clock are shared with the driver
             _, method, *rest = args
             return await self.send(number, method, *rest), {}
         result = getattr(self.rank, method)(*args)
         return await result if inspect.isawaitable(result) else result
 
     async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
-        """``send``: there is one process, so nothing can be late, and an error needs no worker's name."""
+        """Call ``send``. In one process there are no timeouts, and errors need no worker name."""
         return await self.send(number, method, *args)
 
     async def renew(self, number: int) -> None:
-        raise RuntimeError("the trainer lives in the driver's process and cannot be replaced")
+        raise RuntimeError("the trainer runs in the driver's process and cannot be replaced")
 
     async def kill(self, number: int) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no separate process."""
 
 
 class InlineRuntime(Runtime):
@@ -56,14 +56,14 @@ class InlineRuntime(Runtime):
 
     async def build(self, policy: Policy) -> PolicyParts:
         run, colocate = self.run, self.run.config.run.colocate and policy.generates
-        # The driver is the only worker here: what it could not know while planning must hold now.
+        # The driver is the only worker: check the rules that could not be checked during planning.
         run.plan.check_deferred([*gpu_facts(), *model_facts(policy.hf_checkpoint)])
         trainer = run.hooks.make("trainer", run.config.run.trainer, run=run, policy=policy)
         rank = Rank(run, policy, trainer)
         self.ranks.append(rank)
         if not policy.generates:
             return PolicyParts(policy, LearnerFront(run, policy, RankHere(rank), [rank.world]), None, rank.precisions)
-        if colocate:  # an engine may take as much memory as it finds when it starts
+        if colocate:  # an engine may allocate all memory that is free when it starts
             rank.hold(())
         engine: Engine = run.hooks.make("engine", run.config.run.engine, run=run, policy=policy)
         self.engines.append(engine)

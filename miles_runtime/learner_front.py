@@ -1,4 +1,4 @@
-"""A policy's trainer as the driver sees it: all ranks of it, in processes of their own or one in the driver's."""
+"""The driver's handle to all ranks of a policy's trainer, in separate processes or one rank in the driver's process."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from miles_core.train.share import combined, divided, in_order
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.rank import Rank
 from miles_runtime.turns import TakingTurns, Turns
-from miles_runtime.workers import GRACE, Workers, gathered
+from miles_runtime.workers import GRACE, Workers, gather_in_order
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A method of a rank, and its arguments."""
+    """A method of a rank with its arguments."""
 
     method: str
     args: tuple[Any, ...]
 
 
 class _Recorder:
-    """Stands for a ``Rank``: a method of it that is called returns the ``Call`` to send to one. Type checkers see a rank."""
+    """Records a method call instead of a ``Rank``: each method returns the ``Call`` to send. Type checkers see a ``Rank``."""
 
     def __getattr__(self, name: str) -> Callable[..., Call]:
         return lambda *args: Call(name, args)
@@ -49,15 +49,15 @@ _RANK = cast(Rank, _Recorder())
 
 
 class LearnerFront(LearnerHandle):
-    """Sends each call to all ranks, and samples to the ranks of the replica that they are divided to.
+    """Sends each call to all ranks, and splits samples among the ranks by replica.
 
     Args:
-        run: the driver's.
-        policy: whose trainer it is.
-        ranks: where they are; each holds a ``Rank``.
-        worlds: where each rank stands.
-        engine: where the weights go: an ``EngineFront``, whose lost engines are replaced from now on, or an engine in this process, to
-            which the rank is connected already; None for a policy that does not generate.
+        run: the driver's run.
+        policy: the policy of the trainer.
+        ranks: handle to the workers; each holds a ``Rank``.
+        worlds: position of each rank in the data, tensor and pipeline dimensions.
+        engine: receives the weights. Lost engines of an ``EngineFront`` are replaced from now on; an engine in this process is
+            already connected to the rank. None for a policy that does not generate.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class LearnerFront(LearnerHandle):
         colocated = engine is not None and run.config.run.colocate
         self.turns = TakingTurns(run, self.hold, engine) if colocated and engine is not None else Turns()
         self._turn = asyncio.Lock()  # ranks take one call at a time
-        self._holds: int | None = None  # the step whose weights were trained and not pushed yet
+        self._holds: int | None = None  # the step whose weights are trained but not pushed yet
         self._connected: int | None = None
         self._lost = False
 
     @property
     def replicas(self) -> int:
-        """Copies of the model among which samples are divided."""
+        """Number of data-parallel replicas of the model."""
         return self.worlds[0].replicas
 
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
@@ -89,7 +89,7 @@ class LearnerFront(LearnerHandle):
             answers = await self._each(lambda rank, world: rank.learn(sent[world.replica], step))
         self._holds = step + 1
         tokens = [self._first([seen for _, seen in answers], replica) for replica in range(self.replicas)]
-        metrics = combined([pairs for pairs, _ in self._one_each(answers)])
+        metrics = combined([pairs for pairs, _ in self._one_per_replica(answers)])
         steps = divided_to[0].count
         self.policy.trained += steps
         self.learned = Learned(metrics, steps, in_order(divided_to, tokens))
@@ -101,7 +101,7 @@ class LearnerFront(LearnerHandle):
         try:
             async with asyncio.timeout(GRACE):
                 return all(await self._each(lambda rank, _: rank.is_intact()))
-        except Exception:  # a rank that does not answer now holds what nothing is known about
+        except Exception:  # the state of a rank that does not respond is unknown
             return False
 
     async def supervise(self, samples: Sequence[Sample], lr: float) -> dict[str, float]:
@@ -109,7 +109,7 @@ class LearnerFront(LearnerHandle):
             answers = await self._each(
                 lambda rank, world: rank.supervise(list(samples[world.replica :: self.replicas]), lr)
             )
-        return combined(self._one_each(answers))
+        return combined(self._one_per_replica(answers))
 
     async def reset_optimizer(self) -> None:
         async with self.turns.holding(ALL_PARTS):
@@ -136,19 +136,19 @@ class LearnerFront(LearnerHandle):
             await self._each(lambda rank, _: rank.rebuild(precisions))
 
     async def push(self, version: int, plain: bool = False) -> SyncReport:
-        """Every engine gets the weights; where one is lost meanwhile, all of them again once it is replaced."""
+        """Send the weights to every engine; if an engine is lost in the meantime, send them again after its replacement."""
         async with self.turns.pushing():
             while True:
                 if self.engines is None:
-                    return await self._pushed(version, plain)
+                    return await self._push(version, plain)
                 await self.engines.whole()
                 try:
-                    return await self._pushed(version, plain)
+                    return await self._push(version, plain)
                 except WorkerLost as lost:
                     self.engines.lost(lost)
 
     async def stage(self, version: int | None) -> None:
-        if self.turns.taken:  # the engine does not generate while there is something to stage
+        if self.turns.taken:  # the engine does not generate during training, so staging has no benefit
             return
         if self.engines is None:
             await self._each(lambda rank, _: rank.stage(version))
@@ -180,15 +180,15 @@ class LearnerFront(LearnerHandle):
             await self._each(lambda rank, _: rank.export(directory.absolute()))
 
     async def resend(self) -> None:
-        """Give the engines the weights as they are now, without a step of the loop."""
-        await self._pushed(self.run.step if self._holds is None else self._holds)
+        """Send the current weights to the engines again, outside the training loop."""
+        await self._push(self.run.step if self._holds is None else self._holds)
 
     def renewed(self, worlds: Sequence[World]) -> None:
-        """The ranks were replaced by new ones, which know nothing of what was before."""
+        """Reset this handle after all ranks were replaced by new ones without state."""
         self.worlds, self._connected, self._holds, self._lost = tuple(worlds), None, None, False
         self._turn = asyncio.Lock()
 
-    async def _pushed(self, version: int, plain: bool = False) -> SyncReport:
+    async def _push(self, version: int, plain: bool = False) -> SyncReport:
         push = 0
         if self.engines is not None:
             await self._connect()
@@ -206,19 +206,19 @@ class LearnerFront(LearnerHandle):
         )
 
     async def _connect(self) -> None:
-        """Tell the ranks which engines there are, where they do not know."""
+        """Connect the ranks to the engines if engines were replaced since the last connection."""
         engines = self.engines
         if engines is not None and self._connected != engines.renewed:
             self._connected = engines.renewed
             await self._each(lambda rank, _: rank.reach(engines.engines, engines.said))
 
     async def _scores(self, samples: Sequence[Sample], ask: Callable[[Rank, list[Sample]], list[T]]) -> list[T]:
-        """What the ranks answer about each sample, in the order of the samples."""
+        """Compute values per sample on the ranks; return them in the order of the samples."""
         mine = shares(samples, [0] * len(samples), self.replicas)
         async with self.turns.holding(("weights",)):
             answers = await self._each(lambda rank, world: ask(rank, [samples[i] for i in mine[world.replica]]))
         found: dict[int, T] = {}
-        for at, rows in zip(mine, self._one_each(answers), strict=True):
+        for at, rows in zip(mine, self._one_per_replica(answers), strict=True):
             found |= zip(at, rows, strict=True)
         return [found[i] for i in range(len(samples))]
 
@@ -227,48 +227,48 @@ class LearnerFront(LearnerHandle):
     @overload
     async def _each(self, ask: Callable[[Rank, World], T]) -> list[T]: ...
     async def _each(self, ask: Callable[[Rank, World], Any]) -> list[Any]:
-        """What every rank answers to the call that ``ask`` makes of a rank at its place."""
+        """Call every rank; ``ask`` builds the call from a recorder and the rank's world. Return the results by rank."""
         async with self._turn:
             calls = [
                 asyncio.ensure_future(self._call(number, ask(_RANK, world))) for number, world in enumerate(self.worlds)
             ]
             try:
-                answers = await gathered(calls)
+                answers = await gather_in_order(calls)
             except WorkerLost as lost:
                 self._lost = self._lost or lost.trains
-                if not lost.trains and self.engines is not None:  # an engine: the other ranks must not wait for it
+                if not lost.trains and self.engines is not None:  # a lost engine: the other ranks must not wait for it
                     await self.engines.begin_push(self.ranks.names)
                     await asyncio.wait(calls)
                 raise
             except Exception:
-                # what a rank says whose peer died may arrive before the news of that death
+                # the error of a rank whose peer died may arrive before the death itself is reported
                 await asyncio.wait(calls, timeout=GRACE)
                 for call in calls:
                     if call.done() and isinstance(error := call.exception(), WorkerLost):
                         self._lost = True
                         raise error from None
                 raise
-        self._waited([seconds for _, seconds in answers])
+        self._attribute_wait([seconds for _, seconds in answers])
         return [answer for answer, _ in answers]
 
     async def _call(self, number: int, call: Call) -> tuple[Any, Mapping[str, float]]:
-        """One rank's answer, and the seconds of its clock by phase."""
+        """Call one rank; return its result and its clock's seconds by phase."""
         found: tuple[Any, Mapping[str, float]] = await self.ranks.call(
             number, "at", self.run.step, call.method, *call.args, named=call.method
         )
         return found
 
-    def _waited(self, clocks: Sequence[Mapping[str, float]]) -> None:
-        """Give the driver's waiting to the phases that the slowest rank spent it in."""
+    def _attribute_wait(self, clocks: Sequence[Mapping[str, float]]) -> None:
+        """Attribute the driver's waiting time to the phases of the slowest rank."""
         names = {name: None for clock in clocks for name in clock}
         if names:
             self.run.clock.waited({name: max(clock.get(name, 0.0) for clock in clocks) for name in names})
 
     def _first(self, answers: Sequence[Any], replica: int) -> Any:
-        """The first answer of a rank of this replica that says something."""
+        """Return the first non-empty result of the ranks of this replica."""
         found = [answer for world, answer in zip(self.worlds, answers, strict=True) if world.replica == replica]
         return next(filter(None, found), [])
 
-    def _one_each(self, answers: Sequence[T]) -> list[T]:
-        """The answer of one rank of each replica."""
+    def _one_per_replica(self, answers: Sequence[T]) -> list[T]:
+        """Return the result of one rank per replica."""
         return list({world.replica: answer for world, answer in zip(self.worlds, answers, strict=True)}.values())

@@ -1,7 +1,7 @@
-"""Requests to an engine in another process and its answers, as many in one call as there are at a time.
+"""Batches requests to an engine in another process, and its responses.
 
-A call between processes takes milliseconds, whatever it carries, and a step has hundreds of requests. Those of one moment travel in one
-call, and one open call brings what was completed since the last.
+A call between processes takes milliseconds regardless of its size, and a step has hundreds of requests. Requests made at the same
+time are therefore sent in one call, and one long-polling call returns all responses completed since the last.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from miles_core.contracts.engine import Request, Response
 from miles_core.errors import MilesError
 from miles_runtime.workers import Workers, short_of_memory
 
-#: What travels, by numbers that a ``Mailbox`` gives: requests, and responses or what was raised instead.
+#: Messages by ticket, a number that the ``Mailbox`` assigns: requests, and responses or the errors raised instead.
 Letters = dict[int, Request]
 Answers = dict[int, tuple[Response | None, Exception | None]]
 
 
 class Mailbox:
-    """The driver's side, of one engine.
+    """Driver side of one engine's request queue.
 
     Args:
-        engines: who reaches it.
-        number: its number among them.
+        engines: handle to the engine workers.
+        number: index of this engine.
     """
 
     def __init__(self, engines: Workers, number: int) -> None:
@@ -37,10 +37,10 @@ class Mailbox:
         self._collecting: asyncio.Task[None] | None = None
 
     async def ask(self, request: Request) -> Response:
-        """The response to a request, or what the engine raised; WorkerLost as for ``Workers.in_time``."""
+        """Send a request and return the response. Raises the engine's error, or WorkerLost as ``Workers.in_time`` does."""
         ticket = next(self._tickets)
         if not self._outgoing:
-            post = asyncio.create_task(self._post())  # when all that is asked at this moment has been written down
+            post = asyncio.create_task(self._post())  # runs after all requests of this event-loop iteration were added
             self._posts.add(post)
             post.add_done_callback(self._posts.discard)
         self._outgoing[ticket] = request
@@ -56,7 +56,7 @@ class Mailbox:
             self._outgoing.pop(ticket, None)
 
     def close(self, error: Exception) -> None:
-        """Raise ``error`` where an answer is waited for; the next request goes to the engine's successor."""
+        """Fail all pending requests with ``error``. Later requests go to the engine's replacement."""
         for task in (*self._posts, *([self._collecting] if self._collecting else ())):
             task.cancel()
         self._outgoing, self._collecting = {}, None
@@ -72,7 +72,7 @@ class Mailbox:
 
     async def _collect(self) -> None:
         try:
-            # each wait begins anew: an engine that answers is not lost, however many requests are queued
+            # the timeout restarts with each response: an engine that responds is not lost, however long its queue
             while self._open:
                 coming = self._engines.send(self._number, "answers")
                 answers: Answers = await self._engines.in_time(self._number, coming, "generate")
@@ -92,10 +92,10 @@ class Mailbox:
 
 
 class Inbox:
-    """The engine's side.
+    """Engine side of the request queue.
 
     Args:
-        generate: answers one request.
+        generate: generates the response to one request.
     """
 
     def __init__(self, generate: Callable[[Request], Awaitable[Response]]) -> None:
@@ -105,16 +105,16 @@ class Inbox:
         self._answered = asyncio.Event()
 
     def post(self, letters: Letters) -> None:
-        """Begin with these requests."""
+        """Start generating responses to these requests."""
         for ticket, request in letters.items():
             task = asyncio.create_task(self._answer(ticket, request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def answers(self) -> Answers:
-        """Wait until a request is completed; all that are. One call at a time."""
+        """Wait until a request is complete; return all complete responses. Only one call may be active."""
         await self._answered.wait()
-        await asyncio.sleep(0)  # those that ended with it come along
+        await asyncio.sleep(0)  # include requests that complete in the same event-loop iteration
         self._answered.clear()
         found, self._answers = self._answers, {}
         return found
@@ -128,7 +128,7 @@ class Inbox:
 
 
 def _portable(error: Exception) -> Exception:
-    """An error as it can be raised in another process: of other libraries' only what is said here."""
+    """Convert an error to one that another process can raise: errors of other libraries become their message."""
     if isinstance(error, MilesError) or short_of_memory(error):
         return error
     return RuntimeError("".join(traceback.format_exception(error)))

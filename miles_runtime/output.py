@@ -1,7 +1,7 @@
-"""What workers write, in the run's log with their names, and its last lines for messages.
+"""Copies the workers' output to the run's log with their names, and finds its last lines for error messages.
 
-A worker writes everything (its log, what libraries print, what a crash leaves) into a file of the run's directory; the driver
-reads these files while the run goes on. So the last lines are there also of a process that was killed.
+A worker writes all output (its log, prints of libraries, crash dumps) to a file in the run directory; the driver reads these
+files during the run. The last lines are therefore available even if the process was killed.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from miles_core.redact import redact
 
 log = logging.getLogger(__name__)
 
-#: The directory within the run's.
+#: Subdirectory of the run directory.
 DIRECTORY = "workers"
-#: Seconds between two looks at the files.
+#: Interval in seconds at which the files are read.
 INTERVAL = 0.5
-#: Lines of libraries that are remembered, because every worker writes them.
+#: Number of library lines that are remembered to drop repetitions by other workers.
 HEARD = 1000
-#: Time and process, as some libraries begin their lines.
+#: Time stamp and process id at the start of some libraries' lines.
 _STAMP = re.compile(r"[DIWEF]\d{4} \S+ +\d+ ")
 _BRACKETED = re.compile(r"\[\d{4}-\d\d-\d\d [\d:,]+ [DIW] ")
 _ERROR = re.compile(r"Error|Exception|Traceback|FATAL|CRITICAL|[Kk]illed|[Ss]egmentation")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 #: The first line of every process.
 _PROCESS = f"INFO {__name__}: process"
-#: Lines that a message about a lost worker shows, bytes from the end in which they are looked for, and characters of each.
+#: A message about a lost worker shows up to LAST lines from the last TAIL bytes, each truncated to WIDTH characters.
 LAST, TAIL, WIDTH = 8, 8192, 240
 
 
 def path_of(directory: Path | str, worker: str) -> Path:
-    """The file that a worker of the run in ``directory`` writes."""
+    """Return the output file of a worker of the run in ``directory``."""
     return Path(directory) / DIRECTORY / f"{worker}.log"
 
 
 def write_there(directory: Path | str, worker: str, level: str) -> None:
-    """From now on, everything that this process writes and logs goes into its file."""
+    """Redirect all output and logs of this process to the worker's file."""
     path = path_of(directory, worker)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
@@ -64,18 +64,18 @@ def write_there(directory: Path | str, worker: str, level: str) -> None:
 
 
 def last_lines(directory: Path | str, worker: str) -> tuple[str, ...]:
-    """The last lines that a worker's process wrote, without what libraries have every worker write; nothing where no file is."""
+    """Return the last lines that a worker wrote, without lines that libraries print in every worker; empty if there is no file."""
     path = path_of(directory, worker)
     lines = _tail(path)
     starts = [at for at, line in enumerate(lines) if _PROCESS in line]
-    lines = lines[starts[-1] + 1 :] if starts else lines  # those before it are of the process that this one replaced
+    lines = lines[starts[-1] + 1 :] if starts else lines  # earlier lines belong to the process that this one replaced
     others = {line for other in path.parent.glob("*.log") if other != path for line in _tail(other)}
     own = [line for line in lines if not _is_noise(line, others)]
     return tuple(redact(line)[:WIDTH] for line in own)[-LAST:]
 
 
 def _tail(path: Path) -> list[str]:
-    """The last lines of a file that are not empty; of progress bars, which write over themselves, the last state."""
+    """Return the last non-empty lines of a file; for progress bars, which overwrite themselves, the last state."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
@@ -87,8 +87,8 @@ def _tail(path: Path) -> list[str]:
 
 
 def _is_noise(line: str, others: Collection[str]) -> bool:
-    """Whether a line is a library's remark below the level of an error, or one that another worker wrote too. Parts of a traceback are
-    kept."""
+    """Return whether a line is a library message below error level, or one that another worker wrote too. Lines of tracebacks are not
+    noise."""
     if _ERROR.search(line) or line[0].isspace():
         return False
     level = _LEVEL.match(line)
@@ -98,22 +98,22 @@ def _is_noise(line: str, others: Collection[str]) -> bool:
 
 
 class Output:
-    """Repeats in the run's log what workers write into the run's ``directory``; what a library has every worker say, once."""
+    """Copies the workers' output in the run's ``directory`` to the run's log. Library lines common to all workers appear once."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / DIRECTORY
-        # a run that is continued has the files of the one before
+        # a resumed run finds the files of the previous process
         self._read = {path: path.stat().st_size for path in self.directory.glob("*.log")}
         self._heard: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
 
     def follow(self) -> None:
-        """Begin, if it has not begun."""
+        """Start copying, unless started already."""
         if self._task is None:
             self._task = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
-        """Repeat what is left and end."""
+        """Copy the remaining output and stop."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -132,13 +132,13 @@ class Output:
                 whole, newline, _ = file.read().rpartition(b"\n")
             self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
             for line in whole.decode(errors="replace").splitlines():
-                if line.strip() and not self._said_by_another(path.stem, line):
+                if line.strip() and not self._is_repeated(path.stem, line):
                     found = _LEVEL.match(line)
                     level = logging.getLevelNamesMapping()[found[1]] if found else logging.INFO
                     log.log(level, "%s: %s", path.stem, line[found.end() :] if found else line)
 
-    def _said_by_another(self, worker: str, line: str) -> bool:
-        """Whether a library's line was repeated already, for another worker."""
+    def _is_repeated(self, worker: str, line: str) -> bool:
+        """Return whether a library's line was already copied for another worker."""
         head = _LEVEL.match(line) or _STAMP.match(line)
         if head is None or line.startswith("miles_", head.end()) or len(self._heard) > HEARD:
             return False

@@ -1,4 +1,4 @@
-"""How long a worker may take before it counts as lost, and waiting that long."""
+"""Timeouts after which a worker counts as lost."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
-#: In how many pieces a wait is cut. A driver that is stopped or busy for a while wakes up late in one piece only, so that the time it
-#: was away is not counted against a worker.
+#: Number of intervals into which a wait is divided. If the driver itself is suspended or busy, it oversleeps in one interval only, so
+#: that its own delay does not use up the worker's timeout.
 PIECES = 10
-#: Calls that build a worker's parts: they may take as long as loading a model.
+#: Calls that build a worker's parts. They may include loading a model and use the timeout ``Patience.build``.
 BUILDING = frozenset({"make", "digest", "listen", "join", "build", "real_layer", "check_parity"})
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds until a worker counts as lost; None waits for ever.
+    """Timeouts in seconds after which a worker counts as lost; None waits for ever.
 
     Attributes:
-        call: for the answer to a call (``--worker-timeout``). Requests that are queued at an engine do not use it up as long as the
-            engine answers others.
-        build: for starting a process and building its parts (``--worker-build-timeout``).
-        heartbeat: for a sign of life, whatever the worker computes (``--worker-heartbeat``).
+        call: timeout of a call (``--worker-timeout``). For requests queued at an engine, it restarts with every response of the engine.
+        build: timeout for starting a process and building its parts (``--worker-build-timeout``).
+        heartbeat: timeout of heartbeats, which arrive also while the worker computes (``--worker-heartbeat``).
     """
 
     call: float | None = None
@@ -30,15 +29,15 @@ class Patience:
     heartbeat: float | None = None
 
     def of(self, method: str) -> float | None:
-        """The limit of a call of ``method``."""
+        """Return the timeout of a call of ``method``."""
         return self.build if method in BUILDING else self.call
 
 
 async def wait_for(answer: Awaitable[Any], seconds: float | None, *instead: asyncio.Future[Any]) -> Any:
-    """The result of ``answer``, or the error of one of ``instead`` where that comes first.
+    """Await ``answer``, or raise the error of one of ``instead`` if that completes first.
 
     Raises:
-        TimeoutExpired: it did not come within ``seconds``. ``answer`` is cancelled then.
+        TimeoutExpired: no result within ``seconds``; ``answer`` is then cancelled.
     """
     task, pieces = asyncio.ensure_future(answer), 0
     piece = None if seconds is None else seconds / PIECES

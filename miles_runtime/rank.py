@@ -1,6 +1,6 @@
-"""One rank of a policy's trainer: the learner, and how its weights leave it.
+"""One rank of a policy's trainer: the learner, and the transport of its weights.
 
-Each process that trains holds one. The driver calls the same method on all ranks, in one order, because most of them are collectives.
+Each training process holds one rank. The driver calls the same methods in the same order on all ranks, because most are collectives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Rank(Learner):
     """A learner with codec and transport, in one process.
 
     Attributes:
-        front: the engines of other processes that weights are sent to, once ``reach`` was called.
+        front: handle to engines in other processes that receive the weights; set by ``reach``.
     """
 
     def __init__(self, run: Run, policy: Policy, trainer: Trainer) -> None:
@@ -47,7 +47,7 @@ class Rank(Learner):
 
     @property
     def world(self) -> World:
-        """Where this rank stands."""
+        """Position of this rank."""
         return self.trainer.world
 
     def connect(self, engine: Engine) -> None:
@@ -64,7 +64,7 @@ class Rank(Learner):
         )
 
     def reach(self, engines: Workers, said: Mapping[str, Any]) -> None:
-        """Send weights to the engines of these processes from now on; ``said``: their answers to ``EngineWorker.build``."""
+        """Send weights to the engines of these processes from now on; ``said`` is their result of ``EngineWorker.build``."""
         self.front = EngineFront(engines, said, self.run.config.run.sync_bucket_size, self.world)
         self.connect(self.front)
 
@@ -98,13 +98,13 @@ class Rank(Learner):
         self.codec = make_codec(self.run, self.policy, due.rollout)
 
     async def push(self, version: int, plain: bool = False, number: int = 0) -> SyncReport:
-        """Encode this rank's part of the weights and send it as ``version``, in the push that the driver gave ``number``; see
+        """Encode this rank's part of the weights and send it as ``version`` in push ``number``, which the driver assigned; see
         ``LearnerHandle.push``."""
-        transport = self._numbered(number)
+        transport = self._numbered_transport(number)
         if plain and self._engine is not None:
             transport.close()
             transport = self._transport = CopyTransport(self._engine)
-        held = {*self._held}  # without weights when an engine died in its turn
+        held = {*self._held}  # excludes the weights if an engine died during its turn
         needed: list[TrainerPart] = ["weights", *held]
         self.hold(needed)
         units = self.units("sync", transport.everywhere)
@@ -114,14 +114,14 @@ class Rank(Learner):
 
     async def stage(self, version: int | None, number: int = 0) -> None:
         """See ``LearnerHandle.stage``; ``number`` as for ``push``."""
-        transport = self._numbered(number)
+        transport = self._numbered_transport(number)
         transport.unstage()
         if version is not None:
             units = self.units("sync", transport.everywhere)
             await transport.stage(self.codec.encode(units, transport.room), version)
 
     def hold(self, parts: Sequence[TrainerPart]) -> None:
-        """Have these parts of the trainer in device memory and no others, except weights that the engine reads where they lie."""
+        """Keep only these parts of the trainer in device memory, plus weights that the engine reads in place."""
         shared = self._transport is not None and self._transport.shares
         wanted = {*parts, "weights"} if shared else {*parts}
         if leaving := [part for part in ALL_PARTS if part in self._held and part not in wanted]:
@@ -135,7 +135,7 @@ class Rank(Learner):
         self._close_transport()
         self.trainer.close()
 
-    def _numbered(self, number: int) -> Transport:
+    def _numbered_transport(self, number: int) -> Transport:
         if self._transport is None:
             raise RuntimeError("this rank was not connected to an engine")
         if self.front is not None:

@@ -1,4 +1,4 @@
-"""What a process that trains holds: one rank of a policy's trainer."""
+"""The worker of a training process: holds one rank of a policy's trainer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from miles_core.data.world import World
 from miles_core.precision.quantizer import SideParity
-from miles_core.run.parts import settle
+from miles_core.run.parts import freeze_gc
 from miles_core.sync.precision import make_codec
 from miles_mismatch.parity import check_side, real_layer
 from miles_runtime.rank import Rank
 from miles_runtime.worker import Order, Worker
 
-#: The interface of a machine with itself.
+#: The loopback network interface.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class RankWorker(Worker):
-    """One rank. Takes one call at a time, and most are collectives: every rank gets the same calls in one order."""
+    """One rank. Executes one call at a time. Most calls are collectives: every rank receives the same calls in the same order."""
 
     part: Rank
 
@@ -38,8 +38,8 @@ class RankWorker(Worker):
         self._turn = asyncio.Lock()
 
     async def at(self, step: int, method: str, *args: Any) -> tuple[Any, dict[str, float]]:
-        """``answer``, after ``step`` completed steps of the driver's run, and the seconds of this rank's clock by phase."""
-        async with self._turn:  # a call that the driver gave up may still be under way
+        """Set the run's step to the driver's ``step`` and call ``answer``; return its result and this rank's seconds by phase."""
+        async with self._turn:  # a call that the driver abandoned may still be running
             self.run.step = step
             self.run.clock.metrics()
             found = await self.answer(method, *args)
@@ -47,12 +47,12 @@ class RankWorker(Worker):
         return found, {name.removeprefix("time/"): s for name, s in seconds.items() if name != "time/step"}
 
     def beat(self) -> tuple[str, ...]:
-        """The engines that have not answered this rank yet."""
+        """Return the names of the engines that have not responded to this rank yet."""
         front = None if self.part is None else self.part.front
         return () if front is None else tuple(name for name in front.engines.names if front.engines.busy.open(name))
 
     def listen(self, host: str, ranks: int, patience: float) -> int:
-        """Open the store where all ranks meet, on a free port of this address alone; rank 0. Returns the port."""
+        """Open the rendezvous store of all ranks on a free port of this address only; called on rank 0. Returns the port."""
         place = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = int(place.getsockname()[1])
         self._store = TCPStore(
@@ -62,7 +62,7 @@ class RankWorker(Worker):
             True,
             timeout=timedelta(seconds=patience),
             wait_for_workers=False,
-            master_listen_fd=place.detach(),  # by itself the store listens on every interface
+            master_listen_fd=place.detach(),  # by default the store listens on every interface
         )
         return port
 
@@ -74,7 +74,7 @@ class RankWorker(Worker):
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, LOOPBACK)
         gpu = torch.cuda.is_available() and self.run.config.model.device != "cpu"
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")  # of the GPUs it sees only its own
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")  # each process sees only its own GPU
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
             store=self._store,
@@ -84,14 +84,14 @@ class RankWorker(Worker):
         )
 
     def build(self) -> tuple[World, dict[str, object]]:
-        """Make trainer and learner; where this rank stands, and what it trains (``Trainer.model_facts``)."""
+        """Create trainer and learner; return this rank's position and the facts of its model (``Trainer.model_facts``)."""
         trainer = self.run.hooks.make("trainer", self.run.config.run.trainer, run=self.run, policy=self.policy)
         self.part = Rank(self.run, self.policy, trainer)
-        settle()
+        freeze_gc()
         return self.part.world, dict(trainer.model_facts())
 
     def real_layer(self, precision: str) -> dict[str, np.ndarray]:
-        """A piece of the first layer that is quantised in ``precision``, float32; none on a rank that does not export it."""
+        """Return a slice of the first layer that ``precision`` quantises, float32; empty on a rank that does not export it."""
         found = real_layer(self.part.trainer.units(), make_codec(self.run, self.policy, precision))
         return {name: tensor.float().cpu().numpy() for name, tensor in found.items()}
 

@@ -1,4 +1,4 @@
-"""A runtime whose trainer ranks and engines are processes: the order in which they are made, and what happens when one is lost."""
+"""Base of runtimes whose trainer ranks and engines are processes: builds them in order and recovers lost ones."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from miles_runtime.learner_front import LearnerFront
 from miles_runtime.output import Output
 from miles_runtime.patience import Patience
 from miles_runtime.worker import Order
-from miles_runtime.workers import Busy, Restarts, Workers, agreed, together
+from miles_runtime.workers import Busy, Restarts, Workers, await_all, require_agreement
 
 log = logging.getLogger(__name__)
 
-#: Seconds that workers have to release what they hold when the run ends, and when it was asked to stop.
+#: Seconds that workers have to release their resources when the run ends, and after a stop request.
 FAREWELL, FAREWELL_STOPPED = 10.0, 2.0
 
 
 class RemoteRuntime(Runtime):
-    """What every such runtime does; its own part is to ``place`` processes.
+    """Builds, checks and replaces workers; a subclass implements ``place`` to start processes.
 
     Args:
-        run: the driver's; ``--max-restarts`` and the limits on waiting for workers are core's.
+        run: the driver's run; core's options define ``--max-restarts`` and the worker timeouts.
     """
 
     def __init__(self, run: Run) -> None:
@@ -51,16 +51,16 @@ class RemoteRuntime(Runtime):
 
     @abstractmethod
     async def place(self, policy: Policy) -> tuple[Workers, Workers]:
-        """The processes of a policy's ranks, and of its engines (none where ``Policy.generates`` is False): in each a ``RankWorker`` or
-        ``EngineWorker`` is made from ``self.order``, not built yet."""
+        """Return handles to the processes of a policy's ranks and engines (no engines if ``Policy.generates`` is False). Each process
+        creates a ``RankWorker`` or ``EngineWorker`` from ``self.order`` without building it."""
 
     def names(self, policy: Policy, kind: str, count: int) -> list[str]:
-        """What a policy's workers of a kind are called; where there are several policies, with its name."""
+        """Return the names of a policy's workers of one kind; with several policies they include the policy's name."""
         prefix = f"{policy.name}-" if len(self.run.policies) > 1 else ""
         return [f"{prefix}{kind}-{number}" for number in range(count)]
 
     async def start(self, workers: Workers) -> Workers:
-        """Start all processes of one kind; one that dies meanwhile is made again. For ``place``."""
+        """Start all processes of one kind, restarting those that die during the start. For use in ``place``."""
         workers.peers = self._placed
         self._placed.append(workers)
         await self._start_all(workers)
@@ -72,31 +72,31 @@ class RemoteRuntime(Runtime):
         while True:
             try:
                 return await self._assemble(policy, ranks, engines)
-            except WorkerLost as lost:  # between the parts; those that were built are made again with the others
+            except WorkerLost as lost:  # lost between two parts; parts already built are created again with the others
                 self.restarts.spend(lost)
-                await together((self._start_all(ranks), self._start_all(engines)))
+                await await_all((self._start_all(ranks), self._start_all(engines)))
 
     async def _assemble(self, policy: Policy, ranks: Workers, engines: Workers) -> PolicyParts:
-        """Build what the processes of a policy hold, and the two fronts."""
+        """Build the parts in a policy's processes, and the two fronts."""
         if not len(engines):
             worlds, _ = await self._trainer(ranks)
             alone = LearnerFront(self.run, policy, ranks, worlds)
             parts = PolicyParts(policy, alone, None, precisions(self.run.config_of(policy), 0))
             self._built.append((ranks, alone, None, parts))
             return parts
-        if self.run.config.run.colocate:  # an engine may take as much memory as it finds when it starts
+        if self.run.config.run.colocate:  # an engine may allocate all memory that is free when it starts
             worlds, facts = await self._trainer(ranks)
             await ranks.call_all("hold", ())
             answers = await self._engines(engines)
         else:
-            answers, (worlds, facts) = await together((self._engines(engines), self._trainer(ranks)))
-        said = agreed("what engines are", dict(zip(engines.names, answers, strict=True)))
+            answers, (worlds, facts) = await await_all((self._engines(engines), self._trainer(ranks)))
+        said = require_agreement("the description of the engines", dict(zip(engines.names, answers, strict=True)))
         front = EngineFront(engines, said, self.run.config.run.sync_bucket_size)
         if self.run.config.run.colocate:
             await front.sleep(["cache"])
             await ranks.call_all("hold", ALL_PARTS)
         compare_models(self.run, policy, facts, front.model_facts())
-        parity = await self._parity(policy, ranks, engines)
+        parity = await self._measure_parity(policy, ranks, engines)
         learner = LearnerFront(self.run, policy, ranks, worlds, front)
 
         async def replace(number: int, lost: WorkerLost) -> None:
@@ -112,7 +112,7 @@ class RemoteRuntime(Runtime):
         return isinstance(error, WorkerLost) and error.trains and allowed
 
     async def recover(self, lost: WorkerLost) -> None:
-        """Make all ranks of the policy that lost one again, with the weights they started with. Engines forget what the lost ones sent."""
+        """Recreate all ranks of the policy that lost a rank, with their initial weights. Engines discard the lost ranks' buckets."""
         for ranks, learner, front, parts in self._built:
             if lost.worker in ranks.names:
                 if front is not None:
@@ -128,7 +128,7 @@ class RemoteRuntime(Runtime):
         raise lost
 
     async def release(self) -> None:
-        """End all engines, for which the ranks may be waiting."""
+        """End all engines, because ranks may be waiting for them."""
         for _, _, front, _ in self._built:
             if front is not None:
                 await front.abandon()
@@ -150,7 +150,7 @@ class RemoteRuntime(Runtime):
             for workers in self._placed
             for number in range(len(workers))
         ]
-        if goodbyes:  # who does not answer now is ended all the same
+        if goodbyes:  # workers that do not respond are ended anyway
             seconds = FAREWELL_STOPPED if self.run.stop_requested else FAREWELL
             _, late = await asyncio.wait(goodbyes, timeout=seconds)
             for task in late:
@@ -162,7 +162,7 @@ class RemoteRuntime(Runtime):
         await self.output.close()
 
     async def _start(self, workers: Workers, number: int) -> None:
-        """Make one process and have it accept the driver's plan; again where it dies meanwhile."""
+        """Start one process and let it validate the driver's plan; retry if it dies."""
         while True:
             try:
                 await workers.start(number)
@@ -172,14 +172,14 @@ class RemoteRuntime(Runtime):
                 self.restarts.spend(lost)
 
     async def _start_all(self, workers: Workers) -> None:
-        await together(self._start(workers, number) for number in range(len(workers)))
+        await await_all(self._start(workers, number) for number in range(len(workers)))
 
     async def _engines(self, engines: Workers) -> list[Any]:
-        """Build every engine: what each answered."""
-        return await together(self._engine(engines, number) for number in range(len(engines)))
+        """Build all engines; return their results of ``EngineWorker.build``."""
+        return await await_all(self._engine(engines, number) for number in range(len(engines)))
 
     async def _engine(self, engines: Workers, number: int) -> Any:
-        """Build an engine; where its process dies meanwhile, in another one."""
+        """Build an engine; if its process dies, retry in a new one."""
         while True:
             try:
                 return await engines.call(number, "build")
@@ -193,33 +193,35 @@ class RemoteRuntime(Runtime):
         await self._engine(engines, number)
 
     async def _trainer(self, ranks: Workers) -> tuple[list[Any], Mapping[str, object]]:
-        """Build every rank: where each stands, and what it trains. Where one dies meanwhile, all are made again."""
+        """Build all ranks; return their positions and the facts of the trained model. If a rank dies, recreate all of them."""
         while True:
             try:
-                return await self._joined(ranks)
+                return await self._join(ranks)
             except WorkerLost as lost:
                 if lost.worker not in ranks.names:
                     raise
                 self.restarts.spend(lost)
             await self._start_all(ranks)
 
-    async def _joined(self, ranks: Workers) -> tuple[list[Any], Mapping[str, object]]:
+    async def _join(self, ranks: Workers) -> tuple[list[Any], Mapping[str, object]]:
         count = len(ranks)
         if count > 1:
             host, limit = await ranks.host(), self.patience.call
             port = await ranks.call(0, "listen", host, count, limit)
-            await together(ranks.call(n, "join", host, port, n, count, limit) for n in range(count))
-        built = await together(ranks.call(n, "build") for n in range(count))
+            await await_all(ranks.call(n, "join", host, port, n, count, limit) for n in range(count))
+        built = await await_all(ranks.call(n, "build") for n in range(count))
         worlds = [world for world, _ in built]
         if [(world.rank, world.size) for world in worlds] != [(n, count) for n in range(count)]:
             raise ConfigError(
-                f"--trainer {self.run.config.run.trainer} trains in {worlds[0].size} processes where {count} were started: "
-                "it does not work in several; give it one"
+                f"--trainer {self.run.config.run.trainer} trains in {worlds[0].size} processes, but {count} were started: "
+                "it does not support several processes; configure one"
             )
-        return worlds, agreed("the model that is trained", dict(zip(ranks.names, (f for _, f in built), strict=True)))
+        return worlds, require_agreement(
+            "the model that is trained", dict(zip(ranks.names, (f for _, f in built), strict=True))
+        )
 
-    async def _parity(self, policy: Policy, ranks: Workers, engines: Workers) -> list[SideParity]:
-        """How both sides quantise; one engine and one rank stand for all, which run the same code."""
+    async def _measure_parity(self, policy: Policy, ranks: Workers, engines: Workers) -> list[SideParity]:
+        """Measure the quantisers of both sides on one engine and one rank; all others run the same code."""
         config = self.run.config_of(policy)
         sides = [(engines, config.rollout.precision), (ranks, config.train.precision)]
         quantised = [(workers, precision) for workers, precision in sides if precision != PLAIN]

@@ -1,8 +1,8 @@
 """``--colocate``: a policy's trainer and engine take turns on the same devices.
 
-The trainer gives its memory back while the engine generates, and the engine while the trainer learns. For a push both have their
-weights in memory and nothing else: neither the trainer's optimizer nor the engine's cache. Whose turn it is follows from what the
-learner is asked, so no other part has to know.
+The trainer releases its memory while the engine generates, and the engine while the trainer learns. During a push both keep only
+their weights in memory: neither the trainer's optimizer state nor the engine's cache. The calls to the learner determine the turn, so
+no other part has to handle it.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Run
 from miles_core.contracts.trainer import ALL_PARTS, TrainerPart
 
-#: Has the trainer hold these parts in device memory, and no others.
+#: Makes the trainer keep exactly these parts in device memory.
 Hold = Callable[[Sequence[TrainerPart]], Awaitable[object]]
 
 
 class Turns:
-    """Trainer and engine have devices of their own, so nothing has to move."""
+    """Trainer and engine have separate devices, so no memory has to be moved."""
 
-    #: whether they take turns
+    #: whether trainer and engine take turns
     taken = False
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Around what changes the weights; they have to be pushed before the engine generates again."""
+        """Context for calls that change the weights. A push must follow before the engine generates again."""
         yield
 
     @asynccontextmanager
     async def holding(self, parts: Sequence[TrainerPart]) -> AsyncIterator[None]:
-        """Around what needs these parts of the trainer and changes none."""
+        """Context for calls that read these parts of the trainer and change no weights."""
         yield
 
     @asynccontextmanager
     async def pushing(self) -> AsyncIterator[None]:
-        """Around a push of the weights."""
+        """Context for a push of the weights."""
         yield
 
 
@@ -44,16 +44,16 @@ class TakingTurns(Turns):
     """Trainer and engine share devices.
 
     Args:
-        run: its clock times the moves.
+        run: its clock measures the moves.
         hold: moves the trainer's parts.
-        engine: of the same policy.
+        engine: the engine of the same policy.
     """
 
     taken = True
 
     def __init__(self, run: Run, hold: Hold, engine: Engine) -> None:
         self.run, self.hold, self.engine = run, hold, engine
-        self._generates = False  # both were built, and nothing was pushed yet
+        self._generates = False  # nothing was pushed yet
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
@@ -65,8 +65,8 @@ class TakingTurns(Turns):
 
     @asynccontextmanager
     async def holding(self, parts: Sequence[TrainerPart]) -> AsyncIterator[None]:
-        """In the engine's turn the engine lends the memory of its cache: requests in flight return unfinished, and whoever
-        asked continues them."""
+        """During the engine's turn, the engine releases the memory of its cache: requests in flight are aborted, and their callers
+        continue them later."""
         if not self._generates:
             await self.hold(ALL_PARTS)
             yield

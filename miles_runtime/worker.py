@@ -1,7 +1,7 @@
-"""What a process that trains or generates does first: accept the plan, make its run.
+"""Start of a worker process: it validates the driver's plan and creates its own run.
 
-The driver sends an ``Order`` of plain texts. The worker resolves nothing: it checks that its own installation and hardware fit
-the plan (``miles_core.run.prepare.accept``), reads the configuration, and makes a run of its own with the same hooks.
+The driver sends an ``Order`` of plain texts. The worker does not resolve the plan: it checks that its own installation and hardware
+fit (``miles_core.run.prepare.accept``), reads the configuration, and creates a run with the same hooks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from miles_core.config.load import loads
 from miles_core.contracts.run import Run
 from miles_core.plugin.plan import Plan
 from miles_core.run.make import make_run, packages
-from miles_core.run.prepare import accept, applied
+from miles_core.run.prepare import accept, apply_plan
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker is sent.
+    """Data that the driver sends to a worker.
 
     Attributes:
         plan: the accepted plan, ``Plan.to_json``.
         config: the effective configuration, ``Config.to_yaml``.
-        directory: of the run, absolute; on a file system that every worker sees.
-        home: the driver's working directory, from which relative paths of the configuration start.
+        directory: absolute path of the run directory, on a file system that all workers share.
+        home: the driver's working directory; relative paths of the configuration are relative to it.
     """
 
     plan: str
@@ -40,22 +40,22 @@ class Order:
 
     @classmethod
     def of(cls, run: Run) -> Order:
-        """What the workers of the driver's ``run`` are sent."""
+        """Create the order for the workers of the driver's ``run``."""
         return cls(run.plan.to_json(), run.config.to_yaml(), str(run.directory.absolute()), str(Path.cwd()))
 
 
 def worker_run(order: Order) -> Run:
-    """The run of a worker process: the plan accepted, the hooks loaded, nothing built yet.
+    """Create the run of a worker process: validate the plan and load the hooks, without building parts.
 
     Raises:
-        PlanError: other versions are installed here, or a rule does not hold on this worker.
-        PluginError, CheckpointError, ConfigError: plugins, checkpoint or configuration cannot be used here.
+        PlanError: the installed versions differ from the driver's, or a rule does not hold on this worker.
+        PluginError, CheckpointError, ConfigError: plugins, checkpoint or configuration cannot be used on this worker.
     """
     if Path(order.home).is_dir():
         os.chdir(order.home)
     plan = Plan.from_json(order.plan)
     catalogue = accept(plan)
-    config = applied(loads(order.config, catalogue), plan)
+    config = apply_plan(loads(order.config, catalogue), plan)
     for package in packages(plan, catalogue):
         logging.getLogger(package).setLevel(config.run.log_level.upper())
     seed_generators(config.train.seed)
@@ -63,15 +63,15 @@ def worker_run(order: Order) -> Run:
 
 
 class Worker:
-    """A process's part of a run. A runtime makes it there, hands it every call of ``Workers.send`` and ends the process after
-    ``close``.
+    """A process's part of a run. A runtime creates it in the process, forwards each ``Workers.send`` to it, and ends the process
+    after ``close``.
 
     Args:
-        order: what the driver sent.
-        policy: the name of the policy that this worker is of.
+        order: the driver's order.
+        policy: name of this worker's policy.
     """
 
-    #: what it holds once it is built
+    #: the engine or rank; None until it is built
     part: Any = None
 
     def __init__(self, order: Order, policy: str) -> None:
@@ -80,20 +80,20 @@ class Worker:
         self.policy = next(p for p in self.run.policies if p.name == policy)
 
     async def answer(self, method: str, *args: Any) -> Any:
-        """What a method of this worker, or else of the part it holds, returns; an attribute is its value."""
+        """Call a method of this worker, or else of its part, and return the result; for an attribute, return its value."""
         found = getattr(self if hasattr(type(self), method) else self.part, method)
         result = found(*args) if callable(found) else found
         return await result if inspect.isawaitable(result) else result
 
     def beat(self) -> tuple[str, ...]:
-        """The names of the workers that this one waits for. Called in another thread while the worker computes."""
+        """Return the names of the workers that this one waits for. Called in another thread while the worker computes."""
         return ()
 
     def digest(self) -> str:
-        """Of the plan that was accepted here."""
+        """Return the digest of the plan that this worker accepted."""
         return self.run.plan.digest
 
     async def close(self) -> None:
-        """Release everything."""
+        """Release all resources."""
         gc.unfreeze()
         self.run.hooks.on("on_stop", run=self.run, error=None)

@@ -1,4 +1,4 @@
-"""How processes of one kind are reached: the part of a runtime that is its own."""
+"""Interface to a set of worker processes, which each runtime implements; detects lost workers and counts replacements."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from miles_runtime.patience import PIECES, Patience, TimeoutExpired, wait_for
 
 log = logging.getLogger(__name__)
 
-#: Seconds that ending a process may take.
+#: Timeout in seconds for ending a process.
 KILLING = 10.0
-#: Seconds in which the death of a rank becomes known after its peers failed; that of a whole machine takes a cluster half a minute.
+#: Seconds to wait for the report of a rank's death after its peers failed. A cluster needs half a minute to detect a dead machine.
 GRACE = 60.0
 
 
 class Busy:
-    """For which part of the time each of some workers had something to do."""
+    """Measures the fraction of time during which each worker had a call in flight."""
 
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
@@ -33,7 +33,7 @@ class Busy:
 
     @contextmanager
     def at(self, name: str) -> Iterator[None]:
-        """One more call is out at a worker; calls that overlap count once."""
+        """Context of a call to a worker; overlapping calls count once."""
         now = time.perf_counter()
         if not self._open.get(name):
             self._since[name] = now
@@ -46,11 +46,11 @@ class Busy:
                 self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - self._since[name]
 
     def open(self, name: str) -> int:
-        """Calls that are out at a worker now."""
+        """Return the number of calls in flight at a worker."""
         return self._open.get(name, 0)
 
     def metrics(self) -> dict[str, float]:
-        """``busy/NAME`` in seconds and ``idle/NAME``, the share of the time, since the last call; starts anew."""
+        """Return ``busy/NAME`` (seconds) and ``idle/NAME`` (fraction of the time) since the last call, and reset the counters."""
         now = time.perf_counter()
         whole = max(now - self._start, 1e-9)
         found: dict[str, float] = {}
@@ -65,19 +65,19 @@ class Busy:
 class Workers(ABC):
     """Processes of one kind, numbered from 0.
 
-    A runtime implements how one is reached (``send``), replaced (``renew``) and ended (``kill``). The object is also sent to ranks, which
-    reach engines through it: there it only sends, and waits as long as it takes, because the driver watches all workers.
+    A runtime implements how to call (``send``), replace (``renew``) and end (``kill``) a process. The object is also sent to ranks,
+    which use it to call engines: there it has no timeouts, because the driver watches all workers.
 
     Args:
-        names: one for each, as messages and metrics call it.
-        patience: how long a worker may take.
-        trains: they hold trained weights.
-        busy: counts every call.
+        names: name of each worker in messages and metrics.
+        patience: timeouts.
+        trains: True if the workers hold trained weights.
+        busy: measures all calls.
 
     Attributes:
-        gone: number -> why a worker counts as lost, until it is replaced.
+        gone: number -> reason why a worker counts as lost, until it is replaced.
         waits: number -> names of the workers that it waited for at its last heartbeat.
-        peers: all workers of the run, among which the one that makes others wait is looked for.
+        peers: all workers of the run; ``_culprit`` searches them for the worker that blocks others.
     """
 
     def __init__(
@@ -111,45 +111,46 @@ class Workers(ABC):
 
     @abstractmethod
     async def send(self, number: int, method: str, *args: Any) -> Any:
-        """What ``Worker.answer(method, *args)`` returns in that process, or raises there. WorkerLost when it died."""
+        """Call ``Worker.answer(method, *args)`` in that process; return its result or raise its error. WorkerLost if it died."""
 
     @abstractmethod
     async def renew(self, number: int) -> None:
-        """End what is left of a worker and make a new one in its place, not built yet. Calls ``watch`` as soon as it answers ``beat``.
-        Called by ``start``."""
+        """End the remains of a worker and start a new one in its place without building it. Call ``watch`` as soon as it responds to
+        ``beat``. Called by ``start``."""
 
     @abstractmethod
     async def kill(self, number: int) -> None:
-        """End a worker's process, whatever state it is in, so that calls to it fail."""
+        """End a worker's process in whatever state it is, so that calls to it fail."""
 
     async def beat(self, number: int) -> Sequence[str]:
-        """The names of the workers that this one waits for. A runtime answers it from a thread of its own, while the worker computes."""
+        """Return the names of the workers that this one waits for. The runtime responds in a separate thread while the worker
+        computes."""
         found: Sequence[str] = await self.send(number, "beat")
         return found
 
     async def computes(self, number: int) -> bool:
-        """Whether a worker that misses its heartbeats is seen to make progress from outside of its process."""
+        """Return whether a worker without heartbeats makes progress, as observed from outside its process."""
         return False
 
     async def end(self) -> None:
-        """End all processes, at once."""
+        """End all processes immediately."""
         self.unwatch()
         await asyncio.gather(*(self.kill(number) for number in range(len(self))), return_exceptions=True)
 
     def share(self, value: Any) -> Any:
-        """``value`` as it is best passed to several calls; the worker finds the value itself."""
+        """Convert ``value`` for efficient passing to several calls; the worker receives the plain value."""
         return value
 
     async def host(self) -> str:
-        """The address under which other workers reach number 0."""
+        """Return the network address at which other workers reach number 0."""
         return "127.0.0.1"
 
     def lines(self, number: int) -> tuple[str, ...]:
-        """What a worker wrote last, for messages."""
+        """Return the last lines that a worker wrote, for messages."""
         return ()
 
     async def start(self, number: int) -> None:
-        """Replace a worker, or make it for the first time. WorkerLost when it dies meanwhile or takes too long."""
+        """Start a worker, or replace it. Raises WorkerLost if it dies in the meantime or exceeds the timeout."""
         self.unwatch(number)
         self._down.pop(number, None)
         self.gone.pop(number, None)
@@ -158,30 +159,30 @@ class Workers(ABC):
         self.watch(number)
 
     def watch(self, number: int) -> None:
-        """Expect heartbeats of a worker from now on."""
+        """Start watching the heartbeats of a worker."""
         if self.patience.heartbeat is not None and number not in self._watching:
             self._watching[number] = asyncio.create_task(self._watch(number, self.patience.heartbeat))
 
     def unwatch(self, number: int | None = None) -> None:
-        """Expect no heartbeats any more: of one worker, or of all."""
+        """Stop watching the heartbeats of one worker, or of all."""
         for which in [*self._watching] if number is None else [number]:
             if (task := self._watching.pop(which, None)) is not None and task is not asyncio.current_task():
                 task.cancel()
 
     async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
-        """``send``, and WorkerLost for a worker that does not answer in time; messages call the call ``named``."""
+        """Call ``send`` with a timeout; raise WorkerLost when it expires. Messages refer to the call as ``named``."""
         return await self.answered(number, self.send(number, method, *args), named or method)
 
     async def answered(self, number: int, answer: Awaitable[Any], named: str) -> Any:
-        """``in_time``, counted as the worker's work, with the worker's name on errors."""
+        """Call ``in_time``, count the time as busy, and add the worker's name to errors."""
         with self.naming(number), self.busy.at(self.names[number]):
             return await self.in_time(number, answer, named)
 
     async def in_time(self, number: int, answer: Awaitable[Any], named: str) -> Any:
-        """The answer of a worker to a call that messages call ``named``.
+        """Await the result of a call with its timeout; messages refer to the call as ``named``.
 
         Raises:
-            WorkerLost: it did not come in time, or the worker died or hangs, or another one that it waits for.
+            WorkerLost: the timeout expired, or the worker or one that it waits for died or hangs.
         """
         name, down = self.names[number], self._down_of(number)
         if down.done():
@@ -200,7 +201,7 @@ class Workers(ABC):
 
     @contextmanager
     def naming(self, number: int) -> Iterator[None]:
-        """Add the worker's name to whatever error the body raises."""
+        """Add the worker's name to errors of the body."""
         try:
             yield
         except WorkerLost:
@@ -211,34 +212,34 @@ class Workers(ABC):
                 raise
             first = str(error).strip().partition("\n")[0]
             raise MilesError(
-                f"worker {self.names[number]} has not enough memory ({first}): lower --max-tokens-per-gpu or --micro-batch-size where it "
+                f"worker {self.names[number]} does not have enough memory ({first}): lower --max-tokens-per-gpu or --micro-batch-size where it "
                 "trains, --max-running-requests where it generates, or give it more processes"
             ) from error
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """What each worker answers, all asked at once."""
-        return await gathered(self.call(number, method, *args) for number in range(len(self)))
+        """Call all workers concurrently; return their results by number."""
+        return await gather_in_order(self.call(number, method, *args) for number in range(len(self)))
 
     def lost(self, number: int, cause: str) -> WorkerLost:
-        """The error for the loss of a worker; the cause that was noticed first stays."""
+        """Return the error for the loss of a worker; the cause reported first is kept."""
         if number in self.gone:
             return self.gone[number]
         return WorkerLost(self.names[number], cause, self.lines(number), self.trains)
 
     async def declare_lost(self, number: int, cause: str) -> WorkerLost:
-        """Count a worker as lost: calls that are out to it fail, and its process is ended, so that others do not wait for it."""
+        """Declare a worker lost: fail its calls in flight and end its process, so that other workers do not wait for it."""
         lost = self.gone[number] = self.lost(number, cause)
         if not (down := self._down_of(number)).done():
             down.set_exception(lost)
             down.exception()
         self.unwatch(number)
-        with suppress(Exception):  # the process may be unreachable; it counts as lost all the same
+        with suppress(Exception):  # the process may be unreachable; it counts as lost anyway
             async with asyncio.timeout(KILLING):
                 await self.kill(number)
         return lost
 
     def _down_of(self, number: int) -> asyncio.Future[Any]:
-        """Raises when a worker counts as lost."""
+        """Return a future that fails when the worker counts as lost."""
         if number not in self._down:
             self._down[number] = asyncio.get_running_loop().create_future()
         return self._down[number]
@@ -250,7 +251,7 @@ class Workers(ABC):
                 await asyncio.sleep(seconds / PIECES)
             except TimeoutExpired:
                 with suppress(Exception):
-                    if await self.computes(number):  # for so long that no other thread of it had a turn
+                    if await self.computes(number):  # it computed for so long that its heartbeat thread did not run
                         continue
                 if self._watching.get(number) is asyncio.current_task():
                     log.warning("worker %s gives no sign of life", self.names[number])
@@ -258,11 +259,11 @@ class Workers(ABC):
                         number, f"it gave no sign of life for {seconds:g} s (its process is stopped or hangs)"
                     )
                 return
-            except Exception:  # it died: whoever asks it next finds that out, with the cause
+            except Exception:  # it died: the next call to it reports the cause
                 return
 
     async def _give_up_on(self, number: int, named: str) -> WorkerLost:
-        """The loss of the worker that a call waited too long for: the one that was called, or the one that makes it wait."""
+        """Declare the worker lost that caused a timeout: the called worker, or the one that blocks it."""
         limit = self.patience.of(named)
         workers, at = self._culprit(number)
         if (workers, at) == (self, number):
@@ -272,7 +273,7 @@ class Workers(ABC):
         )
 
     def _culprit(self, number: int) -> tuple[Workers, int]:
-        """The last in the chain of workers that wait for each other, by what their heartbeats reported."""
+        """Return the last worker in the chain of workers that wait for each other, as reported by their heartbeats."""
         where = {name: (workers, at) for workers in self.peers for at, name in enumerate(workers.names)}
         workers, at, seen = self, number, {self.names[number]}
         while found := [name for name in workers.waits.get(at, ()) if name in where and name not in seen]:
@@ -281,12 +282,12 @@ class Workers(ABC):
         return workers, at
 
 
-#: What the driver's ``Workers`` keep for themselves.
+#: Attributes of ``Workers`` that are not sent to other processes.
 _OWN = ("gone", "waits", "peers", "_down", "_watching")
 
 
 def add_worker(error: Exception, worker: str) -> None:
-    """Put the name of the worker that raised an error in front of its message, unless a worker's name is there already."""
+    """Prefix an error's message with the name of the worker that raised it, unless it already has a worker's name."""
     text = str(error)
     if text.startswith("worker "):
         return
@@ -298,7 +299,7 @@ def add_worker(error: Exception, worker: str) -> None:
 
 
 def _discard(answer: Awaitable[Any]) -> None:
-    """Release what will not be awaited."""
+    """Close or cancel an awaitable that will not be awaited."""
     if isinstance(answer, asyncio.Future):
         answer.cancel()
     elif inspect.iscoroutine(answer):
@@ -306,26 +307,26 @@ def _discard(answer: Awaitable[Any]) -> None:
 
 
 class Restarts:
-    """How many workers a run may still replace."""
+    """Limits the number of workers that a run may replace."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used, self.forbidden = limit, 0, False
 
     @property
     def left(self) -> bool:
-        """Whether one more may be replaced."""
+        """Return whether another worker may be replaced."""
         return not self.forbidden and self.used < self.limit
 
     def forbid(self) -> None:
-        """Allow none from now on."""
+        """Allow no further replacements."""
         self.forbidden = True
 
     def spend(self, lost: WorkerLost) -> None:
-        """Allow one more, or raise ``lost`` with what that means."""
+        """Count a replacement, or raise ``lost`` with an explanation if the limit is reached."""
         if self.forbidden:
             raise lost
         if self.used >= self.limit:
-            often = f"{self.used} workers were replaced before it" if self.used else "none may be replaced"
+            often = f"{self.used} workers were replaced before" if self.used else "no worker may be replaced"
             raise WorkerLost(
                 lost.worker, f"{lost.cause}, and {often} (--max-restarts {self.limit})", lost.lines, lost.trains
             ) from lost
@@ -334,21 +335,21 @@ class Restarts:
 
 
 def short_of_memory(error: BaseException | None) -> bool:
-    """Whether an error means that a process found too little memory, of its machine or of a GPU."""
+    """Return whether an error means that a process ran out of memory, on the host or on a GPU."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
-async def gathered(calls: Any) -> list[Any]:
-    """The results in order. The first error is raised at once; the other calls then go on unheard."""
+async def gather_in_order(calls: Any) -> list[Any]:
+    """Return the results in order. The first error is raised immediately; the other calls continue and their results are discarded."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     for task in tasks:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return list(await asyncio.gather(*tasks))
 
 
-async def together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """The results, in order, of calls that workers answer together. Waits for all of them; of their errors the loss of a worker is raised
-    first, because its peers only report a broken connection."""
+async def await_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Await all calls of a collective and return the results in order. If several fail, the loss of a worker takes precedence,
+    because its peers only report a broken connection."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     deadline: float | None = None
     try:
@@ -375,12 +376,13 @@ def _errors(tasks: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
     return [error for task in done if (error := task.exception()) is not None]
 
 
-def agreed(what: str, found: Mapping[str, Any]) -> Any:
-    """The one value of several workers, by name.
+def require_agreement(what: str, found: Mapping[str, Any]) -> Any:
+    """Return the common value of several workers; ``found`` maps worker names to values.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: the values differ.
     """
+
     values = list(found.values())
     if any(value != values[0] for value in values):
         raise RuntimeError(f"{what} differs: " + ", ".join(f"{name} has {value}" for name, value in found.items()))

@@ -52,7 +52,7 @@ HINTS = (
         fell(0.1),
         "the policy's entropy fell to {value}, under a tenth of where it began, before the task was solved",
         "raise --eps-clip-high (0.28) or --entropy-coef (0.001 to 0.01), or lower --lr",
-        unless=SOLVED,
+        unless=(SOLVED,),
     ),
     Hint(
         "no-signal",
@@ -61,7 +61,7 @@ HINTS = (
         "in {percent} of the groups all rewards are equal, and the gradient is zero",
         "check the reward on some responses (miles report shows them), use easier or harder prompts, or raise "
         "--n-samples-per-prompt",
-        unless=LEARNING,  # a loss that does not come from the reward, as in distillation
+        unless=(SOLVED, LEARNING),  # a loss that does not come from the reward, as in distillation
     ),
     Hint(
         "no-gradient",
@@ -70,7 +70,7 @@ HINTS = (
         "the gradient norm has been {value} for three steps although rewards differ: the run cannot learn",
         "check that weights to train have requires_grad, that the loss depends on output.log_probs, and that no correction or loss "
         "mask removes every token",
-        unless=("reward/all_equal", above(0.9)),
+        unless=(("reward/all_equal", above(0.9)),),
     ),
     Hint(
         "truncated",
@@ -78,7 +78,7 @@ HINTS = (
         above(0.3, 5),
         "{percent} of the responses are cut at the length limit",
         "raise --rollout-max-response-len, or reward shorter answers",
-        unless=SOLVED,
+        unless=(SOLVED,),
     ),
     Hint(
         "clipped",

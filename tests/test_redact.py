@@ -8,7 +8,8 @@ import logging
 import string
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from miles_core.errors import ConfigError, MilesError
 from miles_core.observe import log as logs

@@ -207,7 +207,7 @@ def _options_of(table: str, group: type, owner: str, plugins: list[Plugin]) -> l
     for entry in dataclasses.fields(group):
         info = entry.metadata.get(METADATA_KEY)
         if not isinstance(info, OptionInfo):
-            raise PluginError(f"{owner}: {group.__name__}.{entry.name} is not made with miles_core.plugin.option(...)")
+            raise PluginError(f"{owner}: {group.__name__}.{entry.name} is not made with miles_core.plugin.options(...)")
         if entry.default_factory is not dataclasses.MISSING:
             default = entry.default_factory()
         elif entry.default is not dataclasses.MISSING:

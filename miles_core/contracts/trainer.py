@@ -115,6 +115,8 @@ class Output:
         values: [T] float32 of a critic's head: at each target the value of the state in which it is chosen; None without a head.
         top_tokens: [T, k] int32 most probable tokens, likewise; None unless asked for.
         top_log_probs: [T, k] float32, theirs.
+        candidate_log_probs: [T, k] float32 of the tokens in the batch's column ``candidates``, over the whole vocabulary at the sampling
+            temperature, with gradient in the pass ``train``; None in a batch without that column. Capability ``candidates``.
         hidden: activations for the next stage; None after the last.
         aux: auxiliary losses, name -> (sum over this micro-batch's trained tokens, coefficient included; number of
             those tokens). Divided by the whole step's token count. A backend that differentiates such a loss inside
@@ -126,6 +128,7 @@ class Output:
     values: Tensor | None = None
     top_tokens: Tensor | None = None
     top_log_probs: Tensor | None = None
+    candidate_log_probs: Tensor | None = None
     hidden: Tensor | None = None
     aux: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def hints_of(plugins: Iterable[Plugin], holds: Callable[[str], bool]) -> tuple[Hint, ...]:
-    """The hints of one run: those of the installed plugins, each with the remedies against its trouble.
+    """Return the hints of a run: those of the installed plugins, each extended with the matching remedies.
 
     Args:
-        plugins: manifests, of active plugins and of others.
-        holds: whether a condition is known to hold in the run (``Plan.holds``).
+        plugins: manifests of all installed plugins, active or not.
+        holds: condition -> whether it holds in the run (``Plan.holds``).
     """
     plugins = tuple(plugins)
     remedies = [r for plugin in plugins for r in plugin.remedies if holds(r.when)]
@@ -35,7 +35,7 @@ def hints_of(plugins: Iterable[Plugin], holds: Callable[[str], bool]) -> tuple[H
 
 @dataclass(frozen=True)
 class Advice:
-    """A hint whose metric behaved so."""
+    """A hint that was triggered, with the observed step and value."""
 
     hint: Hint
     metric: str
@@ -50,23 +50,23 @@ class Advice:
 
 
 class Hints:
-    """Follows a run and gives each hint's advice once per metric.
+    """Evaluates hints during a run; each hint is given once per metric.
 
     Args:
-        known: the hints to follow (``hints_of``).
-        keep: how many last values of a metric are kept beside its first 20.
+        known: the hints to evaluate (``hints_of``).
+        keep: number of recent values kept per metric, in addition to its first 20.
     """
 
     def __init__(self, known: Iterable[Hint], keep: int = 200) -> None:
         self.known = tuple(known)
         self._keep = keep
         self._history: dict[str, list[float]] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._given: set[tuple[str, str]] = set()
         self._step = 0
 
     def of(self, metrics: Mapping[str, Any], step: int | None = None) -> list[Advice]:
-        """Take the metrics of ``step``, by default the one after the last call's, with None or NaN where a value was
-        not finite; returns the advice that is new."""
+        """Add the metrics of ``step`` (default: the step after that of the last call) and return new advice. Non-finite values are
+        None or NaN."""
         step = self._step = self._step + 1 if step is None else step
         for name, value in metrics.items():
             if name not in RESERVED:
@@ -76,26 +76,25 @@ class Hints:
                     del past[20]
         fresh = []
         for hint in self.known:
-            if hint.unless is not None and hint.unless[1](self._history.get(hint.unless[0]) or [math.nan]):
+            if any(behaviour(self._history.get(metric) or [math.nan]) for metric, behaviour in hint.unless):
                 continue
             for name in metrics:
-                if name in RESERVED or (hint.name, name) in self._told or not fnmatchcase(name, hint.metric):
+                if name in RESERVED or (hint.name, name) in self._given or not fnmatchcase(name, hint.metric):
                     continue
                 if hint.behaviour(self._history[name]):
-                    self._told.add((hint.name, name))
+                    self._given.add((hint.name, name))
                     fresh.append(Advice(hint, name, step, self._history[name][-1]))
         return fresh
 
 
 def review(records: Iterable[Mapping[str, Any]], known: Iterable[Hint]) -> list[Advice]:
-    """What the hints say about the records of a run, in order of appearance."""
+    """Return the advice of all hints for the records of a run, in order of occurrence."""
     hints = Hints(known)
     return [advice for record in records for advice in hints.of(record, record["step"])]
 
 
 def for_error(error: BaseException, known: Iterable[Hint]) -> str | None:
-    """What helps against an exception, where that is known: memory that ran out, numbers that are not finite, sides that
-    disagree."""
+    """Return advice for an exception, if known: out of memory, non-finite numbers, mismatch of engine and trainer; else None."""
     advice = {hint.name: hint.advice for hint in known}
     for kind, name in ((NonFiniteError, "not-finite"), (MismatchError, "mismatch")):
         if isinstance(error, kind) and name in advice:

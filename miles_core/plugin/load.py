@@ -121,6 +121,17 @@ class Hooks:
         """The plugin that ``make`` takes the part ``name`` of a kind from; "" where none has it."""
         return next((p.name for p in self._active if name in p.provides.get(kind, {})), "")
 
+    def takes(self, kind: str, name: str, argument: str) -> bool:
+        """Whether the callable that makes the part ``name`` of a kind has an argument of that name.
+
+        Raises:
+            PluginError: it cannot be imported.
+        """
+        for plugin in self._active:
+            if target := plugin.provides.get(kind, {}).get(name):
+                return bool(accepted(import_target(plugin.name, target), {argument: None}))
+        return False
+
     def provided(self, kind: str) -> tuple[str, ...]:
         """Names of the parts of a kind (``format`` for number formats) that active plugins provide; core's come
         last."""

@@ -1,4 +1,4 @@
-"""From a finished sample to a number.
+"""Computes the rewards of finished samples.
 
-Rules by name, a user's function, and those that plugins provide.
+Rewards are core's rules by name, a user's function, and functions that plugins provide.
 """

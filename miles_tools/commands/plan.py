@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.config.load import load
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import describe
-    from miles_core.run.prepare import applied, prepare
+    from miles_core.run.prepare import apply_plan, prepare
     from miles_tools.authoring.scan import implemented
 
     config = load(rest)
@@ -44,6 +44,6 @@ def run(argv: Sequence[str]) -> int:
     if config.model.hf_checkpoint is not None:
         from miles_core.run.checks import check_model  # with torch, for the headers of weights
 
-        check_model(applied(config, plan), plan, catalogue, weights=False)
+        check_model(apply_plan(config, plan), plan, catalogue, weights=False)
     print(plan.to_json() if options.json else describe(plan, hooks))
     return 0

@@ -1,4 +1,4 @@
-"""The number formats that are installed, active in a run or not: for converting checkpoints and for reading them."""
+"""Looks up installed number formats, active or not, to convert and read checkpoints."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def providers(manifests: Mapping[str, Plugin] | None = None) -> dict[str, Plugin]:
-    """Format -> the plugin that has it. ``manifests``: by default all that are installed."""
+    """Return format name -> plugin that provides it. ``manifests`` defaults to all installed plugins."""
     manifests = discover() if manifests is None else manifests
     return {name: plugin for plugin in manifests.values() for name in plugin.formats}
 
 
 def format_class(name: str, manifests: Mapping[str, Plugin] | None = None) -> type[Format]:
-    """The class of a number format.
+    """Import the class of a number format.
 
     Raises:
-        ConfigError: no installed plugin has it.
-        PluginError: it cannot be imported.
+        ConfigError: no installed plugin provides the format.
+        PluginError: the class cannot be imported.
     """
     known = providers(manifests)
     if name not in known:
@@ -37,17 +37,17 @@ def format_class(name: str, manifests: Mapping[str, Plugin] | None = None) -> ty
 
 
 def unknown(name: str, known: Mapping[str, Plugin]) -> str:
-    """The sentence for a format that nobody has."""
+    """Return the error message for a format that no installed plugin provides."""
     close = nearest(name, [*known, "bf16"])
     have = f"installed: {', '.join(sorted(known))}" if known else "none is installed"
     return f"there is no number format {name!r} ({have}); {f'did you mean {close[0]}?' if close else COMES_WITH}"
 
 
 def recognise(block: Mapping[str, Any], where: str) -> Format:
-    """The installed format that a checkpoint's ``quantization_config`` describes.
+    """Create the installed format that a checkpoint's ``quantization_config`` describes.
 
     Raises:
-        CheckpointError: none recognises it, or several do.
+        CheckpointError: no format recognises the block, or several do.
         PluginError: a format cannot be imported.
     """
     known = providers()

@@ -1,7 +1,7 @@
-"""The ``math`` reward: is the response's final answer mathematically equal to the label?
+"""The ``math`` reward: scores whether the response's final answer is mathematically equal to the label.
 
-Equal texts and plain integers are decided here; everything else goes to math-verify in worker processes with a
-deadline, because sympy can run for hours on a strange answer and a thread cannot be stopped.
+Equal texts and plain integers are compared in this process; all other answers are passed to math-verify in worker processes with a
+deadline, because sympy can run for hours on an unusual answer and a thread cannot be stopped.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 
 class MathVerifier:
-    """``verifier(response, label) -> 1.0 or 0.0``; call it from any thread, many at once.
+    """Callable ``verifier(response, label) -> 1.0 or 0.0``; thread-safe.
 
-    A response that cannot be judged within the deadline, or whose judging fails, scores 0 and is counted in
-    ``failures``; the first is logged. A label that is not mathematics is compared as text, boxes removed.
+    A response whose verification fails or exceeds the deadline scores 0 and is counted in ``failures``; the first failure is logged.
+    A label that is not mathematics is compared as text, without boxes.
 
     Args:
-        workers: processes at most; they start when first needed.
-        deadline: seconds for one pair of response and label.
+        workers: maximum number of processes; they start on demand.
+        deadline: seconds per pair of response and label.
     """
 
     def __init__(self, workers: int | None = None, deadline: float = DEADLINE_SECONDS) -> None:
@@ -52,7 +52,7 @@ class MathVerifier:
         self._lock = threading.Lock()
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(workers or PROCESSES):
-            self._idle.put(None)  # a place for a worker that has not been started
+            self._idle.put(None)  # placeholder for a worker that is not started yet
         atexit.register(self.close)
 
     def __call__(self, response: str | None, label: Any) -> float:
@@ -127,14 +127,14 @@ class _Worker:
     def __init__(self) -> None:
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(p for p in (package_root, os.environ.get("PYTHONPATH", "")) if p)
-        # -P: the current directory must not shadow modules; the worker must import the same miles_core as we do.
+        # -P: the current directory must not shadow modules; the worker must import the same miles_core as this process.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "miles_tools.rewards.math_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
             encoding="utf-8",
-            start_new_session=True,  # Ctrl-C is for us: the step under way is finished with its rewards
+            start_new_session=True,  # only this process handles Ctrl-C, so that the current step can finish with its rewards
         )
         if self._read(START_SECONDS) != {"ready": True}:
             code = self._process.poll()
@@ -142,7 +142,7 @@ class _Worker:
             raise RuntimeError(f"the math-verify process did not start (exit code {code}); its output is above")
 
     def ask(self, request: dict[str, str], deadline: float) -> dict[str, Any] | None:
-        """The answer, or None if the process had to be killed or died."""
+        """Send a request and return the answer; None if the process died or was killed at the deadline."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -159,7 +159,7 @@ class _Worker:
                 try:
                     pipe.close()
                 except BrokenPipeError:
-                    continue  # unsent input to a process that is gone
+                    continue  # unsent input of a process that has ended
 
     def _read(self, seconds: float) -> dict[str, Any] | None:
         assert self._process.stdout is not None

@@ -1,7 +1,7 @@
-"""The process that calls math-verify: one JSON request a line in, one JSON answer a line out.
+"""Worker process that calls math-verify: reads one JSON request per line and writes one JSON answer per line.
 
-math-verify stops a computation that runs away with a signal, and signals only reach the main thread; so it gets a
-process of its own, whose main thread does nothing else and which can be killed. Started by ``math_verifier``.
+math-verify limits the time of a computation with a signal, which only the main thread receives. It therefore runs in the main thread
+of a separate process, which can also be killed. ``math_verifier`` starts this process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DELIMITED = re.compile(r"\$|\\boxed|\\\[|\\\(")
 
 
 def read_gold(label: str) -> list[Any]:
-    """Parse a label; bare LaTeX (no dollar signs, no box) is read as mathematics, then as plain text."""
+    """Parse a label; bare LaTeX (without dollar signs or box) is parsed as mathematics first, then as plain text."""
     from math_verify import parse
 
     found: list[Any] = []
@@ -28,18 +28,18 @@ def read_gold(label: str) -> list[Any]:
 
 
 def judge(label: str, response: str) -> dict[str, bool]:
-    """``readable``: the label is mathematics; ``equal``: the response's answer equals it."""
+    """Return ``readable`` (the label is mathematics) and ``equal`` (the response's answer equals the label)."""
     from math_verify import parse, verify
 
     gold = read_gold(label)
-    if all(isinstance(item, str) for item in gold):  # strings are what could not be parsed
+    if all(isinstance(item, str) for item in gold):  # strings could not be parsed as mathematics
         return {"readable": False, "equal": False}
     answer = parse(response, parsing_timeout=SECONDS_PER_STEP)
     return {"readable": True, "equal": bool(answer) and verify(gold, answer, timeout_seconds=SECONDS_PER_STEP)}
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
+    """Process requests until the input ends."""
     try:
         import resource
     except ImportError:  # not on this platform: the parent's deadline is the only limit
@@ -49,7 +49,7 @@ def main() -> None:
         resource.setrlimit(
             resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES), hard)
         )
-    import math_verify  # noqa: F401  (the slow import happens before we say we are ready)
+    import math_verify  # noqa: F401  (the slow import happens before this process reports that it is ready)
 
     logging.disable(logging.CRITICAL)
     print(json.dumps({"ready": True}), flush=True)

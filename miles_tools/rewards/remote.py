@@ -1,8 +1,8 @@
 """The ``remote`` reward: a user's HTTP service judges each response.
 
-The service gets ``POST {"prompt", "response", "label", "metadata"}`` and answers with a JSON number, or an object that
-is used as a dict reward (``--reward-key``). Connection failures, answers that end early and HTTP 5xx, 408 and 429 are retried; anything
-else stops the run, a redirection too: the request would arrive without its body, at an address that somebody else chose.
+The service receives ``POST {"prompt", "response", "label", "metadata"}`` and returns a JSON number, or an object that is used as a dict
+reward (``--reward-key``). Connection failures, truncated responses and HTTP 5xx, 408 and 429 are retried; all other errors stop the
+run. So does a redirection, because it would send the request without its body, to an address that the user did not choose.
 
 Credentials come from the environment, so no file of the run holds them: ``MILES_RM_TOKEN`` is sent as ``Authorization: Bearer``,
 and ``${NAME}`` in the address is replaced by that variable when a request is sent.
@@ -27,19 +27,19 @@ from miles_tools.http_client import RETRIABLE, HttpError, check_header, check_ur
 
 ATTEMPTS = 4
 FIRST_PAUSE_SECONDS = 0.5
-#: Bytes of an answer, at most: a reward is a number or a few of them.
+#: Maximum bytes of a response: a reward consists of one or a few numbers.
 MAX_ANSWER = 1 << 20
 TOKEN = "MILES_RM_TOKEN"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class RemoteReward:
-    """``reward(args, sample)``, blocking; call it in a thread.
+    """Blocking reward function ``reward(args, sample)``; call it in a thread.
 
     Args:
         url: an http or https address (``--rm-url``).
-        timeout: seconds for one request, from the connection to the last byte of the answer.
-        pause: seconds before the first retry; doubles each time.
+        timeout: seconds for one request, from the connection to the last byte of the response.
+        pause: seconds before the first retry; doubles with each retry.
 
     Raises:
         ConfigError: the address or the token cannot be used, or the address holds a credential.

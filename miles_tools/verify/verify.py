@@ -94,7 +94,7 @@ async def verify_policy(
     """Hold the engine of a policy against its trainer; both are built and synced."""
     policy = parts.policy
     check_version(parts)
-    samples = await probe(run, parts.serving, prompts)
+    samples = await probe(run, parts, prompts)
     check_versions_of(samples, policy)
     engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
     trainer = await parts.learner.log_probs(samples)
@@ -105,9 +105,7 @@ async def verify_policy(
         tolerance=run.config.run.verify_logprobs_tolerance,
         gap=measure(engine, trainer, samples, run.text),
         decoding=None if scored is None else measure(engine, scored, samples),
-        budget=await budget(run, parts, await probe(run, parts.serving, prompts, support=True))
-        if with_budget
-        else None,
+        budget=await budget(run, parts, await probe(run, parts, prompts, support=True)) if with_budget else None,
         samples=samples,
         engine=engine,
         trainer=trainer,

@@ -2,7 +2,8 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles_core.algorithm.policy_loss import (
     POLICY_LOSSES,

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles_core.algorithm.reduction import REDUCTIONS, loss_weights
 from miles_core.errors import ConfigError

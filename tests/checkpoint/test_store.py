@@ -3,7 +3,8 @@ import tempfile
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles_core.checkpoint.store import Store
 from miles_core.data.world import World

@@ -3,7 +3,8 @@ from __future__ import annotations
 import string
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from miles_core.config.schema import collect
 from miles_core.config.value import check, listing

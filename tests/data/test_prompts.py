@@ -3,7 +3,8 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles_core.data.prompts import Prompts, epoch_order
 from miles_core.errors import DataError

@@ -1,5 +1,6 @@
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miles_core.data.sample import Sample
 from miles_core.data.world import World, shares
@@ -7,7 +8,7 @@ from miles_core.data.world import World, shares
 
 @pytest.mark.parametrize("place", [(1, 1), (-1, 1), (0, 2, 2, 2), (0, 1, 0, 2)])
 def test_places_that_do_not_exist(place):
-    with pytest.raises(ValueError, match="is no place in a world"):
+    with pytest.raises(ValueError, match="is not a valid world"):
         World(*place)
 
 

@@ -75,7 +75,7 @@ def test_an_unknown_name_suggests_the_nearest_(install):
 
 def test_what_is_no_manifest_is_refused(install):
     install("odd", "plugin = 3")
-    with pytest.raises(PluginError, match=r"miles_test_odd:plugin is int, not a miles_core\.Plugin"):
+    with pytest.raises(PluginError, match=r"miles_test_odd:plugin is int, not a miles_core\.plugin\.Plugin"):
         discover().request("odd")
     install("named", MANIFEST.format(name="otherwise"))
     with pytest.raises(PluginError, match="its manifest calls itself 'otherwise'"):

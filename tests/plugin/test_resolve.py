@@ -1,7 +1,8 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from published_manifests import ALL, INSTALLED, chosen, facts
 
 from miles_core.data.field import Field

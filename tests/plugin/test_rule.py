@@ -1,5 +1,6 @@
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miles_core.plugin.facts import Fact, State
 from miles_core.plugin.rule import Compare, Join, Not, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse

@@ -1,5 +1,6 @@
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miles_core.errors import DataError
 from miles_core.reward.rules import RULES, boxed, exact, f1, last_boxed

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.errors import MilesError
@@ -48,13 +50,13 @@ def test_keys_in_flight_are_distinct_whatever_samples_come_and_go(events):
     keys, flying = RequestKeys(), {}
     for sample, ends in events:
         if ends:
-            assert sorted(keys.issued([sample])) == sorted(flying.pop(sample, []))
+            assert sorted(keys.keys_of([sample])) == sorted(flying.pop(sample, []))
             keys.forget([sample])
         else:
             flying.setdefault(sample, []).append(keys.next(sample))
         alive = [key for each in flying.values() for key in each]
         assert len(set(alive)) == len(alive)
-    assert sorted(keys.issued(range(6))) == sorted(key for each in flying.values() for key in each)
+    assert sorted(keys.keys_of(range(6))) == sorted(key for each in flying.values() for key in each)
 
 
 WATCH = """
@@ -204,14 +206,15 @@ def test_dropping_a_sample_aborts_each_of_its_calls(toy_run):
 def test_probes_share_no_key_with_samples(toy_run):
     from miles_mismatch.probe import probe
 
-    run, asked = toy_run(steps=1).run, []
+    done, asked, policies = toy_run(steps=1), [], set()
 
     class Engine:
         capabilities = frozenset()
 
         async def generate(self, request: Request) -> Response:
             asked.append(request.key)
+            policies.add(request.policy)
             return Response([3], [-1.0], "length", "", [(0, 0)])
 
-    asyncio.run(probe(run, Engine(), [[1, 2], [3]], key=16))  # type: ignore[arg-type]
-    assert sorted(asked) == [FIRST_PROBE + 16, FIRST_PROBE + 17]
+    asyncio.run(probe(done.run, dataclasses.replace(done.parts[0], engine=Engine()), [[1, 2], [3]], key=16))
+    assert sorted(asked) == [FIRST_PROBE + 16, FIRST_PROBE + 17] and policies == {"policy"}

@@ -53,7 +53,7 @@ def test_a_run_goes_on_with_the_policies_that_it_was_saved_with(toy_run, tmp_pat
     (tmp_path / "two.py").write_text(TWO)
     toy_run([str(tmp_path / "two.py")], directory=tmp_path / "run", steps=1)
     (tmp_path / "two.py").write_text(TWO.replace("second", "third"))
-    with pytest.raises(CheckpointError, match="holds the policies policy, second, and this run has policy, third;"):
+    with pytest.raises(CheckpointError, match="holds the policies policy, second, but this run has policy, third;"):
         toy_run(directory=None, save=None, load=tmp_path / "run", steps=2)
 
 

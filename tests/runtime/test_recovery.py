@@ -195,7 +195,7 @@ def test_a_run_that_is_to_stop_replaces_nothing(survive, tmp_path, monkeypatch):
 
 def test_the_run_ends_when_too_many_are_lost(survive, tmp_path):
     with pytest.raises(
-        WorkerLost, match=r"worker trainer-0 was lost: it was killed, and 1 workers were replaced before it"
+        WorkerLost, match=r"worker trainer-0 was lost: it was killed, and 1 workers were replaced before"
     ):
         survive([("train", 2, "trainer-0"), ("train", 3, "trainer-0")], max_restarts=1)
     assert (tmp_path / "run/checkpoints/step_00000002").is_dir()

@@ -10,7 +10,7 @@ import pytest
 
 from miles_core.errors import DataError, MilesError, MismatchError, NonFiniteError, PlanError, SyncError, WorkerLost
 from miles_runtime.patience import Patience
-from miles_runtime.workers import Busy, Restarts, agreed, together
+from miles_runtime.workers import Busy, Restarts, await_all, require_agreement
 
 
 def test_a_worker_that_does_not_answer_is_lost(recorded):
@@ -69,7 +69,7 @@ def test_a_worker_without_memory_is_named_with_what_to_do(recorded):
     def fail(number):
         raise MemoryError("Tried to allocate 2 GiB")
 
-    with pytest.raises(MilesError, match=r"worker engine-0 has not enough memory \(Tried to"):
+    with pytest.raises(MilesError, match=r"worker engine-0 does not have enough memory \(Tried to"):
         asyncio.run(recorded(["engine-0"], {"build": fail}).call(0, "build"))
 
 
@@ -158,8 +158,8 @@ def test_of_calls_that_fail_together_the_lost_worker_is_told(recorded):
             await asyncio.sleep(60)
 
         with pytest.raises(WorkerLost, match="trainer-1"):
-            await asyncio.wait_for(together([complain(), lost(), late()]), 5)
-        assert await together([asyncio.sleep(0.01, 1), asyncio.sleep(0, 2)]) == [1, 2]
+            await asyncio.wait_for(await_all([complain(), lost(), late()]), 5)
+        assert await await_all([asyncio.sleep(0.01, 1), asyncio.sleep(0, 2)]) == [1, 2]
 
     asyncio.run(main())
 
@@ -178,7 +178,7 @@ def test_the_last_restart_says_what_was_used_up():
     restarts, lost = Restarts(1), WorkerLost("engine-0", "it was killed", ("out of", "luck"))
     restarts.spend(lost)
     with pytest.raises(
-        WorkerLost, match=r"it was killed, and 1 workers were replaced before it \(--max-restarts 1\)"
+        WorkerLost, match=r"it was killed, and 1 workers were replaced before \(--max-restarts 1\)"
     ) as raised:
         restarts.spend(lost)
     assert raised.value.lines == ("out of", "luck")
@@ -192,9 +192,9 @@ def test_a_lost_worker_is_told_across_processes():
 
 
 def test_workers_must_agree():
-    assert agreed("x", {"a": 1, "b": 1}) == 1
+    assert require_agreement("x", {"a": 1, "b": 1}) == 1
     with pytest.raises(RuntimeError, match="x differs: a has 1, b has 2"):
-        agreed("x", {"a": 1, "b": 2})
+        require_agreement("x", {"a": 1, "b": 2})
 
 
 def test_a_worker_that_gives_up_is_named_by_who_asked_it(recorded):

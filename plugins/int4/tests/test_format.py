@@ -3,7 +3,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles_core.data import Unit
 from miles_core.format import Codec

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles_core.contracts.trainer import Context
 from miles_embedded.engine.attention import DecodeCall, PromptCall

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from miles_core.data.batch import Ragged
-from miles_embedded.model.logprobs import logits_of, token_log_probs
+from miles_embedded.model.logprobs import head_log_probs, logits_of, token_log_probs
 
 
 class Head(nn.Module):
@@ -96,3 +96,18 @@ def test_logits_are_capped_and_scaled_as_the_family_does():
     torch.testing.assert_close(logits_of(CappedHead(logits_scaling=4.0, model_type="hyperclovax"), hidden), plain * 4)
     ignored = Head(final_logit_softcapping=2.0, logit_scale=0.5)  # its class has no such step
     torch.testing.assert_close(logits_of(ignored, hidden), plain)
+
+
+def test_candidates_are_scored_over_the_whole_vocabulary_whatever_the_sampler_chose_from():
+    model, (hidden, tokens) = Head(), inputs()
+    support, candidates = supports(tokens)[0], torch.arange(27, dtype=torch.int32).reshape(9, 3) % 11
+    expected = (model.lm_head(hidden) / 0.7).log_softmax(-1).gather(-1, candidates.long())
+    grads = torch.autograd.grad(expected.square().sum(), [hidden, model.lm_head.weight])
+    for elements in (1 << 20, 2 * 11 + 5):
+        found = head_log_probs(model, hidden, tokens, 0.7, support, True, elements, candidates)
+        torch.testing.assert_close(found[2], expected)
+        for one, two in zip(found[:2], token_log_probs(model, hidden, tokens, 0.7, support, True), strict=True):
+            torch.testing.assert_close(one, two)
+        again = torch.autograd.grad(found[2].square().sum(), [hidden, model.lm_head.weight])
+        for one, two in zip(grads, again, strict=True):
+            torch.testing.assert_close(one, two)

@@ -15,7 +15,10 @@ from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.precision.codec import Codec
 from miles_testing.doubles.pair_format import PairFormat
-from miles_tools.convert import conversion as converting, decode as decoding, encode as encoding, writer
+from miles_tools.convert import conversion as converting
+from miles_tools.convert import decode as decoding
+from miles_tools.convert import encode as encoding
+from miles_tools.convert import writer
 
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
 

@@ -1,4 +1,4 @@
-"""Requests of one moment on their way to SGLang's scheduler."""
+"""Sends requests that arrive together to SGLang's scheduler in one message."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import copy
 from typing import Any
 
 
-class Together:
-    """Takes the place of a tokenizer manager's way to its scheduler: requests that arrive in one turn of the loop go in one message.
+class RequestBatcher:
+    """Replaces a tokenizer manager's send function; requests of one event loop iteration are sent in one message.
 
-    A scheduler begins with what it finds, so requests that trickle in are prefilled in many small batches, each of which
-    holds up the decoding of all others. SGLang itself sends a list of prompts in one message; ours are separate requests.
+    A scheduler starts with the requests it has, so requests that arrive one by one are prefilled in many small batches, and each of
+    these delays the decoding of all others. SGLang batches only prompts of one request; a run sends separate requests.
 
     Args:
-        manager: an ``sglang`` tokenizer manager, from now on sending through this.
+        manager: an ``sglang`` tokenizer manager; the constructor replaces its send function.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -23,7 +23,7 @@ class Together:
         manager._dispatch_to_scheduler = self
 
     def __call__(self, message: Any) -> None:
-        """Send ``message``; a request only when the turn is over, anything else after the requests before it."""
+        """Queue a request until the end of the loop iteration; send any other message now, after the queued requests."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
         if not isinstance(message, TokenizedGenerateReqInput):
@@ -32,7 +32,7 @@ class Together:
             return
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._waiting.append(copy.copy(message))  # the manager unpacks its own again
+        self._waiting.append(copy.copy(message))  # the manager modifies its message after this call
 
     def _flush(self) -> None:
         from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput
