@@ -39,7 +39,7 @@ PLUGIN = r"""
 import json, os, signal, subprocess, sys
 from contextlib import suppress
 from pathlib import Path
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 import miles_embedded.model.export as exporting
 
 HERE = Path(__file__).parent

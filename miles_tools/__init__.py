@@ -3,7 +3,8 @@
 They attach to core as a third party would, through this manifest: commands, reports and rewards. Core imports none of them.
 """
 
-from miles_core import Command, Plugin, __version__
+from miles_core import __version__
+from miles_core.plugin import Command, Plugin
 from miles_tools.hints import HINTS
 
 _COMMANDS = {

@@ -84,8 +84,8 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "miles_core.contracts.transport.Transport",
         "every trainer rank",
     ),
-    "prompts": (("run", "data", "purpose"), "miles_core.PromptSource", "driver"),
-    "generate": (("run",), "miles_core.RolloutFunction, or async f(sample, ask) -> samples", "rollout worker"),
+    "prompts": (("run", "data", "purpose"), "miles_core.data.PromptSource", "driver"),
+    "generate": (("run",), "miles_core.plugin.RolloutFunction, or async f(sample, ask) -> samples", "rollout worker"),
     "reward": (
         ("run", "policy"),
         "async f(args, sample) -> float | dict; group_reward: async f(args, samples) -> list",

@@ -63,7 +63,9 @@ def check_policies(policies: Sequence[object]) -> None:
     known: dict[str, Policy] = {}
     for policy in policies:
         if not isinstance(policy, Policy):
-            raise PluginError(f"run.policies holds {policy!r:.80} after on_start; it is a list of miles_core.Policy")
+            raise PluginError(
+                f"run.policies holds {policy!r:.80} after on_start; it is a list of miles_core.plugin.Policy"
+            )
         name: object = policy.name
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "state":
             raise PluginError(

@@ -154,7 +154,7 @@ class Catalogue(Mapping[str, Plugin]):
             raise PluginError(f"plugin {name!r} ({source}) cannot be imported from {point.value}:\n{text}") from error
         if not isinstance(plugin, Plugin):
             raise PluginError(
-                f"plugin {name!r} ({source}): {point.value} is {type(plugin).__name__}, not a miles_core.Plugin"
+                f"plugin {name!r} ({source}): {point.value} is {type(plugin).__name__}, not a miles_core.plugin.Plugin"
             )
         if wrong := list(find_mistakes(plugin)):
             raise PluginError(f"plugin {name!r} ({source}): {'; '.join(wrong)}")
@@ -216,7 +216,7 @@ def _import_file(path: Path, name: str) -> ModuleType:
 def _qualify_targets(plugin: Any, module: ModuleType, path: Path) -> Plugin:
     """Replace targets ``"Class"`` in a file's manifest by ``"module:Class"``."""
     if not isinstance(plugin, Plugin):
-        raise PluginError(f"--plugins {path}: its 'plugin' is {type(plugin).__name__}, not a miles_core.Plugin")
+        raise PluginError(f"--plugins {path}: its 'plugin' is {type(plugin).__name__}, not a miles_core.plugin.Plugin")
     if wrong := list(find_mistakes(plugin)):
         raise PluginError(f"--plugins {path}: {'; '.join(wrong)}")
 
@@ -239,7 +239,7 @@ def _make_manifest(stem: str, module: ModuleType, path: Path) -> Plugin:
         targets.append("")  # the module itself holds hooks
     if not targets:
         raise PluginError(
-            f"--plugins {path}: the file has no manifest called 'plugin' and nothing marked with miles_core.hookimpl"
+            f"--plugins {path}: the file has no manifest called 'plugin' and nothing marked with miles_core.plugin.hookimpl"
         )
     hooks = {"": tuple(f"{module.__name__}:{name}" for name in targets)}
     summary = (module.__doc__ or f"hooks of {path.name}").strip().splitlines()[0]

@@ -41,7 +41,7 @@ _MANIFEST = '''\
 
 from dataclasses import dataclass
 
-from miles_core import Plugin, option
+from miles_core.plugin import Plugin, option
 
 __version__ = "0.1.0"
 
@@ -68,7 +68,7 @@ _HOOKS = '''\
 
 import time
 
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 from $package import $classname
 
@@ -142,7 +142,7 @@ def test_a_run_logs_it():
 _FORMAT_MANIFEST = '''\
 """$title weights for miles-core."""
 
-from miles_core import format_plugin
+from miles_core.plugin import format_plugin
 
 __version__ = "0.1.0"
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from miles_core import AdvantageInputs, Needs, Policy, Run, Sample, at_last_token, gae, hookimpl
-from miles_core.backend import Learned, LearnerHandle
+from miles_core.data import Sample
+from miles_core.plugin import Policy, Run, hookimpl
+from miles_core.trainer import AdvantageInputs, Learned, LearnerHandle, Needs, at_last_token, gae
 from miles_critic import CriticConfig
 
 

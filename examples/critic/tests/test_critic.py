@@ -5,7 +5,7 @@ from statistics import mean
 
 import pytest
 
-from miles_core import ConfigError, DataError, PlanError
+from miles_core.plugin import ConfigError, DataError, PlanError
 from miles_testing import toy_run
 from miles_testing.doubles import apart
 

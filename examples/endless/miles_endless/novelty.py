@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from miles_core import Sample, group_reward
+from miles_core.data import Sample
+from miles_core.plugin import group_reward
 
 
 def make_reward():

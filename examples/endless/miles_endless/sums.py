@@ -2,7 +2,8 @@
 
 import random
 
-from miles_core import ConfigError, PromptSource, Row
+from miles_core.data import PromptSource, Row
+from miles_core.plugin import ConfigError
 
 
 class Sums(PromptSource):

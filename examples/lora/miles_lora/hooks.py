@@ -8,7 +8,8 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from miles_core import ConfigError, Policy, Run, Unit, hookimpl
+from miles_core.data import Unit
+from miles_core.plugin import ConfigError, Policy, Run, hookimpl
 from miles_lora import LoraOptions
 
 BASE, DOWN, UP = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight"

@@ -5,7 +5,8 @@ coins agree, the writer where they do not. Both answers are in one transcript: e
 sees the other's as context.
 """
 
-from miles_core import Ask, Run, Sample, group_reward
+from miles_core.data import Sample
+from miles_core.plugin import Ask, Run, group_reward
 
 
 def make_generate(run: Run):

@@ -1,6 +1,6 @@
 """The second player joins the run."""
 
-from miles_core import Policy, Run, hookimpl
+from miles_core.plugin import Policy, Run, hookimpl
 
 
 class SelfPlay:

@@ -1,6 +1,6 @@
 """Steps of a transformer layer in C, for a float32 model on a CPU, compiled on the machine they run on; for miles-core."""
 
-from miles_core import Plugin, Rule
+from miles_core.plugin import Plugin, Rule
 
 __version__ = "0.1.0"
 

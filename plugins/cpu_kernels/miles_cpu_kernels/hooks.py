@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import nn
 
-from miles_core import ConfigError, hookimpl
+from miles_core.plugin import ConfigError, hookimpl
 from miles_cpu_kernels.experts import left_to_torch
 from miles_cpu_kernels.library import why_not
 from miles_cpu_kernels.table import compiled

@@ -4,7 +4,7 @@ where both are installed, declarations of one flag that differ are refused."""
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_core import option
+from miles_core.plugin import option
 
 
 @dataclass(frozen=True, kw_only=True)

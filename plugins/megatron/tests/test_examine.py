@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_core import CheckpointError
 from miles_core.cli import main as cli
+from miles_core.plugin import CheckpointError
 from miles_megatron.examine import examine_checkpoint
 from miles_testing import toy_files
 

@@ -8,7 +8,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from miles_core import ConfigError, PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_megatron import families
 from miles_megatron.sizes import Sizes, candidates, misfits
 from miles_testing import plan

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core import PlanError
+from miles_core.plugin import PlanError
 from miles_testing import plan
 
 PUBLISHED = Path(__file__).parents[3] / "tests" / "published"

@@ -1,6 +1,6 @@
 """MXFP8 weights (OCP microscaling, blocks of 1 x 32) for miles-core."""
 
-from miles_core import Rule, format_plugin
+from miles_core.plugin import Rule, format_plugin
 from miles_mxfp8.config import Mxfp8Config
 
 __version__ = "0.1.0"

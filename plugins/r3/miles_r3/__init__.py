@@ -1,6 +1,7 @@
 """Rollout routing replay (R3, arXiv 2510.11370) for miles-core."""
 
-from miles_core import Field, Plugin, Remedy, Rule
+from miles_core.data import Field
+from miles_core.plugin import Plugin, Remedy, Rule
 from miles_r3.config import R3Config
 
 __version__ = "0.1.0"

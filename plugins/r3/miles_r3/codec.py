@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_core import DataError
+from miles_core.plugin import DataError
 
 Codes = NDArray[np.uint64]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core import Context, PluginError
-from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES
+from miles_core.plugin import PluginError
+from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Context
 from miles_embedded import Routed, active_context, find_routed, routed_blocks
 from miles_r3 import ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice

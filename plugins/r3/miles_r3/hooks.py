@@ -1,6 +1,6 @@
 """Where r3 plugs in: ask for routes, hand them to the forward, count disagreements, tap the modules that it can.
 
-A trainer with modules of its own takes the routes from ``ctx.attached`` itself (``miles_core.backend.GIVEN_ROUTES``); a forward that leaves
+A trainer with modules of its own takes the routes from ``ctx.attached`` itself (``miles_core.trainer.GIVEN_ROUTES``); a forward that leaves
 no choices of its own there has not replayed and stops the run.
 """
 
@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from miles_core import Batch, Context, DataError, Output, PluginError, Sample, hookimpl
+from miles_core.data import Batch, Sample
+from miles_core.plugin import DataError, PluginError, hookimpl
+from miles_core.trainer import Context, Output
 from miles_embedded import is_embedded
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_core import DataError
+from miles_core.plugin import DataError
 from miles_r3.codec import decode, encode
 
 

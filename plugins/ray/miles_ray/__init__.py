@@ -1,6 +1,6 @@
 """Trainer ranks and engines as actors of a Ray cluster, for miles-core."""
 
-from miles_core import Package, Plugin, Rule
+from miles_core.plugin import Package, Plugin, Rule
 from miles_ray.config import RayConfig
 
 __version__ = "0.1.0"

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import ray
 
-from miles_core import ConfigError
-from miles_core.backend import Run
+from miles_core.plugin import ConfigError, Run
 from miles_ray.config import RayConfig
 from miles_ray.review import START
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_core import option
+from miles_core.plugin import option
 from miles_ray.sizes import Sizes
 
 

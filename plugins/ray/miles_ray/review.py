@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from miles_core import Facts, Problem, Review, described
+from miles_core.plugin import Facts, Problem, Review, described
 from miles_ray.config import RayConfig
 from miles_ray.sizes import Sizes
 
@@ -20,7 +20,7 @@ START = "start one with: ray start --head"
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
-    """See ``miles_core.Plugin.review``."""
+    """See ``miles_core.plugin.Plugin.review``."""
     if facts.value("runtime") != "ray":
         return Review()
     options = RayConfig(**{f.name: facts.value(f"ray.{f.name}") for f in fields(RayConfig)})

@@ -7,8 +7,7 @@ import asyncio
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from miles_core import ConfigError, Policy
-from miles_core.backend import Run
+from miles_core.plugin import ConfigError, Policy, Run
 from miles_ray.cluster import Cluster
 from miles_ray.watch import RAYLET, first_death
 from miles_ray.workers import Place, RayWorkers

@@ -17,7 +17,7 @@ from ray import exceptions
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from miles_core import MilesError
+from miles_core.plugin import MilesError
 from miles_ray.actor import BEAT, Actor, Found
 from miles_ray.watch import raylet_lives
 from miles_runtime import Order, Workers, last_lines, short_of_memory

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from miles_core import ConfigError, PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_testing import RuntimeContract, plan, toy_run
 
 STEPS = 3
@@ -17,7 +17,7 @@ FAULTS = r"""
 import os, signal
 from pathlib import Path
 from torch import distributed
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 from miles_zero_copy import segment
 
 @hookimpl

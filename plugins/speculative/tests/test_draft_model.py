@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_core import CheckpointError, PlanError
-from miles_core.backend import Request, Sampling
 from miles_core.cli.main import main
+from miles_core.engine import Request, Sampling
+from miles_core.plugin import CheckpointError, PlanError
 from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings

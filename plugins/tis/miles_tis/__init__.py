@@ -1,6 +1,6 @@
 """Truncated and masked importance sampling between rollout engine and trainer, for miles-core."""
 
-from miles_core import Hint, Plugin, Remedy, Rule, above, below
+from miles_core.plugin import Hint, Plugin, Remedy, Rule, above, below
 from miles_tis.config import TisConfig
 
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 from miles_tis.config import TisConfig
 
 

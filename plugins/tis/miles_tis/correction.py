@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_core import Correction, CorrectionInputs, Needs
+from miles_core.trainer import Correction, CorrectionInputs, Needs
 from miles_tis.bounds import bounds, rejection_bounds
 from miles_tis.config import TisConfig
 

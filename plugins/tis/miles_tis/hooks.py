@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from miles_core import Correct, compose_corrections, hookimpl
+from miles_core.plugin import hookimpl
+from miles_core.trainer import Correct, compose_corrections
 from miles_tis.bounds import bounds, rejection_bounds
 from miles_tis.config import TisConfig
 from miles_tis.correction import correct, derived, needs

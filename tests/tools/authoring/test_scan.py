@@ -51,7 +51,7 @@ def test_hooks_are_read_from_source_without_importing(install):
 
 def test_a_class_that_inherits_from_elsewhere_is_imported(install):
     find_marked.cache_clear()
-    base = "from miles_core import hookimpl\n\n\nclass Base:\n"
+    base = "from miles_core.plugin import hookimpl\n\n\nclass Base:\n"
     base += "    @hookimpl\n    def on_stop(self):\n        pass\n"
     install(
         "green",
