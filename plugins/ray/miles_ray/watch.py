@@ -1,7 +1,7 @@
-"""Whether Ray's own processes are there: the control store (GCS) of the cluster, and the raylet of this machine.
+"""Watches Ray's own processes: the control store (GCS) of the cluster, and the raylet of this machine.
 
-Ray itself ends the driver without a message some time after one of them has died. The run notices it first, and ends with an error
-and, where the trainer's processes are still reachable, with a checkpoint.
+Some time after one of them died, Ray ends the driver without a message. The run detects the death earlier, and ends with an error and, if
+the trainer's processes are still reachable, a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 import ray
 
-#: Seconds between two looks, and how many of them in a row find nothing that listens before a process counts as dead.
+#: Seconds between two checks, and the number of consecutive failures after which a process counts as dead.
 LOOK, LOOKS = 1.0, 3
-#: Seconds in which a connection is made; a process that takes longer is busy.
+#: Connection timeout in seconds; a process that takes longer is busy, not dead.
 CONNECT = 5.0
 #: Names in messages.
 GCS, RAYLET = "the control store (gcs_server) of Ray", "Ray's process of this machine (raylet)"
 
 
 async def first_death() -> str:
-    """Wait until one of the processes is gone; ``GCS`` or ``RAYLET``."""
+    """Wait until one of the processes has died; returns ``GCS`` or ``RAYLET``."""
     missed = {GCS: 0, RAYLET: 0}
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     node = ray._private.worker._global_node
@@ -40,7 +40,7 @@ async def first_death() -> str:
 
 
 async def listens(opening: Awaitable[Any]) -> bool:
-    """Whether a connection is accepted."""
+    """Whether a process accepts the connection; True on timeout."""
     try:
         async with asyncio.timeout(CONNECT):
             _, writer = await opening
