@@ -8,6 +8,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from miles_cpu_kernels import experts
+from miles_cpu_kernels.table import add_kernels
 from miles_embedded.model import grouped_experts as grouped
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.operations import TORCH, use_operations
