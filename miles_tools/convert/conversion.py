@@ -1,9 +1,8 @@
-"""Converting a checkpoint to a number format, or back to BF16, without ever holding the model.
+"""Converts a checkpoint to a number format, or back to BF16, without holding the whole model in memory.
 
-A conversion is planned from headers alone: which tensors are read together, what they become, which file that goes to.
-So ``--dry-run`` shows exactly what would be done, and everything that would fail for its shape or name fails before a
-weight is read. Then its jobs run, a few at a time, each reading its tensors, passing them through the same ``Codec``
-that a weight sync uses, and writing the result to its place.
+The conversion is planned from headers alone: which tensors are read together, what they become, and the target file. ``--dry-run`` therefore
+shows exactly what would happen, and errors in shapes or names are found before any weight is read. Then the jobs run, a few in parallel; each
+reads its tensors, encodes them with the ``Codec`` of a weight sync, and writes the result to its final offset.
 """
 
 from __future__ import annotations
