@@ -15,7 +15,7 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; returns 130 if the user stopped the training."""
     chosen, extra = _parser().parse_known_args(argv)
     if chosen.dir == "":
-        raise ConfigError("--dir '': it names no directory; leave it out for runs/demo-<time>")
+        raise ConfigError("--dir '': the path is empty; leave it out for runs/demo-<time>")
     directory = Path(chosen.dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     from miles_core.config.load import load
     from miles_core.plugin.discovery import discover
