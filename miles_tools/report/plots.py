@@ -18,6 +18,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.observe.metrics import names, series
+from miles_core.observe.progress import graded
 from miles_core.plugin.panel import Panel
 
 if TYPE_CHECKING:
@@ -31,10 +32,14 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 INK = "#1f2933"
 FAINT = "#d9dee4"
 TITLE: dict[str, Any] = {"fontsize": 11.5, "color": INK, "fontweight": "bold"}
-#: From this many points on a line is make_figure faintly with its moving average over it.
+#: Lines with at least this many points are drawn faintly, with their moving average on top.
 SMOOTH_FROM = 60
 #: Values whose relative spread is below this differ only by rounding, and are drawn as a flat line.
 ROUNDING = 1e-6
+#: A line is constant if its values differ by less than STILL relative to the largest, or stay below FLOOR (FP32 rounding near 1).
+STILL, FLOOR = 1e-3, 1e-7
+#: Panels that are always shown.
+ALWAYS = ("reward", "time")
 #: Prefixes of core's metrics; all other prefixes belong to plugins.
 CORE = ("reward", "eval", "rollout", "train", "mismatch", "sync", "time", "sft")
 PHASES = ("rollout", "prepare", "train", "sync", "evaluation", "save")
@@ -90,7 +95,11 @@ def panels(records: Records, declared: Iterable[Panel] = ()) -> list[Panel]:
     present = names(records)
     flat = _flat(records, present)
     chosen = []
+    mean = any(graded(record) for record in records)
     for panel in MAIN:
+        if panel.name == "reward" and mean:
+            lines = {"reward/mean": "mean reward", "eval/reward": "mean held-out reward"}
+            panel = replace(panel, title="Reward", lines=lines, marked=frozenset({"eval/reward"}))
         lines = {metric: label for metric, label in panel.lines.items() if metric in present}
         if any(metric not in flat for metric in lines):
             band = panel.band if panel.band in present and next(iter(lines)) == "reward/mean" else ""
@@ -109,6 +118,21 @@ def panels(records: Records, declared: Iterable[Panel] = ()) -> list[Panel]:
     rest = [m for m in present if m not in shown]
     chosen += [_single(m, "More metrics") for m in rest if _prefix(m) in CORE]
     return _distinct(chosen + [_single(m, _prefix(m)) for m in sorted(rest, key=_prefix) if _prefix(m) not in CORE])
+
+
+def moves(panel: Panel, records: Records) -> bool:
+    """Whether the plot shows more than the summary table: some line of it changes by more than rounding. Short runs count as moving."""
+    if panel.name in ALWAYS:
+        return True
+    for metric in panel.lines:
+        values = series(records, metric)[1]
+        finite = [v for v in values if math.isfinite(v)]
+        largest = max(map(abs, finite), default=0.0)
+        if len(values) < 3 or len(finite) < len(values):
+            return True
+        if largest > FLOOR and max(finite) - min(finite) > STILL * largest:
+            return True
+    return False
 
 
 def _distinct(chosen: list[Panel]) -> list[Panel]:
@@ -221,13 +245,13 @@ def _style(axes: Axes, panel: Panel) -> None:
 def _finish(axes: Axes, panel: Panel) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-    make_figure = [
+    plotted = [
         v
         for line in axes.lines
         for v in cast("Iterable[Any]", line.get_ydata())
         if isinstance(v, float) and math.isfinite(v)
     ]
-    logarithmic = panel.log and make_figure and min(make_figure) > 0 and max(make_figure) / min(make_figure) > 20
+    logarithmic = panel.log and plotted and min(plotted) > 0 and max(plotted) / min(plotted) > 20
     if logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(
@@ -235,16 +259,16 @@ def _finish(axes: Axes, panel: Panel) -> None:
         )  # matplotlib's own is mathematics, which is off here
     elif panel.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        axes.set_ylim(bottom=0, top=max(1.1 * max(make_figure, default=0), 0.02))
-    elif make_figure and max(map(abs, make_figure)) >= 10_000:
+        axes.set_ylim(bottom=0, top=max(1.1 * max(plotted, default=0), 0.02))
+    elif plotted and max(map(abs, plotted)) >= 10_000:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    elif make_figure and max(map(abs, make_figure)) == 0:
+    elif plotted and max(map(abs, plotted)) == 0:
         axes.set_ylim(-0.04, 1)
-    elif make_figure and max(map(abs, make_figure)) < 1e-3:
+    elif plotted and max(map(abs, plotted)) < 1e-3:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
         axes.yaxis.get_offset_text().set_fontsize(9)
-    elif make_figure and max(make_figure) - min(make_figure) < ROUNDING * max(map(abs, make_figure)):
-        middle = (max(make_figure) + min(make_figure)) / 2
+    elif plotted and max(plotted) - min(plotted) < ROUNDING * max(map(abs, plotted)):
+        middle = (max(plotted) + min(plotted)) / 2
         axes.set_ylim(middle - abs(middle) / 20, middle + abs(middle) / 20)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     count = len(axes.get_legend_handles_labels()[1])

@@ -19,6 +19,7 @@ _DROPPED = {"**": ""}
 
 ELSEWHERE: dict[str, str | dict[str, str]] = {
     **{f"--{name}": _DROPPED for name in f"{_MODEL} {_SWITCHES}".split()},
+    "--megatron-to-hf-mode": {"*": ""},
     "--optimizer": {"adam": "", "adamw": ""},
     "--attention-dropout": {"0": "", "0.0": ""},
     "--hidden-dropout": {"0": "", "0.0": ""},

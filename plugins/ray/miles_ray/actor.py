@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from miles_core.backend import EngineWorker, Order, RankWorker, Worker, write_there
+from miles_runtime import EngineWorker, Order, RankWorker, Worker, write_there
 
 #: Thread switch interval in seconds; Python's default of 5 ms would delay every incoming call.
 SWITCH = 0.0005

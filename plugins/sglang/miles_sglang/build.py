@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from miles_core import CheckpointError, ConfigError
-from miles_core.backend import Codec, Restarts, config_facts, make_codec, model_facts, moe_layers
+from miles_core.backend import Codec, config_facts, make_codec, model_facts, moe_layers
+from miles_runtime import Restarts
 from miles_sglang import HEADS, inside, loader, plugin
 from miles_sglang.config import server_arguments
 from miles_sglang.engine import IN_PLACE, SglangEngine

@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
-from miles_core.backend import MAX_BYTES, HttpError, exchange, redact
+from miles_core.backend import redact
 from miles_sglang.answers import Answer
 from miles_sglang.link import Link, SglangError
+from miles_tools.http_client import MAX_BYTES, HttpError, exchange
 
 log = logging.getLogger(__name__)
 

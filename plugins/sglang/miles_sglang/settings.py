@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_core.backend import Codec, Restarts
+from miles_core.backend import Codec
+from miles_runtime import Restarts
 from miles_sglang.responses import Translator
 from miles_sglang.weight_names import WeightNames
 from miles_tools.convert import Layout

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_embedded import Decoder, Emitted, Prompts, one_each, pick
+from miles_embedded import Decoder, Emitted, Prompts, pick, to_emitted
 from miles_speculative.draft import Draft
 from miles_speculative.ledger import Ledger
 from miles_speculative.lookahead import Lookahead
@@ -102,7 +102,7 @@ class SpeculativeDecoder(Decoder):
         """Run a step without drafts. Performance-critical: overhead beyond the policy's forward pass adds to every plain step."""
         start = self._now()
         fed = engine.forward(rows, [row.tokens[-1:] for row in rows])
-        emitted = one_each(engine.sample(fed.logits, rows))
+        emitted = to_emitted(engine.sample(fed.logits, rows))
         self._passed.append(([self._fresh[row] for row in rows], fed.hidden))
         if len(self._passed) > UNREAD:
             for pieces in self._passed.popleft()[0]:

@@ -18,11 +18,11 @@ from miles_embedded import (
     add_layer,
     backbone,
     decoder_layers,
-    held,
+    gather_tensor,
+    local_shard,
     new_layer,
     read_layer,
     run_layer,
-    whole,
 )
 from miles_speculative.draft import Draft
 
@@ -63,17 +63,17 @@ def initialise(model: Any, layer: Any) -> None:
     own = dict(layer.named_parameters()) | dict(layer.named_buffers())
     last: Any = decoder_layers(model)[-1]
     start = {
-        name: whole(tensor)
+        name: gather_tensor(tensor)
         for name, tensor in (*last.named_parameters(), *last.named_buffers())
         if name in own and own[name].shape == tensor.shape
     }
     fresh: Any = new_layer(model)
     start["enorm.weight"] = start["hnorm.weight"] = fresh.input_layernorm.weight
     top: Any = backbone(model).norm
-    start["shared_head.norm.weight"] = whole(top.weight)
+    start["shared_head.norm.weight"] = gather_tensor(top.weight)
     start["eh_proj.weight"] = torch.eye(len(own["eh_proj.weight"])).repeat(1, 2)
     for name, tensor in start.items():
-        held(own[name]).take(tensor)
+        local_shard(own[name]).take(tensor)
 
 
 def attach(model: nn.Module, path: str | Path) -> Head:

@@ -12,14 +12,25 @@ from miles_speculative.config import MOST
 
 
 def summarise(metrics: MutableMapping[str, float]) -> None:
-    """Add ``speculative/*`` to a step's metrics."""
-    if "engine/decode_steps" in metrics:
-        found = rates({n.removeprefix("engine/"): v for n, v in metrics.items() if n.startswith("engine/")})
-        if "speedup" in found and "rollout/tokens_per_second" in metrics:
-            found["tokens_per_second_without"] = metrics["rollout/tokens_per_second"] / found["speedup"]
-    else:  # an engine with its own drafting reports rates
-        found = {n.removeprefix("engine/"): v for n, v in metrics.items() if n.startswith("engine/accept")}
-    metrics.update({f"speculative/{name}": value for name, value in found.items()})
+    """Add ``speculative/*`` to a step's metrics; with several policies, ``POLICY/speculative/*`` for each policy that has an engine."""
+    for prefix, values in _engine_metrics(metrics).items():
+        if "decode_steps" in values:
+            found = rates(values)
+            if "speedup" in found and not prefix and "rollout/tokens_per_second" in metrics:
+                found["tokens_per_second_without"] = metrics["rollout/tokens_per_second"] / found["speedup"]
+        else:  # an engine that drafts without this plugin reports its own acceptance
+            found = {name: value for name, value in values.items() if name.startswith("accept")}
+        metrics.update({f"{prefix}speculative/{name}": value for name, value in found.items()})
+
+
+def _engine_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Group ``engine/NAME`` and ``POLICY/engine/NAME`` by their prefix: "" or ``POLICY/``."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        prefix, found, short = name.rpartition("engine/")
+        if found:
+            groups.setdefault(prefix, {})[short] = value
+    return groups
 
 
 def rates(counts: Mapping[str, float]) -> dict[str, float]:
@@ -55,10 +66,9 @@ class Profile:
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add one step's metrics; call it before ``summarise``."""
-        for name, value in metrics.items():
-            if name.startswith("engine/"):
-                short = name.removeprefix("engine/")
-                self.sums[short] = self.sums.get(short, 0.0) + value
+        for values in _engine_metrics(metrics).values():
+            for name, value in values.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value
 
     def lines(self) -> list[str]:
         """Return the lines of the table; one line if nothing was drafted."""

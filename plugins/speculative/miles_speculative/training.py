@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core import Batch, Context, Unit
-from miles_embedded import OptimizerGroup, backbone, optimizer_group, views, whole
+from miles_embedded import OptimizerGroup, backbone, gather_tensor, optimizer_group, views
 from miles_speculative.config import GROUP, MTP, SpeculativeConfig
 from miles_speculative.draft import Draft
 from miles_speculative.eagle import Eagle
@@ -72,7 +72,7 @@ class DraftTraining:
         """Update the running means after an optimizer step. A collective of all ranks."""
         if self.means:
             for name, parameter in self.draft.parameters.items():
-                self.means[name].lerp_(whole(parameter).float(), 1 - self.options.ema_decay)
+                self.means[name].lerp_(gather_tensor(parameter).float(), 1 - self.options.ema_decay)
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -82,7 +82,7 @@ class DraftTraining:
         self.group.renewed = True
         if self.means:
             for name, parameter in self.draft.parameters.items():
-                self.means[name].copy_(whole(parameter))
+                self.means[name].copy_(gather_tensor(parameter))
 
     @torch.no_grad()
     def substitute_means(self, units: Iterator[Unit]) -> Iterator[Unit]:

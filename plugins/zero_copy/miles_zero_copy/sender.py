@@ -13,7 +13,7 @@ from torch import Tensor
 from miles_core import SyncError
 from miles_core.backend import Encoded
 from miles_core.format import Stored
-from miles_transport import BLOCK, Loan, room_of, rounded
+from miles_transport import BLOCK, Loan, room_of, round_to_blocks
 from miles_zero_copy.paths import Path
 from miles_zero_copy.slots import Receive, Slot, StandingSlot
 from miles_zero_copy.versions import Versions
@@ -72,8 +72,8 @@ class Sender:
 
     def __init__(self, path: Path, nbytes: int, sender: tuple[int, int], stay: bool = False) -> None:
         self.path, self._sender = path, sender
-        self._given = rounded(nbytes)
-        self._enough = min(self._given, rounded(path.enough))
+        self._given = round_to_blocks(nbytes)
+        self._enough = min(self._given, round_to_blocks(path.enough))
         self._wanted = min(
             self._given, self._enough * 5 // 4
         )  # so that a nearly full bucket still fits one more tensor
@@ -199,7 +199,7 @@ class Sender:
 
     async def _grow(self, unit: Encoded) -> None:
         """Enlarge the slots for a tensor and for later ones."""
-        needed = rounded(room_of(unit))
+        needed = round_to_blocks(room_of(unit))
         if needed > self._given:
             log.warning(
                 "--sync-bucket-size %d is smaller than %s (%d bytes): using buckets of that size",
@@ -230,7 +230,7 @@ class Sender:
         if header["units"]:  # a bucket without tensors is a probe
             self.sent.travelled += slot.travels(header, memory, packed)
         await self._post(slot, {**header, "memory": memory}, receive, last)
-        self._taken += rounded(slot.bucket.end)
+        self._taken += round_to_blocks(slot.bucket.end)
         if self._standing is not None and self._versions is not None:
             self._standing = self._versions.after(self._standing)
             return

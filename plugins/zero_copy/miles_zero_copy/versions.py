@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from miles_transport import rounded
+from miles_transport import round_to_blocks
 from miles_zero_copy import segment
 from miles_zero_copy.segment import NoSegmentError, Segment
 from miles_zero_copy.slots import StandingSlot
@@ -34,7 +34,7 @@ class Versions:
 
     def after(self, slot: StandingSlot) -> StandingSlot:
         """Return the slot after a filled slot."""
-        return StandingSlot(self._halves[0], slot.start + rounded(slot.bucket.end))
+        return StandingSlot(self._halves[0], slot.start + round_to_blocks(slot.bucket.end))
 
     def in_force(self) -> None:
         """Swap the halves: the version that was written is now served."""
