@@ -1,4 +1,4 @@
-"""``miles verify``: do engine and trainer agree about the same tokens, and if not, why."""
+"""``miles verify``: checks whether engine and trainer compute the same log-probs for the same tokens, and finds the causes of a gap."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DESCRIPTION = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; 0 within the tolerance, 1 beyond it."""
+    """Run the command; returns 0 if the gap is within the tolerance, else 1."""
     made = make_parser(USAGE, DESCRIPTION)
     made.add_argument("--budget", action="store_true", help="divide the gap among its causes")
     options, rest = made.parse_known_args(list(argv))

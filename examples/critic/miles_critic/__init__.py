@@ -1,4 +1,4 @@
-"""PPO with a critic: values from a second model, advantages by GAE. A plugin against public names only."""
+"""PPO with a critic: values from a second model, advantages by GAE. The plugin uses public names only."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class CriticConfig:
 
     lr: float = option(1e-5, flag="--critic-lr", help="learning rate of the critic", ge=0)
     only_steps: int = option(
-        0, flag="--num-critic-only-steps", help="rollout steps in which only the critic learns", ge=0
+        0, flag="--num-critic-only-steps", help="number of initial steps that train only the critic", ge=0
     )
 
 

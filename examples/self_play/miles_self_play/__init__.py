@@ -1,4 +1,4 @@
-"""Two policies play against each other, each through its own engine. A plugin against public names only."""
+"""Two policies play against each other, each with its own engine. The plugin uses public names only."""
 
 from miles_core.plugin import Plugin
 

@@ -1,4 +1,4 @@
-"""The second player joins the run."""
+"""Hook that adds the second policy to the run."""
 
 from miles_core.plugin import Policy, Run, hookimpl
 

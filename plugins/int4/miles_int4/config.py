@@ -1,4 +1,4 @@
-"""The options of int4."""
+"""The options of the plugin."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -12,7 +12,7 @@ plugin = format_plugin(
     core="~=0.1",
     format="miles_nvfp4.format:Nvfp4",
     config=Nvfp4Config,
-    hardware=Rule("gpu.sm >= 100", "E2M1 products exist from Blackwell on"),
+    hardware=Rule("gpu.sm >= 100", "E2M1 GEMMs need Blackwell or later"),
     rollout_alone=False,
     experimental=True,
     both_when="nvfp4.recipe == nvfp4",
@@ -21,7 +21,7 @@ plugin = format_plugin(
         Rule(
             needs="model.moe",
             when="rollout.precision == nvfp4",
-            because="NVFP4 is for the matrices of experts, and a dense model has none",
+            because="NVFP4 quantises expert matrices only, and a dense model has none",
         ),
     ),
 )

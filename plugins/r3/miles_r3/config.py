@@ -1,4 +1,4 @@
-"""The options of r3."""
+"""The options of the plugin."""
 
 from dataclasses import dataclass
 
