@@ -27,10 +27,10 @@ from miles_core.observe.progress import Progress
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.render import notices
 from miles_core.redact import redact
-from miles_core.run.checks import checked
-from miles_core.run.directory import claimed
+from miles_core.run.checks import check_inputs
+from miles_core.run.directory import claim_directory
 from miles_core.run.ending import ENDING, Ending, ending
-from miles_core.run.make import make_log
+from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
 from miles_core.run.stopping import Deadline, OutOfTime
 
@@ -75,16 +75,14 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         MilesError: what is wrong with the inputs, all of it and before anything is built; or what ended the run. Its notes say
             where the last completed step is kept.
     """
-    with claimed(config) as directory:
+    with claim_directory(config) as directory:
         set_environment(plan)
-        run, inputs = checked(config, plan, manifests, directory)
+        run, inputs = check_inputs(config, plan, manifests, directory)
         load = config.run.load
         resume_from = None
         if load is not None:
             resume_from = locate_checkpoint(load, plan.record())
-        provided = [t for name in plan.order for part in manifests[name].provides.values() for t in part.values()]
-        modules = [t.split(".")[0].split(":")[0] for t in (*(h.target for h in plan.hooks), *provided)]
-        console = logs.configure(config.run.log_level, directory, console, modules)
+        console = logs.configure(config.run.log_level, directory, console, packages(plan, manifests))
         _write_start(run)
         log.info("%s", plan.header)
         for line in notices(plan):
@@ -93,15 +91,15 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         for change in changes(resume_from, plan.record()) if resume_from else ():
             log.warning("continuing with a change: %s", change)
         start = checkpoint_step(resume_from) if resume_from else None
-        told = _open_log(run, manifests, Progress(config.rollout.num_rollout, console, start=start or 0), start)
+        run_log = _open_log(run, manifests, Progress(config.rollout.num_rollout, console, start=start or 0), start)
         seed_generators(config.train.seed)
         with interruptible(run) as stopped:
             try:
-                with told.progress:
+                with run_log.progress:
                     try:
-                        parts = _completed(stopped.deadline.limit(train(run, told, inputs, resume_from)))
+                        parts = _completed(stopped.deadline.limit(train(run, run_log, inputs, resume_from)))
                     finally:
-                        told.close()
+                        run_log.close()
             except OutOfTime as error:
                 log.warning("%s", error)
                 parts = []

@@ -41,7 +41,28 @@ PAGES = sorted(
 )
 
 #: Findings that a package may still have; they may only fall.
-ALLOWED: dict[str, int] = {}
+ALLOWED: dict[str, int] = {
+    "benchmarks": 40,
+    "docs": 1,
+    "examples": 1,
+    "miles_core": 68,
+    "miles_embedded": 4,
+    "miles_mismatch": 7,
+    "miles_testing": 1,
+    "miles_tools": 20,
+    "miles_transport": 1,
+    "plugins/cpu_kernels": 2,
+    "plugins/int4": 1,
+    "plugins/megatron": 5,
+    "plugins/mxfp8": 3,
+    "plugins/r3": 2,
+    "plugins/ray": 2,
+    "plugins/sglang": 4,
+    "plugins/speculative": 2,
+    "plugins/tis": 2,
+    "plugins/zero_copy": 4,
+    "tests": 52,
+}
 
 _UNIT = (
     "(?:token|row|step|sample|rank|layer|tensor|group|GPU|engine|worker|process|bucket|policy|plugin|page|file|prompt|logit|line|replica|"

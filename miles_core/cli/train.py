@@ -17,9 +17,9 @@ def run(argv: Sequence[str]) -> int:
         print(help_text(schema_for(argv), words, "miles train", SWITCHES), end="")
         return 0
     given = load([word for word in argv if word != DRY_RUN])
-    from miles_core.run.checks import check_start, planned
+    from miles_core.run.checks import check_start, plan_run
 
-    config, plan, catalogue = planned(given)
+    config, plan, catalogue = plan_run(given)
     if DRY_RUN in argv:
         from miles_core.plugin.render import describe
 
@@ -30,9 +30,9 @@ def run(argv: Sequence[str]) -> int:
         print(describe(plan, run.hooks.implemented))
         return 0
     from miles_core.launch import launch
-    from miles_core.run.prepare import localised
+    from miles_core.run.prepare import localise
 
-    localised(given)  # the weights too, now that the plan is accepted
+    localise(given)  # the weights too, now that the plan is accepted
 
     signal = launch(config, plan, catalogue).signal
     return 128 + signal if signal else 0

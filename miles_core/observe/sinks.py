@@ -1,4 +1,4 @@
-"""Optional places for metrics: TensorBoard and Weights & Biases. Their packages are imported only when asked for."""
+"""Optional metric sinks: TensorBoard and Weights & Biases. Their packages are imported only if the sink is enabled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from miles_core.redact import redact_values
 _LOGIN = "run wandb login, set WANDB_API_KEY, or set WANDB_MODE=offline to keep the metrics on this machine"
 #: Variables that give Weights & Biases a login, or a mode without one.
 _LOGIN_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_DISABLED", "WANDB_ANONYMOUS")
-#: Keeps the id that a run has at Weights & Biases.
+#: File with the id of a run at Weights & Biases.
 WANDB_ID = "wandb_id"
 
 
@@ -42,10 +42,10 @@ class WeightsAndBiases:
     """Sends scalars to a run of Weights & Biases. Raises MilesError without the package.
 
     Args:
-        directory: where its local files go, and the id that the run has there: one that is continued goes on in the same.
-        name: the run's name there.
+        directory: directory for local files and the run's id, with which a resumed run continues the same W&B run.
+        name: name of the W&B run.
         config: the effective configuration.
-        project, group: where it is listed.
+        project, group: project and group of the W&B run.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class WeightsAndBiases:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Finish the run there."""
+        """Finish the W&B run."""
         self._run.finish()
 
 

@@ -141,7 +141,9 @@ def model_directory(tmp_path) -> str:
 
 
 def test_a_directory_that_is_no_run_is_told_as_that(tmp_path):
-    with pytest.raises(ConfigError, match=r"--load .*: it holds no config.yaml, so it is no run directory") as caught:
+    with pytest.raises(
+        ConfigError, match=r"--load .*: it holds no config.yaml, so it is not a complete run directory"
+    ) as caught:
         train.run(["--load", str(tmp_path)])
     assert "needs --prompt-data" not in str(caught.value)
     assert not list(tmp_path.iterdir())

@@ -3,12 +3,12 @@
 import pytest
 
 from miles_core.config.load import load
-from miles_core.precision.installed import format_class, providers
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_testing.quantized_engine_contract import QuantizedEngineContract
 from miles_testing.tiny import tiny_tokenizer
+from miles_tools.convert.installed import format_class, providers
 
 
 class Embedded(QuantizedEngineContract):
