@@ -117,7 +117,7 @@ class TrainerContract:
         one.step(replace(batch, columns=batch.columns | {CANDIDATES.name: tokens}))
         other.step(batch)
         assert seen and max(seen) < self.atol
-        self.same_weights(weights(one), weights(other), self.atol)
+        self.check_weights(weights(one), weights(other), self.atol)
 
     def test_a_step_is_one_step_of_adamw(self, checkpoint: Path, batch: Batch) -> None:
         trainer = self.trainer(checkpoint)

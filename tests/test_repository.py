@@ -12,10 +12,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from miles_core.plugin.option import METADATA_KEY
 
 from miles_core.config.groups import GROUPS
 from miles_core.plugin.discovery import discover
+from miles_core.plugin.options import METADATA_KEY
 from miles_tools.authoring.scaffold import write_plugin
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from miles_core.config.rollout_group import Rollout
-from miles_core.plugin.option import option
+from miles_core.plugin.options import option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 

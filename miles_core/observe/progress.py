@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Metrics in a step's line, in this order: metric -> (label, format, width). All metrics are in metrics.jsonl. Evaluations come last:
-#: not every step has one, and the columns before it keep their places.
+#: Metrics in a step's line, in this order: metric -> (label, format, width). All metrics are in metrics.jsonl. Evaluations come last: not
+#: every step has one, and the columns before them keep their places.
 SHOWN = {
     "reward/mean": ("reward", "{:.3f}", 6),
     "rollout/length_mean": ("length", "{:.1f}", 7),

@@ -11,7 +11,7 @@ from miles_testing.toy import toy_arguments
 
 PLUGIN = '''
 from dataclasses import dataclass
-from miles_core.plugin.option import option
+from miles_core.plugin.options import option
 from miles_core.plugin.manifest import Plugin
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The manifest of a number format, made from what is its own."""
 
 import pytest
-from miles_core.plugin.format_plugin import format_plugin
 
 from miles_core.plugin.manifest import Pair, Plugin, Rule, Set
+from miles_core.plugin.number_format import format_plugin
 
 
 def made(**more):

@@ -3,9 +3,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_core.plugin.option import option
-
 from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.options import option
 from miles_tools.authoring.flags import page, standard
 
 
