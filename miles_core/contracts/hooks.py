@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     Export = Callable[[], Iterator[Unit]]
 
 #: What a stream of weights is made for.
-Purpose = Literal["sync", "export", "snapshot"]
+Purpose = Literal["sync", "export", "snapshot", "convert"]
 F = TypeVar("F", bound=Callable[..., Any])
 #: What a ``wrap_*`` hook returns: it takes the inner function and returns one with the same arguments and result.
 Wrap = Callable[[F], F]
@@ -176,8 +176,9 @@ class HookSpecs:
     def wrap_weights(self, run: Run, policy: Policy, purpose: Purpose) -> Wrap[Export] | None:
         """Around ``weights() -> iterator of Unit``, the export stream of the model copy: add, drop, merge or rename tensors, never
         quantise. All weights that leave a trainer pass through it. ``purpose``: ``sync`` for the engine, ``export`` for a Hugging Face
-        checkpoint (``--export-hf``), ``snapshot`` for weights that the trainer's own model is to compute with again. Asked for each
-        stream. The first plugin sees what the later ones produced. Runs in: every trainer rank."""
+        checkpoint (``--export-hf``), ``snapshot`` for weights that the trainer's own model is to compute with again, ``convert`` for the
+        weights of a checkpoint that ``miles convert`` reads, first on the meta device. Asked for each stream. The first plugin sees what
+        the later ones produced. Runs in: every trainer rank; ``convert``: the process of the command."""
 
     @hookspec
     def wrap_optimizer_step(self, run: Run, policy: Policy) -> Wrap[OptimizerStep] | None:
