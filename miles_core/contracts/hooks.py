@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     Export = Callable[[], Iterator[Unit]]
 
 #: The purpose of an exported stream of weights.
-Purpose = Literal["sync", "export", "snapshot"]
+Purpose = Literal["sync", "export", "snapshot", "convert"]
 F = TypeVar("F", bound=Callable[..., Any])
 #: The result of a ``wrap_*`` hook: a function that takes the inner function and returns one with the same arguments and result.
 Wrap = Callable[[F], F]
@@ -193,8 +193,9 @@ class HookSpecs:
         """Wrap ``weights() -> iterator of Unit``, the stream of all weights that leave a trainer.
 
         A wrapper may add, drop, merge or rename tensors, but must not quantise them. ``purpose`` is ``sync`` for the engine, ``export`` for a
-        Hugging Face checkpoint (``--export-hf``), or ``snapshot`` for weights that the trainer's model later computes with. Called for each
-        stream. The first plugin receives the output of the later ones. Runs in: every trainer rank."""
+        Hugging Face checkpoint (``--export-hf``), ``snapshot`` for weights that the trainer's model later computes with, or ``convert`` for the
+        weights of a checkpoint that ``miles convert`` reads, first on the meta device. Called for each stream. The first plugin receives the
+        output of the later ones. Runs in: every trainer rank; ``convert``: the process of the command."""
 
     @hookspec
     def wrap_optimizer_step(self, run: Run, policy: Policy) -> Wrap[OptimizerStep] | None:

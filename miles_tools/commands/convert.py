@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from miles_core.config.config import Config
     from miles_core.plugin.manifest import Plugin
     from miles_tools.convert.conversion import Conversion, Outcome
+    from miles_tools.convert.shaped import Shape, Units
 
 USAGE = "miles convert --to FORMAT --model-dir DIR --save-dir DIR [--dry-run] [options of the format]"
 PLAIN = "bf16"
@@ -148,13 +149,42 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
     if options.to not in known:
         raise ConfigError(unknown(options.to, known))
     config = load(["--rollout-precision", options.to, *rest])
-    _refuse_foreign(config, known[options.to])
+    named = [manifests[name] for name in config.plugins if name in manifests] if config.chosen("plugins") else []
+    changing = [plugin for plugin in named if options.to not in plugin.formats]
+    _refuse_foreign(config, known[options.to], *changing)
     from miles_core.checkpoint.hf_files import CheckpointFiles
     from miles_core.precision.options import codec_for
     from miles_tools.convert.encode import to_format
 
     codec = codec_for(format_class(options.to, manifests), config, str(options.model_dir))
-    return to_format(CheckpointFiles(options.model_dir), codec)
+    shape, changed_by = _shape(config, options) if changing else (None, "")
+    conversion = to_format(CheckpointFiles(options.model_dir), codec, shape)
+    conversion.changed_by = changed_by
+    return conversion
+
+
+def _shape(config: Config, options: argparse.Namespace) -> tuple[Shape | None, str]:
+    """What the plugins named after ``--plugins`` put around the checkpoint's weights, and what decides it: plugins and their options.
+    None where none of them changes weights."""
+    from miles_core.plugin.chain import compose
+    from miles_core.run.make import make_run
+    from miles_core.run.prepare import apply_plan, prepare
+
+    given = {"model.hf_checkpoint": str(options.model_dir), "train.emulate_precision": True}
+    config = config.replace(given, origin="of the conversion")
+    plan, catalogue = prepare(config)
+    config = apply_plan(config, plan)
+    run = make_run(config, plan, catalogue, Path(options.save_dir or "."))
+    if not run.hooks.implemented["wrap_weights"]:
+        return None, ""
+
+    def shape(units: Units) -> Units:
+        chain = run.hooks.chain("wrap_weights", run=run, policy=run.policy, purpose="convert")
+        shaped: Units = compose(units, chain)
+        return shaped
+
+    active = [(p, config.plugin(p.name) if catalogue[p.name].config else None) for p in plan.plugins]
+    return shape, "; ".join(f"{p.name} {p.version} {p.source} {own!r}" for p, own in active)
 
 
 def _plan_plain(directory: Path) -> Conversion:
@@ -170,12 +200,12 @@ def _plan_plain(directory: Path) -> Conversion:
     return to_bf16(source)
 
 
-def _refuse_foreign(config: Config, plugin: Plugin) -> None:
+def _refuse_foreign(config: Config, *plugins: Plugin) -> None:
     """Raise ConfigError for options that do not affect the conversion."""
     for path, option in config.schema.options.items():
         allowed = SHARED.fullmatch(option.flag) or option.flag == "--rollout-precision"
         owners = config.schema.flag_of(path).owners
-        if config.chosen(path) and not allowed and plugin.name not in owners:
+        if config.chosen(path) and not allowed and not {*owners} & {plugin.name for plugin in plugins}:
             raise ConfigError(f"{config.origin(path)}: it has no effect on a checkpoint's conversion; leave it out")
 
 

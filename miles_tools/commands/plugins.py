@@ -100,7 +100,9 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 
 def _check(argv: Sequence[str]) -> int:
     """Resolve the given options, and lint every installed manifest."""
-    options, rest = make_parser(USAGE, "Resolve without running; find mistakes in manifests.").parse_known_args(list(argv))
+    options, rest = make_parser(USAGE, "Resolve without running; find mistakes in manifests.").parse_known_args(
+        list(argv)
+    )
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import notices
     from miles_core.plugin.resolve import resolve

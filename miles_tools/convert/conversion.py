@@ -74,6 +74,8 @@ class Conversion:
         texts: JSON files to write, config.json last.
         copies: unchanged files, name -> source path.
         notes: messages for the user.
+        begin: called with the number of the first job of each file that is written, in order.
+        changed_by: the plugins that change weights, with versions and options; an attempt is continued with the same ones only.
     """
 
     to: str
@@ -83,6 +85,8 @@ class Conversion:
     texts: dict[str, str]
     copies: dict[str, Path]
     notes: list[str] = field(default_factory=list)
+    begin: Callable[[int], None] = lambda number: None
+    changed_by: str = ""
 
     @property
     def before(self) -> int:
@@ -149,6 +153,7 @@ def run(
                     resumed += done
                     advance(done)
                 else:
+                    conversion.begin(positions[0])
                     with work.open(shard) as descriptor:
                         _write(pool, shard, descriptor, jobs, advance)
         work.finish([shard for shard, _ in shards], conversion.texts, conversion.copies)
@@ -254,6 +259,7 @@ def _fingerprint(conversion: Conversion, shards: list[tuple[Shard, list[int]]]) 
 
     def lines() -> Iterator[str]:
         yield conversion.to
+        yield conversion.changed_by
         yield json.dumps(conversion.texts, sort_keys=True)
         for file in conversion.files.files:
             about = file.stat()

@@ -27,6 +27,7 @@ from miles_tools.convert.json_files import (
     quantized_files,
     unquantized_modules,
 )
+from miles_tools.convert.shaped import Shape, ShapedFiles
 from miles_tools.convert.writer import Target, Write
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -51,8 +52,8 @@ class _Weight:
         return (self.entry.name, -1 if self.expert is None else self.expert.index)
 
 
-def to_format(files: CheckpointFiles, codec: Codec) -> Conversion:
-    """Plan the conversion of a checkpoint to the codec's format.
+def to_format(files: CheckpointFiles, codec: Codec, shape: Shape | None = None) -> Conversion:
+    """Plan the conversion of a checkpoint to the codec's format; ``shape`` describes the weights after plugins changed them.
 
     Raises:
         CheckpointError: the checkpoint is already quantised, joins experts in an unknown layout, or lacks a weight of a coupled pair.
@@ -62,14 +63,18 @@ def to_format(files: CheckpointFiles, codec: Codec) -> Conversion:
     if format is None:
         raise ValueError("a number format is needed")
     _refuse_quantised(files)
-    weights = {w.name: w for w in _weights(files, codec)}
+    source = files if shape is None else ShapedFiles(files, codec, shape)
+    weights = {w.name: w for w in _weights(source, codec)}
     shapes = {w.name: w.shape for w in weights.values()}
     notes = codec.check(shapes)
     reasons = {name: codec.reason(name, shape) for name, shape in shapes.items()}
     chosen = [name for name, reason in reasons.items() if reason is None]
     _refuse_unstorable(codec, chosen, shapes)
     wanted = set(chosen)
-    jobs = [_job(files, codec, unit, wanted) for unit in _units(codec, weights, wanted)]
+    if isinstance(source, ShapedFiles):
+        jobs = _shaped_jobs(source, codec, weights, wanted)
+    else:
+        jobs = [_job(files, codec, unit, wanted) for unit in _units(codec, weights, wanted)]
     items = [Item(n, w.shape, reasons[n] or "", w.nbytes, _after(codec, w, reasons[n])) for n, w in weights.items()]
     rounded = sum(weights[name].entry.dtype != COPY for name in chosen)
     if rounded:
@@ -80,7 +85,10 @@ def to_format(files: CheckpointFiles, codec: Codec) -> Conversion:
         notes.append(codec.family.joining.caution)
     modules = unquantized_modules(shapes, chosen)
     texts = quantized_files(files.config, format, modules)
-    return Conversion(format.name, files, jobs, items, texts, other_files(files.directory, texts), notes)
+    made = Conversion(format.name, files, jobs, items, texts, other_files(files.directory, texts), notes)
+    if isinstance(source, ShapedFiles):
+        made.begin = source.begin
+    return made
 
 
 def _refuse_quantised(files: CheckpointFiles) -> None:
@@ -105,7 +113,7 @@ def _way_back(block: dict[str, Any] | None) -> str:
     return "convert it with --to bf16 first, or start from"
 
 
-def _weights(files: CheckpointFiles, codec: Codec) -> list[_Weight]:
+def _weights(files: CheckpointFiles | ShapedFiles, codec: Codec) -> list[_Weight]:
     codec.settle({e.name: e.shape for e in files.entries.values()}, Family.of(files.config))
     found = []
     for entry in files.entries.values():
@@ -181,6 +189,28 @@ def _job(files: CheckpointFiles, codec: Codec, unit: list[_Weight], chosen: set[
         return Job([Target(entry.name, entry.dtype, entry.shape)], copy_pieces(files, entry.name), before)
     targets = [t for w in unit for t in _targets(codec, w, w.name in chosen)]
     return Job(targets, [_encode(files, codec, unit)], before)
+
+
+def _shaped_jobs(source: ShapedFiles, codec: Codec, weights: dict[str, _Weight], chosen: set[str]) -> list[Job]:
+    """One job for each unit of the plugins' stream."""
+    assert codec.format is not None
+
+    def piece() -> list[Write]:
+        return [Write(name, tensor) for e in codec.encode_unit(source.take()) for name, tensor in e.parts.items()]
+
+    jobs = []
+    for unit in source.units:
+        members = [w for w in weights.values() if w.entry.name in unit]
+        names = {w.name for w in members}
+        for name in names & chosen:
+            if absent := next((m for m in coupled(codec.format, name) if m not in names & chosen), None):
+                raise CheckpointError(
+                    f"{name}: {codec.format.name} encodes it together with {absent}, which is left alone or not in the same unit of the "
+                    "plugins' wrap_weights; keep both in one Unit"
+                )
+        targets = [t for w in members for t in _targets(codec, w, w.name in chosen)]
+        jobs.append(Job(targets, [piece], sum(w.nbytes for w in members)))
+    return jobs
 
 
 def _encode(files: CheckpointFiles, codec: Codec, unit: list[_Weight]) -> Piece:
