@@ -131,58 +131,75 @@ def add_checks(
     Args:
         seen: for streams, name -> shape of the inner stream's items so far, filled by ``_record_shapes``.
     """
+    make = {"async": _check_async, "stream": _check_stream}.get(boundary.kind, _check_call)
+    return functools.update_wrapper(make(function, plugin, hook, boundary, {} if seen is None else seen), function)
+
+
+def _check_async(
+    function: Callable[..., Any], plugin: str, hook: str, boundary: Boundary, seen: Mapping[str, Any]
+) -> Callable[..., Any]:
     check = boundary.call
     assert check is not None
-    result: Callable[..., Any]
-    if boundary.kind == "async":
 
-        async def result(*args: Any, **kwargs: Any) -> Any:
-            try:
-                awaitable = function(*args, **kwargs)
-                if not inspect.isawaitable(awaitable):
-                    raise refuse(
-                        plugin, hook, f"the function returned {describe(awaitable)} at once; write `async def`"
-                    )
-                value = await awaitable
-            except Exception as error:
-                note(error, plugin, hook)
-                raise
-            if wrong := check(value, args):
-                raise refuse(plugin, hook, wrong)
-            return value
+    async def result(*args: Any, **kwargs: Any) -> Any:
+        try:
+            awaitable = function(*args, **kwargs)
+            if not inspect.isawaitable(awaitable):
+                raise refuse(plugin, hook, f"the function returned {describe(awaitable)} at once; write `async def`")
+            value = await awaitable
+        except Exception as error:
+            note(error, plugin, hook)
+            raise
+        if wrong := check(value, args):
+            raise refuse(plugin, hook, wrong)
+        return value
 
-    elif boundary.kind == "stream":
+    return result
 
-        def result(*args: Any, **kwargs: Any) -> Any:
-            try:
-                items = function(*args, **kwargs)
-                if not isinstance(items, Iterable):
-                    raise refuse(plugin, hook, f"the function returned {describe(items)}; expected an iterator")
-                for item in items:
-                    if wrong := check(item, args):
-                        raise refuse(plugin, hook, wrong)
-                    if seen and boundary.shapes is not None:
-                        for name, shape in boundary.shapes(item).items():
-                            if seen.get(name, shape) != shape:
-                                raise refuse(plugin, hook, f"{name} has shape {shape}; expected {seen[name]}")
-                    yield item
-            except Exception as error:
-                note(error, plugin, hook)
-                raise
 
-    else:
+def _check_stream(
+    function: Callable[..., Any], plugin: str, hook: str, boundary: Boundary, seen: Mapping[str, Any]
+) -> Callable[..., Any]:
+    check = boundary.call
+    assert check is not None
 
-        def result(*args: Any, **kwargs: Any) -> Any:
-            try:
-                value = function(*args, **kwargs)
-            except Exception as error:
-                note(error, plugin, hook)
-                raise
-            if wrong := check(value, args):
-                raise refuse(plugin, hook, wrong)
-            return value
+    def result(*args: Any, **kwargs: Any) -> Any:
+        try:
+            items = function(*args, **kwargs)
+            if not isinstance(items, Iterable):
+                raise refuse(plugin, hook, f"the function returned {describe(items)}; expected an iterator")
+            for item in items:
+                if wrong := check(item, args):
+                    raise refuse(plugin, hook, wrong)
+                if seen and boundary.shapes is not None:
+                    for name, shape in boundary.shapes(item).items():
+                        if seen.get(name, shape) != shape:
+                            raise refuse(plugin, hook, f"{name} has shape {shape}; expected {seen[name]}")
+                yield item
+        except Exception as error:
+            note(error, plugin, hook)
+            raise
 
-    return functools.update_wrapper(result, function)
+    return result
+
+
+def _check_call(
+    function: Callable[..., Any], plugin: str, hook: str, boundary: Boundary, seen: Mapping[str, Any]
+) -> Callable[..., Any]:
+    check = boundary.call
+    assert check is not None
+
+    def result(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = function(*args, **kwargs)
+        except Exception as error:
+            note(error, plugin, hook)
+            raise
+        if wrong := check(value, args):
+            raise refuse(plugin, hook, wrong)
+        return value
+
+    return result
 
 
 def _record_shapes(

@@ -40,8 +40,7 @@ def format_plugin(
         rollout_alone: whether the engine may use the format while the trainer computes in BF16.
         rollout_alone_recommends: recommendations for that case.
         experimental: whether plans mark the format as experimental when both sides use it.
-        both_when: condition under which the plugin sets the format on both sides, for example one of its own options.
-        both_because: reason shown if the user's choice contradicts it.
+        both_when, both_because: condition under which the plugin sets the format on both sides, and the reason shown otherwise.
         more: further fields of ``Plugin``, merged with those above. Unknown fields raise TypeError.
     """
     rules = () if hardware is None else (replace(hardware, hardware=True),)

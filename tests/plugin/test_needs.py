@@ -69,7 +69,7 @@ def planned(flags, *manifests):
 def test_values_that_plugins_set_obey_types_bounds_and_the_rules_of_core():
     with pytest.raises(ConfigError, match=r"rollout.batch_size set by mine.* cannot be -3"):
         planned(["--plugins", "mine"], mine(sets={"rollout.batch_size": -3}))
-    with pytest.raises(ConfigError, match="a sample that is generated beside the training"):
+    with pytest.raises(ConfigError, match="a sample that is generated during the training"):
         planned(["--plugins", "mine", "--schedule", "async"], mine(sets={"rollout.max_weight_staleness": 0}))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from miles_core.data import Sample, collate
-from miles_core.plugin import PluginError
+from miles_core.plugin import PluginError, Policy
 from miles_core.trainer import Context, Output
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
@@ -36,7 +36,7 @@ def forward(micro_batch, kind, taken=True):
             ctx.attached[OWN] = {}
         return Output()
 
-    R3(R3Config()).wrap_forward(run)(inner)(None, micro_batch, ctx)
+    R3(R3Config()).wrap_forward(run, Policy())(inner)(None, micro_batch, ctx)
     return seen[0], ctx
 
 
@@ -105,3 +105,8 @@ def test_every_request_asks_for_routes():
     request = SimpleNamespace(extras=set())
     R3(R3Config()).on_request(request)
     assert request.extras == {ROUTES.name}
+
+
+@pytest.mark.parametrize("role", ["critic", "frozen"])
+def test_models_that_do_not_generate_route_for_themselves(role):
+    assert R3(R3Config()).wrap_forward(SimpleNamespace(), Policy(role=role)) is None

@@ -153,7 +153,7 @@ def test_bypass_mode_has_nothing_to_compare(toy_run):
 def test_bypass_mode_refuses_any_correction_that_compares(toy_run, tmp_path):
     path = tmp_path / "own.py"
     path.write_text(WHOLE_STEP.replace("whole_step=True", "old=True"))
-    with pytest.raises(ConfigError, match=r"leave one of them out"):
+    with pytest.raises(ConfigError, match=r"remove one of the two"):
         toy_run([str(path)], use_rollout_logprobs=True)
 
 

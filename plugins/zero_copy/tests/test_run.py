@@ -125,7 +125,7 @@ def test_a_trainer_and_an_engine_that_take_turns_share_what_stays_awake(toy_run)
 
 
 def test_the_plan_says_which_path_and_why():
-    assert any("one storage" in line for line in plan(use_zero_copy_sync=True).advice)
+    assert any("share the storage" in line for line in plan(use_zero_copy_sync=True).advice)
     assert any("copies each version" in line for line in plan(use_zero_copy_sync=True, schedule="async").advice)
 
 

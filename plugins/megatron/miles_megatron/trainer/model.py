@@ -41,8 +41,6 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
     """Build Megatron-Core's configuration.
 
     Args:
-        a: the architecture.
-        s: parallel sizes.
         dtype: dtype of parameters and activations.
         options: the user's fields of the configuration.
 
