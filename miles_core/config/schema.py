@@ -35,7 +35,7 @@ class Option:
         flag: the flag, with dashes.
         type: the annotation, e.g. ``int | None``.
         default: the default value.
-        info: the declaration (``miles_core.option``).
+        info: the declaration (``miles_core.plugin.option``).
         choices: allowed values, including those that plugins add; empty allows every value of the type.
         providers: choice -> names of the plugins that provide it.
     """

@@ -49,7 +49,7 @@ def test_policy_passes_replay(kind):
 
 @pytest.mark.parametrize("kind", ["old", "train", "verify"])
 def test_a_trainer_that_leaves_the_routes_alone_stops_the_run(kind):
-    with pytest.raises(PluginError, match="nothing in NoneType of --trainer elsewhere took the routes"):
+    with pytest.raises(PluginError, match="NoneType of --trainer elsewhere did not use the routes"):
         forward(batch(), kind, taken=False)
 
 

@@ -85,8 +85,7 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
     if "attention_backend" in options:
         fields["attention_backend"] = AttnBackend[options["attention_backend"]]
     made = _construct(MLATransformerConfig if a.latent else TransformerConfig, fields, options)
-    for name, value in _yarn(a).items():
-        setattr(made, name, value)  # fields that Megatron-Core reads but does not declare
+    vars(made).update(_yarn(a))  # fields that Megatron-Core reads but does not declare
     return made
 
 
