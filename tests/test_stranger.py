@@ -370,7 +370,7 @@ from miles_embedded.model.load import make_model
 from miles_embedded.model.value_head import make_head
 from miles_embedded.trainer.build import make_trainer
 from miles_core.plugin.manifest import Plugin
-from miles_core.remote.inline import InlineRuntime
+from miles_runtime.inline import InlineRuntime
 from miles_core.rollout.function import SingleTurn
 from miles_core.rollout.source import open_prompts
 from miles_core.schedule.sync import SyncSchedule

@@ -199,7 +199,7 @@ class Trainer(ABC):
             MilesError: this backend, or the model's head, does not give one of them.
         """
         if unknown := sorted({*wanted} - {"log_probs", "entropy"}):
-            raise MilesError(f"{type(self).__name__} does not compute {', '.join(unknown)}; use --trainer embedded")
+            raise MilesError(f"{type(self).__name__} does not compute {', '.join(unknown)}; use another --trainer")
         return self.log_probs(batch, kind, "entropy" in wanted)
 
     @abstractmethod

@@ -92,23 +92,29 @@ class Hooks:
         Raises:
             PluginError: no active plugin provides it, or it cannot be imported.
         """
+        plugin, build = self.builder(kind, name)
+        hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
+        try:
+            made = build(**accepted(build, arguments))
+        except Exception as error:
+            note(error, "" if plugin is CORE or plugin.standard else plugin.name, hook)
+            raise
+        if boundary.part is not None and (wrong := boundary.part(made)):
+            raise refuse(plugin.name, hook, wrong)
+        if boundary.call is not None:
+            return checked(made, plugin.name, hook, boundary)
+        # errors inside a function are noted too; objects are used in too many ways
+        return guarded(made, plugin.name, hook) if inspect.isfunction(made) else made
+
+    def builder(self, kind: str, name: str) -> tuple[Plugin, Callable[..., Any]]:
+        """Who provides the part ``name`` of a kind, and the callable that builds it.
+
+        Raises:
+            PluginError: no active plugin provides it, or it cannot be imported.
+        """
         for plugin in self._active:
-            target = plugin.provides.get(kind, {}).get(name)
-            if target is None:
-                continue
-            build = import_target(plugin.name, target)
-            hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
-            try:
-                made = build(**accepted(build, arguments))
-            except Exception as error:
-                note(error, "" if plugin is CORE else plugin.name, hook)
-                raise
-            if boundary.part is not None and (wrong := boundary.part(made)):
-                raise refuse(plugin.name, hook, wrong)
-            if boundary.call is not None:
-                return checked(made, plugin.name, hook, boundary)
-            # errors inside a function are noted too; objects are used in too many ways
-            return guarded(made, plugin.name, hook) if inspect.isfunction(made) else made
+            if name in plugin.provides.get(kind, {}):
+                return plugin, import_target(plugin.name, plugin.provides[kind][name])
         raise PluginError(f"no active plugin provides the {kind} {name!r}; {_known(self.provided(kind), name)}")
 
     def provider(self, kind: str, name: str) -> str:

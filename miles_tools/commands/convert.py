@@ -136,7 +136,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
             raise ConfigError(f"{rest[0]}: dequantising takes no options; the checkpoint says how it is stored")
         return _plan_plain(options.model_dir)
     from miles_core.config.load import load, schema_for
-    from miles_core.precision.installed import format_class, providers, unknown
+    from miles_tools.convert.installed import format_class, providers, unknown
 
     manifests = schema_for(rest).manifests
     known = providers(manifests)
@@ -162,12 +162,12 @@ def _shape(config: Config, options: argparse.Namespace) -> tuple[Shape | None, s
     None where none of them changes weights."""
     from miles_core.plugin.chain import compose
     from miles_core.run.make import make_run
-    from miles_core.run.prepare import applied, prepare
+    from miles_core.run.prepare import apply_plan, prepare
 
     given = {"model.hf_checkpoint": str(options.model_dir), "train.emulate_precision": True}
     config = config.replace(given, origin="of the conversion")
     plan, catalogue = prepare(config)
-    config = applied(config, plan)
+    config = apply_plan(config, plan)
     run = make_run(config, plan, catalogue, Path(options.save_dir or "."))
     if not run.hooks.implemented["wrap_weights"]:
         return None, ""
@@ -207,7 +207,7 @@ def _help(words: Sequence[str]) -> str:
     """Own options and, for every installed format, those of its plugin."""
     from miles_core.config.flags import describe, metavar
     from miles_core.config.load import schema_for
-    from miles_core.precision.installed import providers
+    from miles_tools.convert.installed import providers
 
     made = _parser()
     schema = schema_for([w for w in words if w not in ("-h", "--help")])

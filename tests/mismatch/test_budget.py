@@ -5,11 +5,11 @@ import torch
 
 from miles_core.contracts.transport import SyncReport
 from miles_core.errors import MismatchError
-from miles_core.mismatch import budget as b
-from miles_core.mismatch.probe import probe, probe_prompts
 from miles_core.precision.product import Products
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_fp8.format import Fp8
+from miles_mismatch import budget as b
+from miles_mismatch.probe import probe, probe_prompts
 from miles_testing.doubles.product import ExactProduct
 from miles_tools.verify.verify import verify
 

@@ -50,13 +50,13 @@ def test_keys_in_flight_are_distinct_whatever_samples_come_and_go(events):
     keys, flying = RequestKeys(), {}
     for sample, ends in events:
         if ends:
-            assert sorted(keys.issued([sample])) == sorted(flying.pop(sample, []))
+            assert sorted(keys.keys_of([sample])) == sorted(flying.pop(sample, []))
             keys.forget([sample])
         else:
             flying.setdefault(sample, []).append(keys.next(sample))
         alive = [key for each in flying.values() for key in each]
         assert len(set(alive)) == len(alive)
-    assert sorted(keys.issued(range(6))) == sorted(key for each in flying.values() for key in each)
+    assert sorted(keys.keys_of(range(6))) == sorted(key for each in flying.values() for key in each)
 
 
 WATCH = """
@@ -204,7 +204,7 @@ def test_dropping_a_sample_aborts_each_of_its_calls(toy_run):
 
 
 def test_probes_share_no_key_with_samples(toy_run):
-    from miles_core.mismatch.probe import probe
+    from miles_mismatch.probe import probe
 
     done, asked, policies = toy_run(steps=1), [], set()
 

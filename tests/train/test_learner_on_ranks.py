@@ -9,12 +9,12 @@ from miles_core.contracts.emulation import Emulation
 from miles_core.data.means import means
 from miles_core.data.sample import Sample
 from miles_core.errors import DataError
-from miles_core.remote.rank import Rank
 from miles_core.run.make import make_run
-from miles_core.run.prepare import applied, prepare
+from miles_core.run.prepare import apply_plan, prepare
 from miles_core.train.share import Share, combined, divided
+from miles_runtime.rank import Rank
 from miles_testing.toy import toy_arguments
-from miles_testing.yardstick import copied
+from miles_testing.yardstick import copy_weights
 
 #: What needs statistics of the whole step: corrections, whitening, normalisers, balancing; and two optimiser steps.
 OPTIONS = {
@@ -52,7 +52,7 @@ def rollout(groups):
 def made(words, directory):
     config = load(words)
     accepted, catalogue = prepare(config)
-    run = make_run(applied(config, accepted), accepted, catalogue, directory)
+    run = make_run(apply_plan(config, accepted), accepted, catalogue, directory)
     trainer = run.hooks.make("trainer", "embedded", run=run, policy=run.policies[0])
     return Rank(run, run.policies[0], trainer)
 
@@ -68,7 +68,7 @@ def learned(words, directory, groups):
         np.testing.assert_allclose(kept, old, atol=1e-4)
         assert not np.allclose(new, old, atol=1e-4)
     supervised = rank.supervise(samples[rank.world.replica :: rank.world.replicas], 1e-2)
-    return pairs | supervised, copied(rank.trainer)
+    return pairs | supervised, copy_weights(rank.trainer)
 
 
 @pytest.mark.parametrize(("groups", "strategy"), [(3, "full_shard"), (3, "no_shard"), (1, "full_shard")])

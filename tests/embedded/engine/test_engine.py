@@ -302,5 +302,6 @@ def test_an_end_token_that_the_model_does_not_have_is_left_out_with_a_word(small
     with caplog.at_level("WARNING"):
         assert end_tokens(model, tokenizer) == sorted({1, tokenizer.eos_token_id})
     assert (
-        "eos_token_id 64 of generation_config.json or config.json is no token of the model, which has 64" in caplog.text
+        "eos_token_id 64 of generation_config.json or config.json is outside the model's vocabulary of 64"
+        in caplog.text
     )
