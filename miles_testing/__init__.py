@@ -7,8 +7,8 @@ this package does not import torch.
 
 from typing import TYPE_CHECKING
 
-from miles_core.lookup import looked_up
-from miles_testing.toy import APART, ToyRun, plan, toy_files, toy_run
+from miles_core.lookup import make_lazy_exports
+from miles_testing.toy import ToyRun, plan, toy_files, toy_run
 
 if TYPE_CHECKING:
     from miles_testing.engine_contract import EngineContract, Limits
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from miles_testing.trainer_contract import Setup, TrainerContract
 
 __all__ = [
-    "APART",
     "EngineContract",
     "FormatContract",
     "FormatPluginContract",
@@ -45,7 +44,7 @@ __all__ = [
     "toy_run",
 ]
 
-__getattr__, __dir__ = looked_up(
+__getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_testing.engine_contract": "EngineContract Limits",

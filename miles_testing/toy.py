@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from miles_core.contracts.runtime import PolicyParts
     from miles_core.plugin.plan import Plan
 
-#: A plugin for ``toy_run([..., APART], runtime="apart")``: its workers are in this process and get everything pickled, as in processes of
-#: their own.
-APART = str(Path(__file__).parent / "doubles" / "apart.py")
-
 REWARD = """
 async def reward(args, sample):
     response = sample.tokens[sample.prompt_length :]

@@ -1,4 +1,4 @@
-"""``miles convert``: a checkpoint to any installed number format, or back to BF16, file by file."""
+"""``miles convert``: converts a checkpoint to any installed number format, or back to BF16, file by file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 USAGE = "miles convert --to FORMAT --model-dir DIR --save-dir DIR [--dry-run] [options of the format]"
 PLAIN = "bf16"
-#: Core's options that decide, like a format's own, which weights are left alone.
+#: Core's options that, in addition to a format's own, exclude weights from quantisation.
 SHARED = re.compile(r"--(plugins|config|num-layers-at-(start|end)-in-bf16|extra-high-precision-layers-hf)")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Convert as ``argv`` says; every mistake is a ``MilesError``."""
+    """Run the command. Raises MilesError for invalid arguments or checkpoints."""
     words = list(argv)
     if "-h" in words or "--help" in words:
         print(_help(words))
@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _change(rest: Sequence[str]) -> tuple[Plugin, str] | None:
-    """The plugin that changes checkpoints where one of these flags is given, and that flag."""
+    """Return the plugin whose checkpoint-changing flag is given, and that flag; None without such a flag."""
     from miles_core.config.load import schema_for
 
     given = {word.partition("=")[0] for word in rest}
@@ -73,7 +73,7 @@ def _change(rest: Sequence[str]) -> tuple[Plugin, str] | None:
 
 
 def _changed(plugin: Plugin, flag: str, options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Let ``plugin`` write the checkpoint, and print what it says."""
+    """Let ``plugin`` write the checkpoint, and print its message."""
     missing = [
         word for word, value in (("--model-dir", options.model_dir), ("--save-dir", options.save_dir)) if not value
     ]
@@ -101,11 +101,17 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--to", metavar="FORMAT", help="an installed number format, or bf16 to dequantise")
     made.add_argument("--model-dir", metavar="DIR", type=_path, help="the Hugging Face checkpoint to read")
     made.add_argument("--save-dir", metavar="DIR", type=_path, help="where to write; must not exist, or be empty")
-    made.add_argument("--dry-run", action="store_true", help="list what would be done, from headers alone, and stop")
-    made.add_argument("--verbose", action="store_true", help="with --dry-run: every tensor, not groups of them")
-    made.add_argument("--workers", type=_count, default=2, metavar="N", help="weights converted at a time (default: 2)")
+    made.add_argument("--dry-run", action="store_true", help="list the planned changes, from headers alone, and stop")
+    made.add_argument("--verbose", action="store_true", help="with --dry-run: list every tensor, not groups")
     made.add_argument(
-        "--shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="of a weight file, e.g. 2GB (default: 5GB)"
+        "--workers", type=_count, default=2, metavar="N", help="number of weights converted in parallel (default: 2)"
+    )
+    made.add_argument(
+        "--shard-size",
+        type=_size,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="maximum size of a weight file, e.g. 2GB (default: 5GB)",
     )
     made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument("--help", "-h", action="store_true", help="show this help")
@@ -189,13 +195,13 @@ def _plan_plain(directory: Path) -> Conversion:
     if source is None:
         raise CheckpointError(
             f"--model-dir {directory} is not quantised (its config.json has no quantization_config), so there is "
-            "nothing to dequantise; name a number format after --to"
+            "nothing to dequantise; give a number format with --to"
         )
     return to_bf16(source)
 
 
 def _refuse_foreign(config: Config, *plugins: Plugin) -> None:
-    """Only options that change what is written may be given."""
+    """Raise ConfigError for options that do not affect the conversion."""
     for path, option in config.schema.options.items():
         allowed = SHARED.fullmatch(option.flag) or option.flag == "--rollout-precision"
         owners = config.schema.flag_of(path).owners
@@ -204,14 +210,16 @@ def _refuse_foreign(config: Config, *plugins: Plugin) -> None:
 
 
 def _help(words: Sequence[str]) -> str:
-    """Own options and, for every installed format, those of its plugin."""
+    """Return the help text: the command's options and, for every installed format, the options of its plugin."""
     from miles_core.config.flags import describe, metavar
     from miles_core.config.load import schema_for
     from miles_tools.convert.installed import providers
 
     made = _parser()
     schema = schema_for([w for w in words if w not in ("-h", "--help")])
-    shared = made.add_argument_group("any format", "weights left alone beside those a format never quantises")
+    shared = made.add_argument_group(
+        "any format", "weights to leave unquantised, in addition to those that a format never quantises"
+    )
     for flag in schema.distinct_flags():
         if SHARED.fullmatch(flag.spelling) and flag.spelling not in ("--plugins", "--config"):
             shared.add_argument(flag.spelling, help=describe(flag).replace("%", "%%"), metavar=metavar(flag.option))
@@ -235,7 +243,7 @@ def _help(words: Sequence[str]) -> str:
 
 
 def _listing(conversion: Conversion, verbose: bool) -> str:
-    """Tensors with the same name but for numbers, and the same fate, in one line."""
+    """List the planned changes; tensors whose names differ only in numbers and that change equally share a line."""
     groups: dict[tuple[str, tuple[int, ...], str], list[Any]] = {}
     for item in conversion.items:
         name = item.name if verbose else re.sub(r"\.\d+(?=\.)", ".*", item.name)
@@ -304,7 +312,7 @@ def _as_json(conversion: Conversion) -> str:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Bar with rate and remaining time on a terminal; elsewhere a line every ten seconds. Both on standard error."""
+    """Show progress on standard error: a bar with rate and remaining time on a terminal, else a line every ten seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -319,7 +327,7 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 class _Lines:
-    """A line of progress every ``every`` seconds."""
+    """Prints a line of progress every ``every`` seconds."""
 
     def __init__(self, total: int, every: float = 10.0) -> None:
         self.total, self.every, self.done = total, every, 0

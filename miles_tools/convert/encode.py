@@ -1,8 +1,8 @@
-"""Planning the conversion of a BF16 checkpoint to a number format.
+"""Plans the conversion of a BF16 checkpoint to a number format.
 
-The tensors are those of the checkpoint, except that experts which it joins in one tensor are taken apart when any of
-them is quantised. What the format encodes together is read together, whichever files it is in. The codec rounds a weight
-stored in FP32 or FP16 to BF16 before it quantises it; everything else keeps its bytes.
+The output has the tensors of the checkpoint, except that experts stored in one tensor are split if any of them is quantised. Weights that
+the format encodes together are read together, even from different files. The codec rounds FP32 and FP16 weights to BF16 before quantising
+them; all other tensors keep their bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class _Weight:
-    """One matrix (or whatever else) as it will be named in the output; ``expert`` when it is a part of ``entry``."""
+    """A tensor of the output. ``expert``: its index if it is a slice of ``entry``."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,11 +53,11 @@ class _Weight:
 
 
 def to_format(files: CheckpointFiles, codec: Codec, shape: Shape | None = None) -> Conversion:
-    """What is to be done to store the checkpoint in the codec's format, with ``shape`` after plugins changed its weights.
+    """Plan the conversion of a checkpoint to the codec's format; ``shape`` describes the weights after plugins changed them.
 
     Raises:
-        CheckpointError: already quantised, experts joined in an unknown way, or half of a couple is missing.
-        ConfigError: a weight the format cannot store, or a selector that matches nothing.
+        CheckpointError: the checkpoint is already quantised, joins experts in an unknown layout, or lacks a weight of a coupled pair.
+        ConfigError: the format cannot store a weight, or a selector matches nothing.
     """
     format = codec.format
     if format is None:
@@ -132,7 +132,7 @@ def _refuse_unstorable(codec: Codec, chosen: list[str], shapes: dict[str, tuple[
 
 
 def _cautions(format: Format, chosen: list[str], shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """The first weight of which the format has something to say, and how many there are."""
+    """Return the format's caution for the first weight that has one, with the number of such weights."""
     found = [(name, why) for name in chosen if (why := format.caution((shapes[name][0], shapes[name][1]))) is not None]
     if not found:
         return []
@@ -142,7 +142,7 @@ def _cautions(format: Format, chosen: list[str], shapes: dict[str, tuple[int, ..
 
 
 def _divided(shapes: dict[str, tuple[int, ...]], chosen: set[str]) -> list[str]:
-    """A note when projections that engines compute as one matrix do not share their fate."""
+    """Return notes on fused projections (one matrix in engines) that are only partly quantised."""
     for name in shapes:
         if not name.endswith((".q_proj.weight", ".gate_proj.weight")):
             continue
@@ -159,7 +159,7 @@ def _divided(shapes: dict[str, tuple[int, ...]], chosen: set[str]) -> list[str]:
 
 
 def _units(codec: Codec, weights: dict[str, _Weight], wanted: set[str]) -> list[list[_Weight]]:
-    """Weights that are read and encoded together, in the order of the checkpoint."""
+    """Group weights that are read and encoded together, in the order of the checkpoint."""
     assert codec.format is not None
     units: dict[str, list[_Weight]] = {}
     by_slab: dict[tuple[str, int], list[_Weight]] = {}

@@ -1,13 +1,16 @@
 """A critic learns next to its policy, in one process and in several."""
 
 import json
+from importlib.resources import files
 from statistics import mean
 
 import pytest
 
-from miles_core import ConfigError, DataError, PlanError
-from miles_testing import APART, toy_run
+from miles_core.plugin import ConfigError, DataError, PlanError
+from miles_testing import toy_run
 
+#: A runtime with trainer and engines in separate processes, loaded by its path.
+APART = str(files("miles_testing") / "doubles" / "apart.py")
 OPTIONS = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "lr": 1e-3, "normalize_advantages": True}
 
 

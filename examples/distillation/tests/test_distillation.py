@@ -1,12 +1,16 @@
 """A student comes closer to its teacher, in one process, in several and on two ranks."""
 
+from importlib.resources import files
 from statistics import mean
 
 import pytest
 import torch
 
-from miles_core import ConfigError, PlanError
-from miles_testing import APART, toy_files, toy_run
+from miles_core.plugin import ConfigError, PlanError
+from miles_testing import toy_files, toy_run
+
+#: A runtime with trainer and engines in separate processes, loaded by its path.
+APART = str(files("miles_testing") / "doubles" / "apart.py")
 
 OPTIONS = {"advantage_estimator": "distillation", "custom_rm_path": None, "rm_type": "nothing"}
 KL, TOP = "distillation/reverse_kl", "distillation/top_k_reverse_kl"

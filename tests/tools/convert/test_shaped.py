@@ -121,7 +121,8 @@ def test_a_name_that_comes_twice_is_refused(files):
 
 
 PLUGIN = """
-from miles_core import Unit, hookimpl
+from miles_core.data import Unit
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def wrap_weights(run, policy, purpose):
