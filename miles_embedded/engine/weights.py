@@ -68,7 +68,7 @@ class Weights:
                 "cannot generate or score until an update succeeds"
             )
 
-    def sleep(self) -> None:
+    def release(self) -> None:
         """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read."""
         self.complete = False
         self.packs.clear()
@@ -76,7 +76,7 @@ class Weights:
         self.inputs.drop(list(self.inputs.layers))
         self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
 
-    def wake(self) -> None:
+    def restore(self) -> None:
         """Allocate the memory of the parameters again."""
         self._released.restore()
 
