@@ -1,6 +1,6 @@
 """What core declares about itself, in the form every plugin uses.
 
-The schedules and the in-process transport are parts like any other; ``core`` is always active, comes last in every
+The synchronous schedule and the in-process transport are parts like any other; ``core`` is always active, comes last in every
 chain and cannot be named after ``--plugins``.
 """
 
@@ -67,11 +67,7 @@ CORE = Plugin(
     core=f"=={__version__}",
     fields=CORE_FIELDS,
     provides={
-        "schedule": {
-            "sync": "miles_core.schedule.sync:make_schedule",
-            "ahead": "miles_core.schedule.ahead:make_schedule",
-            "async": "miles_core.schedule.continuous:make_schedule",
-        },
+        "schedule": {"sync": "miles_core.schedule.sync:make_schedule"},
         "generate": {"turn": "miles_core.rollout.function:make_turn"},
         "optimizer": dict.fromkeys(("adamw", "adam"), "miles_core.train.adamw:make_optimizer"),
         "transport": {"copy": "miles_core.sync.copy:make_transport"},

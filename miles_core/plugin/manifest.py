@@ -117,7 +117,8 @@ class Plugin:
             single-file plugin ``"Class"`` is a class of that file.
         fields: columns added to samples and batches.
         formats: number formats, name -> ``"module:Class"`` (``miles_core.format.Format``).
-        provides: parts made by name, kind -> {name: ``"module:callable"``}; kinds are the ``make_*`` hooks' nouns.
+        provides: parts made by name, kind -> {name: ``"module:callable"``}; kinds are the nouns of the
+            ``make_*`` hooks, ``record`` (a function that writes a file into the directory of a new run) and ``report``.
         sets: option path -> value (or ``Set(value, when)``) applied before anything is built.
         uses: capabilities of the engine or trainer this plugin depends on, capability -> reason; ``"engine.x"`` or
             ``"trainer.x"`` where one word is both.

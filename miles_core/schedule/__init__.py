@@ -1,1 +1,1 @@
-"""Core's schedules: when samples are generated, seen from the training of the steps before them."""
+"""The synchronous schedule, and what every schedule is made of: when samples are generated, seen from the training steps."""
