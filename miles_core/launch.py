@@ -22,7 +22,6 @@ from miles_core.contracts.runtime import PolicyParts
 from miles_core.errors import ConfigError, MilesError
 from miles_core.loop import train
 from miles_core.observe import log as logs
-from miles_core.observe.environment import write_environment
 from miles_core.observe.progress import Progress
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.render import notices
@@ -213,7 +212,8 @@ def _write_start(run: Run) -> None:
         (run.directory / ENDING).unlink(missing_ok=True)  # how an earlier process of this run ended
         (run.directory / "config.yaml").write_text(redact(run.config.to_yaml()), encoding="utf-8")
         (run.directory / "plan.json").write_text(json.dumps(run.plan.record()), encoding="utf-8")
-        write_environment(run.directory)
+        for name in run.hooks.provided("record"):
+            run.hooks.builder("record", name)[1](run.directory)
     except OSError as error:
         raise ConfigError(
             f"--save {run.directory}: {error.filename or 'a file in it'} cannot be written ({error.strerror}); free space there, or choose another "

@@ -33,10 +33,15 @@ plugin = Plugin(
             "math": "miles_tools.rewards.math_verifier:make_reward",
             "remote": "miles_tools.rewards.remote:make_reward",
         },
+        "schedule": {
+            "ahead": "miles_schedules.ahead:make_schedule",
+            "async": "miles_schedules.continuous:make_schedule",
+        },
         "check": {
             "first_sync": "miles_mismatch.first_sync:make_check",
             "verify_logprobs": "miles_mismatch.at_sync:make_check",
         },
+        "record": {"environment": "miles_tools.environment:write_environment"},
         "report": {"html": "miles_tools.report.report:report"},
     },
     capabilities={"runtime": ()},

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.errors import MilesError
-from miles_core.observe.environment import cpu_info
+from miles_tools.environment import cpu_info
 
 __all__ = ["CannotCompileError", "Native"]
 

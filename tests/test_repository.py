@@ -20,7 +20,15 @@ from miles_tools.authoring.scaffold import write_plugin
 
 ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "miles_core").rglob("*.py"))
-SIBLINGS = ("miles_embedded", "miles_mismatch", "miles_runtime", "miles_tools", "miles_transport", "miles_testing")
+SIBLINGS = (
+    "miles_embedded",
+    "miles_mismatch",
+    "miles_runtime",
+    "miles_schedules",
+    "miles_tools",
+    "miles_transport",
+    "miles_testing",
+)
 BACKEND = sorted(path for name in SIBLINGS for path in (ROOT / name).rglob("*.py"))
 SOURCES = [*CORE, *BACKEND, *sorted(ROOT.glob("plugins/*/miles_*/**/*.py"))]
 FILE_LINES, FUNCTION_LINES = 400, 50

@@ -1,6 +1,6 @@
 """The manifest of core, in the same form as a plugin's manifest.
 
-It provides the schedules and the in-process transport as parts. ``core`` is always active, is the innermost
+It provides the synchronous schedule and the in-process transport as parts. ``core`` is always active, is the innermost
 function of every chain, and cannot be named in ``--plugins``.
 """
 
@@ -72,11 +72,7 @@ CORE = Plugin(
     core=f"=={__version__}",
     fields=CORE_FIELDS,
     provides={
-        "schedule": {
-            "sync": "miles_core.schedule.sync:make_schedule",
-            "ahead": "miles_core.schedule.ahead:make_schedule",
-            "async": "miles_core.schedule.continuous:make_schedule",
-        },
+        "schedule": {"sync": "miles_core.schedule.sync:make_schedule"},
         "generate": {"turn": "miles_core.rollout.function:make_turn"},
         "optimizer": dict.fromkeys(("adamw", "adam"), "miles_core.train.adamw:make_optimizer"),
         "transport": {"copy": "miles_core.sync.copy:make_transport"},

@@ -26,6 +26,7 @@ PARTS = (
     "reward",
     "check",
     "report",
+    "record",
 )
 
 

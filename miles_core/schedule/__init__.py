@@ -1,1 +1,1 @@
-"""Core's schedules: determine when samples are generated relative to training steps."""
+"""The synchronous schedule and the base of all schedules, which determine when samples are generated relative to training steps."""

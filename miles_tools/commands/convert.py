@@ -349,6 +349,6 @@ class _Lines:
 
 
 def _bytes(count: float) -> str:
-    from miles_core.observe.environment import bytes_text
+    from miles_tools.environment import bytes_text
 
     return bytes_text(int(count))

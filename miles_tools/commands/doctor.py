@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.observe.environment import Environment, bytes_text, environment, installed
+from miles_tools.environment import Environment, bytes_text, environment, installed
 
 if TYPE_CHECKING:
     from rich.table import Table

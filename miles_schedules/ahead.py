@@ -19,8 +19,8 @@ from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.versions import staleness
 from miles_core.schedule.paused import paused
-from miles_core.schedule.uncorrected import warn_uncorrected
 from miles_core.schedule.wrapped import wrapped
+from miles_schedules.uncorrected import warn_uncorrected
 
 
 class AheadSchedule(Schedule):

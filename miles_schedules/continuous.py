@@ -25,8 +25,8 @@ from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.partial import partial_rollout
 from miles_core.rollout.versions import age, current_version, staleness
 from miles_core.schedule.paused import paused
-from miles_core.schedule.uncorrected import warn_uncorrected
 from miles_core.schedule.wrapped import wrapped
+from miles_schedules.uncorrected import warn_uncorrected
 
 log = logging.getLogger(__name__)
 
