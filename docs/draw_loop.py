@@ -35,7 +35,7 @@ class State:
 
 
 STATES = {
-    "start": State(210, 20, "Build", "runtime, trainers, engines, transports", "built("),
+    "start": State(210, 20, "Build", "runtime, trainers, engines, transports", "build_parts("),
     "resume": State(210, 115, "Restore", "load a checkpoint, or warm start", "checkpoints.resume("),
     "first": State(210, 210, "First sync", "engines receive the learner's weights", "await sync(run, schedule, each)"),
     "rollout": State(210, 330, "Rollout", "generate groups and reward them", "schedule.take("),
