@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from miles_core import MilesError
 from miles_ray.actor import BEAT, Actor, Found
+from miles_ray.watch import raylet_lives
 from miles_runtime import Order, Workers, last_lines, short_of_memory
 
 #: Calls that an actor works on at a time. A request of a paused engine is one until weights have come: with Ray's thousand,
@@ -100,7 +101,9 @@ class RayWorkers(Workers):
         return found is not None and await _on(found, _computes)
 
     def share(self, value: Any) -> Any:
-        # an array is read where it lies by every process of a machine, bytes are copied for each
+        if not raylet_lives():
+            return value  # the run is about to end; ray.put would exit this process without a message
+        # processes on one machine read an array in place; bytes would be copied for each process
         return ray.put(np.frombuffer(value, np.uint8) if isinstance(value, bytearray) else value)
 
     async def host(self) -> str:
