@@ -75,7 +75,7 @@ TOOLS: list[dict[str, str]] = [
     {
         "native": "core: errors observe",
         "http_client": "core: errors redact",
-        "hints": "core: miles_core",
+        "hints": "core: miles_core.plugin",
     },
     {
         "rewards": "http_client core: errors redact data reward contracts",
@@ -119,8 +119,8 @@ RUNTIME: list[dict[str, str]] = [
 #: The rooms of ``miles_embedded``.
 ROOMS: list[dict[str, str]] = [
     {
-        "memory": "core: miles_core",
-        "manifest": "core: miles_core",
+        "memory": "core: miles_core.plugin miles_core.trainer",
+        "manifest": "core: miles_core miles_core.plugin",
     },
     {
         "model": "manifest core: errors data plugin observe checkpoint precision contracts tools: convert",
@@ -158,7 +158,16 @@ TABLES: dict[str, list[dict[str, str]]] = {
 }
 
 #: Modules that define nothing and name what plugins may use; nothing else in their own distribution imports them.
-PUBLIC = ("miles_core", "miles_core.format", "miles_core.backend", "miles_embedded", "miles_tools")
+PUBLIC = (
+    "miles_core",
+    "miles_core.plugin",
+    "miles_core.data",
+    "miles_core.engine",
+    "miles_core.trainer",
+    "miles_core.format",
+    "miles_embedded",
+    "miles_tools",
+)
 
 #: Plugins and examples: import package -> its folder.
 PLUGINS = {

@@ -1,1 +1,1 @@
-"""Core's schedules: when samples are generated, seen from the training of the steps before them."""
+"""Core's schedules: determine when samples are generated relative to training steps."""

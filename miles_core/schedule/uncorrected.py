@@ -1,4 +1,4 @@
-"""What a user is told when samples of older weights are trained on as if they were of the newest."""
+"""Warns if samples of older weights are trained on without a correction."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ log = logging.getLogger(__name__)
 
 
 def warn_uncorrected(run: Run) -> None:
-    """Say once that nothing corrects for the age of samples, where nothing does."""
+    """Log a warning if no option or plugin corrects for the age of samples."""
     if run.hooks.implemented["wrap_correction"] or run.config.algorithm.use_rollout_logprobs:
         return
     log.warning(
-        "--schedule %s trains on samples of older weights and nothing corrects for that: take the engine's log-probs for the old "
-        "policy's (--use-rollout-logprobs), or a plugin that weighs tokens by them",
+        "--schedule %s trains on samples of older weights and nothing corrects for that: use the engine's log-probs as the old "
+        "policy's (--use-rollout-logprobs), or a plugin that weights tokens by them",
         run.config.run.schedule,
     )

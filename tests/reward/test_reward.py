@@ -282,7 +282,7 @@ def test_an_unknown_scope_is_refused():
 def test_group_rewards_and_their_concurrency_in_a_run(toy_run, tmp_path, plain):
     """Training and evaluation call the function with whole groups, at most ``--reward-concurrency`` at once."""
     (tmp_path / "rank.py").write_text(
-        "import asyncio, time\nfrom miles_core import group_reward\n\nrunning, most, sizes = 0, 0, []\n\n"
+        "import asyncio, time\nfrom miles_core.plugin import group_reward\n\nrunning, most, sizes = 0, 0, []\n\n"
         "@group_reward\n" + ("" if plain else "async ") + "def reward(args, samples):\n    global running, most\n"
         "    running += 1\n    most = max(most, running)\n    sizes.append(len(samples))\n"
         + ("    time.sleep(0.01)\n" if plain else "    await asyncio.sleep(0.01)\n")

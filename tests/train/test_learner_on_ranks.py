@@ -86,7 +86,9 @@ def test_two_ranks_learn_what_one_process_learns(ranks, groups, strategy, tmp_pa
 
 
 COLUMN = """
-from miles_core import Field, Needs, Plugin
+from miles_core.data import Field
+from miles_core.plugin import Plugin
+from miles_core.trainer import Needs
 
 plugin = Plugin(
     name="column", summary="an advantage that is a column", version="1", core=">=0",

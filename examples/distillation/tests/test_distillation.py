@@ -5,7 +5,7 @@ from statistics import mean
 import pytest
 import torch
 
-from miles_core import ConfigError, PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_testing import toy_run
 from miles_testing.doubles import apart
 from miles_testing.toy import toy_files

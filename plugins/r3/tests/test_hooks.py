@@ -3,7 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from miles_core import Context, Output, PluginError, Sample, collate
+from miles_core.data import Sample, collate
+from miles_core.plugin import PluginError
+from miles_core.trainer import Context, Output
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY

@@ -18,7 +18,7 @@ from miles_testing.toy import toy_arguments
 FAULTS = r"""
 import json, os, re, signal, time
 from pathlib import Path
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 HERE = Path(__file__).parent
 

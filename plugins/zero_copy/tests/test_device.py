@@ -8,8 +8,9 @@ import logging
 import pytest
 import torch
 
-from miles_core import SyncError
-from miles_core.backend import Encoded, World
+from miles_core.data import Encoded
+from miles_core.plugin import SyncError
+from miles_core.trainer import World
 from miles_embedded.testing import ProcessEngine
 from miles_testing.stored import stored_units
 from miles_transport import DeviceMemory, Inbox, Loan

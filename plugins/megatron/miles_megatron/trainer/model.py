@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 from torch.nn.functional import silu
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 from miles_megatron.architecture import Architecture
 from miles_megatron.layout import padded_vocabulary
 from miles_megatron.sizes import Sizes
