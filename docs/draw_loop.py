@@ -35,9 +35,9 @@ class State:
 
 
 STATES = {
-    "start": State(210, 20, "Build", "runtime, trainers, engines, transports", "built("),
+    "start": State(210, 20, "Build", "runtime, trainers, engines, transports", "build_parts("),
     "resume": State(210, 115, "Restore", "load a checkpoint, or warm start", "checkpoints.resume("),
-    "first": State(210, 210, "First sync", "engines receive the learner's weights", "await sync(run, schedule, each)"),
+    "first": State(210, 210, "First sync", "engines receive the learner's weights", "await sync(run, schedule,"),
     "rollout": State(210, 330, "Rollout", "generate groups and reward them", "schedule.take("),
     "learn": State(210, 425, "Learn", "advantages, losses, optimizer steps", "await learn("),
     "sync": State(210, 520, "Sync", "encode and push the new weights", "await sync("),

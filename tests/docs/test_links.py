@@ -96,3 +96,28 @@ def test_the_search_ranks_pages_for_users_first():
         > boost("decisions/0004-checkpoint-layouts.md")
         >= boost("api.md")
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("resume", "checkpoints"),
+        ("seed", "configuration"),
+        ("checkpoint", "checkpoints"),
+        ("reward", "rewards-and-tools"),
+        ("tools", "rewards-and-tools"),
+    ],
+)
+def test_the_page_for_a_word_wins_the_search(word, page):
+    """The site's search (lunr) counts a word in a heading 1,000 times a word in the text, times the weight of the page."""
+    boost = runpy.run_path(str(ROOT / "docs" / "site.py"))["boost"]
+    weights = {}
+    for path in (ROOT / "docs").rglob("*.md"):
+        name = path.relative_to(ROOT / "docs").as_posix()
+        if any(re.search(rf"\b{word}", heading, re.IGNORECASE) for heading in headings(path)):
+            weights[name] = boost(name)
+    assert max(weights, key=weights.__getitem__) == f"{page}.md", weights
+
+
+def headings(page):
+    return re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
