@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.errors import NonFiniteError
+from miles_core.errors import NonFiniteError, first_line
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.decoder import Emitted, one_each
 from miles_embedded.engine.graphs import Graphs
@@ -61,8 +61,8 @@ class StepsAhead:
         self.engine, self.runner, self.used = engine, engine.runner, used
         size = padded_rows(engine.settings.max_running_requests)
         self.batch = StaticBatch(size, self.runner.device)
-        self.graphs = Graphs(StaticStep(self.runner, self.batch, engine.settings.seed), engine.model)
-        on_gpu = self.graphs.records
+        self.graphs = Graphs(StaticStep(self.runner, self.batch, engine.settings.seed), engine.weight_tensors)
+        on_gpu = self.runner.device.type == "cuda"
         self._hosts = [torch.zeros(2, size, dtype=torch.float64, pin_memory=on_gpu) for _ in range(2)]
         self._pending: _Launched | None = None
         self._compared = False
@@ -108,8 +108,6 @@ class StepsAhead:
     def _made(self, rows: list[Row]) -> bool:
         """Make room, record what is to be replayed, and fill the batch; False, with a word in the log, where that is impossible."""
         try:
-            if self.engine.native_products:
-                raise CannotBeStatic("every update brings new codes for its quantised products")
             shape = self._shape(rows)
             self._make_room(rows, shape)
             if not self._compared:
@@ -122,7 +120,7 @@ class StepsAhead:
         except NonFiniteError:
             raise
         except (CannotBeStatic, RuntimeError) as error:  # recording fails with RuntimeErrors of many kinds
-            self.used, self.refused = False, str(error).splitlines()[0]
+            self.used, self.refused = False, first_line(error)
             self.graphs.clear()
             log.warning(
                 "%s decodes without CUDA graphs, which is slower: %s", type(self.engine.model).__name__, self.refused
@@ -157,7 +155,7 @@ class StepsAhead:
         host = self._hosts[0]
         host.copy_(self.batch.results, non_blocking=True)
         event = None
-        if self.graphs.records:
+        if host.is_pinned():
             event = torch.cuda.Event()
             event.record()
         return _Launched(list(rows), shape, host, event, {row: i for i, row in enumerate(rows)})

@@ -60,6 +60,7 @@ class EmbeddedEngine(Engine):
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
+        self.weight_tensors = self._weights.tensors
         self.ahead = StepsAhead(self, used=settings.cuda_graphs and self.runner.device.type == "cuda")
 
     # -- the contract ---------------------------------------------------------------------------------------------

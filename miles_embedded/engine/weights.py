@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
@@ -67,6 +67,13 @@ class Weights:
                 "the engine has no complete weights (an update failed part-way, its layout changed, or they slept); it cannot "
                 "generate or score until an update succeeds"
             )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What the model's products read, codes of native ones included."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        for layer in self.inputs.layers.values():
+            yield from (layer.codes or {}).values()
 
     def sleep(self) -> None:
         """Give the memory of the model's parameters back, all but that of the trainer; an update must come before they are read."""

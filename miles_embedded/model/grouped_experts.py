@@ -10,6 +10,7 @@ few hundred rows then stay in the processor's cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -47,7 +48,19 @@ class SortedChoices:
     counts: list[int] | None
 
 
-def swiglu_experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``."""
+    return silu(gate) * up
+
+
+def swiglu_experts(
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate: Callable[[Tensor, Tensor], Tensor] = gated,
+) -> Tensor:
     """The usual experts: each row's sum of ``down(silu(gate) * up)`` over its experts, by torch (Shazeer 2020).
 
     Args:
@@ -56,6 +69,7 @@ def swiglu_experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tens
         weights: [rows, k].
         gate_up: [experts, 2 inner, dim], the gate above.
         down: [experts, dim, inner].
+        gate: ``gated``, where one product takes all experts.
 
     Returns:
         [rows, dim].
@@ -63,8 +77,8 @@ def swiglu_experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tens
     if not in_one_product(hidden, index, down):
         return _SwiGLUExperts.apply(hidden, weights, gate_up, down, sort_choices(index, len(down)))
     choices = sort_choices(index, len(down), counted=False)
-    gate, up = grouped_linear(dispatch(hidden, choices), gate_up, choices).chunk(2, dim=-1)
-    return combine(grouped_linear(silu(gate) * up, down, choices), weights, choices).to(hidden.dtype)
+    inner = gate(*grouped_linear(dispatch(hidden, choices), gate_up, choices).chunk(2, dim=-1))
+    return combine(grouped_linear(inner, down, choices), weights, choices).to(hidden.dtype)
 
 
 def in_one_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 The modules are Transformers' own, and its classes stay as they are. Attention and experts are computed here, through its extension points
 (``call``, ``experts``). Some modules get hooks (``temperature``), and some a forward of their own on the instance: linear layers on a CPU
-(``onednn``), rotary embeddings that grow (``growing_rope``), and steps for which the model has another operation (``replaced_steps``). Such
+(``onednn``), rotary embeddings that grow (``growing_rope``), and steps for which the model has another operation (``replaced_steps``), as it
+has on a GPU (``kernels``). Such
 a forward steps aside where a plugin changes the module's class (``own_forward``).
 """
 
@@ -31,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
+from miles_embedded.kernels.operations import use_kernels
 from miles_embedded.manifest import LAYER_TYPES
 from miles_embedded.model.attention_function import attention, no_mask
 from miles_embedded.model.call import watch_layers
@@ -264,6 +266,7 @@ def prepare(model: nn.Module) -> nn.Module:
     for module in model.modules():
         tune_by_position(module)
         follow_rows(module)
+    use_kernels(model)
     return model
 
 

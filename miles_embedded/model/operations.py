@@ -4,8 +4,8 @@ torch computes all of them unless somebody says otherwise. A plugin that has ker
 
     use_operations(model, replace(operations_of(model), log_probs=my_log_probs))
 
-The table belongs to that model alone. ``norm`` and ``rotation`` are called with the dtype and on the device that the model had then. The others
-must take whatever it may bring later: where they have no kernel, they call the function that they replaced.
+The table belongs to that model alone. ``norm``, ``rotation``, ``gate`` and ``route`` are called with the dtype and on the device that the model had
+then. The others must take whatever it may bring later: where they have no kernel, they call the function that they replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from miles_embedded.model.attention import AttentionOptions
 from miles_embedded.model.call import Call
 from miles_embedded.model.grouped_experts import swiglu_experts
-from miles_embedded.model.replaced_steps import Norm, Rotation, replace_norm, replace_rotation
+from miles_embedded.model.replaced_steps import (
+    Gate,
+    Norm,
+    Rotation,
+    Route,
+    replace_gate,
+    replace_norm,
+    replace_rotation,
+    replace_router,
+)
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 LogProbs = Callable[[Tensor, Tensor], Tensor]
@@ -52,6 +61,10 @@ class Operations:
             compute this norm (Zhang and Sennrich 2019); None leaves Transformers' code in place.
         rotation: (x [1, heads, rows, dim], cosine [1, rows, dim], sine) -> x * cosine + (-x2 | x1) * sine, x1 and x2 the halves of x, for
             the attention modules that rotate so (Su et al. 2021); None leaves Transformers' code in place.
+        gate: (gate [..., width], up [..., width]) -> silu(gate) * up, for the MLPs that compute ``down_proj(silu(gate_proj(x)) * up_proj(x))``
+            (Shazeer 2020); None leaves Transformers' code in place.
+        route: (logits [rows, experts], k, normalized) -> weights [rows, k] and index [rows, k] of the largest of a softmax in float32, for the
+            routers that choose so; None leaves Transformers' code in place.
         experts: the arguments and the result of ``grouped_experts.swiglu_experts``: routing rows to the usual experts, the products,
             and the weighted sum.
         log_probs: (logits [rows, vocabulary], tokens [rows]) -> [rows] log softmax(logits) of the tokens, for those that are trained on,
@@ -61,6 +74,8 @@ class Operations:
 
     norm: Norm | None = None
     rotation: Rotation | None = None
+    gate: Gate | None = None
+    route: Route | None = None
     experts: Experts = swiglu_experts
     log_probs: LogProbs = log_probs
     attention: Attention = attention
@@ -83,9 +98,10 @@ def use_operations(model: nn.Module, operations: Operations) -> dict[str, int]:
     many variants under similar names, so a module gets the operation only if both compute the same on random numbers.
 
     Returns:
-        How many norms (``norm``) and attention modules (``rotation``) compute with the table's operation now.
+        How many norms (``norm``), attention modules (``rotation``), MLPs (``gate``) and routers (``route``) compute with the table's
+        operation now.
     """
-    done = {"norm": 0, "rotation": 0}
+    done = dict.fromkeys(("norm", "rotation", "gate", "route"), 0)
     for module in model.modules():
         module.__dict__[_ATTRIBUTE] = operations
         name = type(module).__name__
@@ -93,4 +109,8 @@ def use_operations(model: nn.Module, operations: Operations) -> dict[str, int]:
             done["norm"] += replace_norm(module, operations.norm)
         elif "Attention" in name:
             done["rotation"] += replace_rotation(module, operations.rotation)
+        elif name.endswith("MLP"):
+            done["gate"] += replace_gate(module, operations.gate)
+        elif name.endswith("TopKRouter"):
+            done["route"] += replace_router(module, operations.route)
     return done
