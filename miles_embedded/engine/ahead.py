@@ -1,15 +1,15 @@
 """Decode steps one ahead of the host: the next step is launched before the tokens of the last one are read.
 
 A step leaves the tokens it drew where the next one reads them, so the GPU does not wait while the host appends tokens, looks for
-ends and answers requests. When rows join or leave, the step under way still counts for the rows that stayed; the one after it
-starts from the host again.
+ends and answers requests. When rows leave, the others go on in their new slots. When rows join, the step under way still counts
+for those that were there; the one after it starts from the host again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,8 +71,6 @@ class StepsAhead:
     def step(self, rows: list[Row]) -> Emitted | None:
         """Advance the rows, which are all of the engine's; None when that has to be done without static buffers."""
         pending, self._pending = self._pending, None
-        if pending is not None and pending.waiting and pending.rows != rows:
-            return self._read(pending, rows)  # of other rows than now run
         if pending is None or not pending.waiting:
             if not self.used or not self._made(rows):
                 return None
@@ -80,8 +78,9 @@ class StepsAhead:
             if not shape.draws:
                 return self._from_logits(rows, shape)
             pending = self._launch(rows, shape)
-        if self._may_continue(pending):
-            self._pending = self._launch(rows, pending.shape)
+        # rows that joined since it was launched start from the host
+        if len(pending.waiting) == len(rows) and (shape := self._next(pending, rows)) is not None:
+            self._pending = self._launch(rows, shape)
         return self._read(pending, rows)
 
     def leave(self, rows: Sequence[Row]) -> None:
@@ -89,6 +88,11 @@ class StepsAhead:
         if self._pending is not None:
             for row in rows:
                 self._pending.waiting.pop(row, None)
+
+    def moved(self, where: np.ndarray, whence: np.ndarray) -> None:
+        """The slots of rows moved, because others left."""
+        if self._pending is not None:
+            self.batch.move(where, whence, self.runner.cache.rows)
 
     def settle(self) -> None:
         """Forget the step under way: it will be computed again, with the weights that are there then."""
@@ -160,18 +164,20 @@ class StepsAhead:
             event.record()
         return _Launched(list(rows), shape, host, event, {row: i for i, row in enumerate(rows)})
 
-    def _may_continue(self, launched: _Launched) -> bool:
-        """Whether the next step of the same rows can start before the tokens of this one are known: none of them would be beyond the
-        model's context or the cache, and some row will want it."""
-        lengths = [len(row.tokens) + 1 for row in launched.rows]
-        limits = [row.limit for row in launched.rows]
+    def _next(self, launched: _Launched, rows: list[Row]) -> Shape | None:
+        """The shape of the next step of ``rows``, which are those of ``launched`` that are left, if it can start before the tokens of this
+        one are known: none of them would be beyond the model's context or the cache, some row will want it, and it is recorded."""
+        lengths = [len(row.tokens) + 1 for row in rows]
         own = self.runner.cache.own
-        return (
+        possible = (
             max(lengths) < self.engine.max_context
-            and any(length < limit for length, limit in zip(lengths, limits, strict=True))
-            and int(own.lengths[: len(launched.rows)].max()) < own.width
-            and self.graphs.ready(launched.shape)
+            and any(length < row.limit for length, row in zip(lengths, rows, strict=True))
+            and int(own.lengths[: len(rows)].max()) < own.width
         )
+        shape = replace(launched.shape, rows=padded_rows(len(rows)))
+        if possible and not self.graphs.ready(shape) and launched.shape.rows <= 2 * shape.rows:
+            shape = launched.shape  # of a few rows more
+        return shape if possible and self.graphs.ready(shape) else None
 
     # -- reading ----------------------------------------------------------------------------------------------------
 

@@ -340,6 +340,7 @@ class EmbeddedEngine(Engine):
         for row in rows:
             row.slot = -1
         move_items(self.rows, where, whence, self.runner.cache.rows)
+        self.ahead.moved(where, whence)
         self._prefixes.moved(*prefixes)
         self._changed()
 

@@ -33,10 +33,11 @@ class Rows(Protocol):
     def longest(self) -> int: ...
 
 
+# fmt: off
 @triton.jit
-def _append(
-    fed, fed_head, fed_row, slab, row, length, width, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+def _append(  # type: ignore[no-untyped-def]
+    fed, fed_head, fed_row, slab, row, length, width, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):
     """One row's entries of all heads into its slot behind ``length`` tokens."""
     at = tl.arange(0, BLOCK)
     head, dim = at // DIM, at % DIM
@@ -44,7 +45,6 @@ def _append(
     tl.store(slab + ((row * HEADS + head) * width + length) * DIM + dim, entry, mask=head < HEADS)
 
 
-# fmt: off
 @triton.jit
 def _append_row(  # type: ignore[no-untyped-def]
     key, value, keys, values, lengths, key_head, key_row, value_head, value_row, width,

@@ -1,6 +1,6 @@
 """The usual experts of a mixture-of-experts layer without gradients: sorting choices, gathering rows, and the weighted sum.
 
-The products are torch's grouped ones, which need where each expert's rows end and nothing from the host.
+The products of few rows are those of ``grouped``, of more torch's own; both need where each expert's rows end and nothing from the host.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.grouped import few, gated_product, product
 from miles_embedded.kernels.swiglu import swiglu
 
 #: Most choices that are sorted here: every expert's program reads all of them.
@@ -78,6 +79,9 @@ def fits(hidden: Tensor, index: Tensor) -> bool:
 def experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """``grouped_experts.swiglu_experts`` for few rows in bfloat16."""
     place, row, ends = sorted_places(index, len(down))
-    x = torch.nn.functional.grouped_mm(hidden.index_select(0, row), gate_up.transpose(1, 2), offs=ends)
-    x = torch.nn.functional.grouped_mm(swiglu(*x.chunk(2, dim=-1)), down.transpose(1, 2), offs=ends)
+    if few(index, gate_up, down):
+        x = product(gated_product(hidden, gate_up, row, ends), down, ends)
+    else:
+        x = torch.nn.functional.grouped_mm(hidden.index_select(0, row), gate_up.transpose(1, 2), offs=ends)
+        x = torch.nn.functional.grouped_mm(swiglu(*x.chunk(2, dim=-1)), down.transpose(1, 2), offs=ends)
     return weighted_sum(x, weights, place)

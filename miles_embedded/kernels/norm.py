@@ -13,19 +13,21 @@ from torch import Tensor
 _BLOCK, _PROGRAMS = 1024, 528
 
 
+# fmt: off
 @triton.jit
-def _forward(x, weight, out, rows, eps, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _forward(  # type: ignore[no-untyped-def]
+    x, weight, out, rows, eps, inner, outer_stride, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     dim = tl.arange(0, BLOCK_DIM)[None, :]
     real = (row < rows) & (dim < DIM)
-    value = tl.load(x + row * DIM + dim, mask=real, other=0.0).to(tl.float32)
+    value = tl.load(x + row // inner * outer_stride + row % inner * DIM + dim, mask=real, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
     normal = (value * scale).to(out.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
     tl.store(out + row * DIM + dim, normal * factor, mask=real)
 
 
-# fmt: off
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
     x, weight, grad, grad_x, grad_weight, rows, eps,
@@ -64,14 +66,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         out: Tensor = _Norm.apply(x, weight, eps)
         return out
-    return _normalize(x.contiguous(), weight, eps)
+    return _normalize(x, weight, eps)
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out, (rows, blocks) = torch.empty_like(x), _blocks(x)
+    (inner, outer_stride), (rows, blocks) = _layout(x), _blocks(x)
+    if not inner:
+        x, (inner, outer_stride) = x.contiguous(), (1, x.shape[-1])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows:
-        _forward[(triton.cdiv(rows, blocks["BLOCK_ROWS"]),)](x, weight, out, rows, eps, **blocks)
+        _forward[(triton.cdiv(rows, blocks["BLOCK_ROWS"]),)](x, weight, out, rows, eps, inner, outer_stride, **blocks)
     return out
+
+
+def _layout(x: Tensor) -> tuple[int, int]:
+    """Rows that follow one another, and from one run of them to the next; 0 where this does not describe ``x``.
+
+    Heads that are a part of the columns of a matrix are such runs."""
+    dim = x.shape[-1]
+    if x.is_contiguous():
+        return 1, dim
+    if x.dim() < 3 or x.stride(-1) != 1 or x.stride(-2) != dim or any(size != 1 for size in x.shape[:-3]):
+        return 0, 0
+    return x.shape[-2], x.stride(-3)
 
 
 def _blocks(x: Tensor) -> tuple[int, dict[str, Any]]:

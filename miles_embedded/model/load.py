@@ -41,6 +41,7 @@ from miles_embedded.model.dequantize import dequantized
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
+from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.temperature import tune_by_position
 from miles_embedded.model.value_head import add_value_head
@@ -267,6 +268,7 @@ def prepare(model: nn.Module) -> nn.Module:
         tune_by_position(module)
         follow_rows(module)
     use_kernels(model)
+    join_linear(model)
     return model
 
 

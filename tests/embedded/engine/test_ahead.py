@@ -107,6 +107,17 @@ def test_the_next_step_is_launched_before_the_last_is_read(small):
     assert order == ["launch", "launch", "read", "launch", "read", "launch", "read", "launch", "read", "read"]
 
 
+def test_rows_that_leave_do_not_hold_up_the_others(small):
+    """Slots move, padding changes, and only what joins is read from the host."""
+    engine = make(small, ahead=True)
+    fills, fill = [], engine.ahead.batch.fill
+    engine.ahead.batch.fill = lambda *given: (fills.append(len(given[0])), fill(*given))[1]
+    sent = [Request([3 + i % 2, 4], Sampling(4 + 3 * (i * 5 % 11), ignore_eos=True), key=i) for i in range(11)]
+    got = generate(engine, sent)
+    assert set(fills) == {11}  # once to compare, once to begin
+    assert_same(got, [generate(make(small, ahead=False), [r])[0] for r in sent])
+
+
 def test_a_batch_that_changes_reads_nothing_but_lengths_from_the_host(small):
     """Rows that join while a step is under way, and rows whose slots move, go on with their own tokens."""
     budget = (9, 3, 5, 2, 7, 4, 8)

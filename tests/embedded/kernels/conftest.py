@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before a test module imports what imports Triton
 

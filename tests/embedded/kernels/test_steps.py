@@ -50,6 +50,9 @@ def test_norm(triton, shape, dtype):
 
     inputs = [normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype, seed=1)]
     compare(lambda x, w: rms_norm(x, w, 1e-3), reference, inputs, dtype)
+    wide = normal(1, 5, 7 * shape[-1], dtype=dtype)  # heads that are a part of a product's columns
+    part = wide[..., shape[-1] : 4 * shape[-1]].view(1, 5, 3, shape[-1])
+    close(rms_norm(part, inputs[1], 1e-3), reference(part, inputs[1]), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,7 +92,27 @@ def test_experts_places_and_sum(triton, rows, k, experts):
     for found, expected in ((place, choices.place), (row, choices.row), (ends, choices.ends)):
         torch.testing.assert_close(found, expected)
     x, weights = normal(rows * k, 40, dtype=DTYPES[0]), normal(rows, k, dtype=DTYPES[0], seed=1)
-    assert torch.equal(weighted_sum(x, weights, place), combine(x, weights, choices))
+    close(weighted_sum(x, weights, place), combine(x, weights, choices), DTYPES[0])
+
+
+@pytest.mark.parametrize(("rows", "k", "experts"), [(3, 2, 8), (150, 4, 5)])
+def test_products_of_experts(triton, rows, k, experts):
+    from miles_embedded.kernels.grouped import gated_product, product
+
+    generator = torch.Generator().manual_seed(0)
+    index = torch.rand(rows, experts, generator=generator).topk(k).indices.to(DEVICE)
+    choices, dim, inner = sort_choices(index, experts, counted=False), 80, 72
+    x = normal(rows, dim, dtype=DTYPES[0])
+    gate_up, down = (
+        normal(experts, 2 * inner, dim, dtype=DTYPES[0], seed=1),
+        normal(experts, dim, inner, dtype=DTYPES[0], seed=2),
+    )
+    expert = index.reshape(-1)[choices.order]
+    gate, up = torch.einsum("pd,pid->pi", x[choices.row].double(), gate_up[expert].double()).chunk(2, -1)
+    middle = gated_product(x, gate_up, choices.row, choices.ends)
+    close(middle, (silu(gate) * up).to(DTYPES[0]), DTYPES[0])
+    expected = torch.einsum("pi,pdi->pd", middle.double(), down[expert].double())
+    close(product(middle, down, choices.ends), expected.to(DTYPES[0]), DTYPES[0])
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -99,7 +122,7 @@ def test_the_largest_of_a_softmax(triton, experts, k, normalized):
 
     logits = normal(7, experts, dtype=DTYPES[0])
     logits[2] = 0.5  # of equal ones the first
-    expected, index = logits.softmax(-1, dtype=torch.float32).sort(-1, descending=True, stable=True)
+    expected, index = logits.softmax(-1, dtype=torch.float32).sort(dim=-1, descending=True, stable=True)
     expected = expected[:, :k] / expected[:, :k].sum(-1, keepdim=True) if normalized else expected[:, :k]
     weights, chosen = choose(logits, k, normalized)
     assert torch.equal(chosen, index[:, :k])
