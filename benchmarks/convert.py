@@ -175,8 +175,8 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from benchmarks.startup import processor
     from miles_core.config.load import load
-    from miles_core.precision.installed import format_class, providers
     from miles_core.precision.options import codec_for
+    from miles_tools.convert.installed import format_class, providers
 
     names = [n for n in given.formats.split(",") if n] or sorted(providers())
     codecs = {n: codec_for(format_class(n), load(["--rollout-precision", n])) for n in names}

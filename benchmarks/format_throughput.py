@@ -20,7 +20,7 @@ from measure import finish, installed, options
 
 from miles_core.precision.format import Format
 from miles_core.precision.gpu_kernel import reference_only
-from miles_core.precision.installed import format_class, providers
+from miles_tools.convert.installed import format_class, providers
 
 Way = tuple[str, str, str]  # format, what is done, how
 

@@ -310,9 +310,9 @@ def parity() -> dict[str, Any]:
     """What TransformerEngine's codes are to the format's: (how close, share of values that differ)."""
     import torch
 
-    from miles_core.mismatch.parity import measure, probes
     from miles_fp8.format import Fp8
     from miles_megatron.trainer.precision import Blocks
+    from miles_mismatch.parity import measure, probes
 
     format = Fp8()
     real = {"normal": torch.randn(256, 4096), "small": torch.randn(256, 4096) * 1e-3}

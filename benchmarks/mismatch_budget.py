@@ -64,19 +64,19 @@ def warmed_up(directory: Path, given: Any) -> None:
 async def measured(directory: Path, given: Any, flags: tuple[str, ...]) -> dict[str, Any]:
     """One setup's budget, with an interval for the gap that training sees and for the whole one."""
     from miles_core.config.load import load
-    from miles_core.mismatch.budget import budget
-    from miles_core.mismatch.probe import bare, probe, probe_prompts
     from miles_core.run.make import make_run
-    from miles_core.run.parts import built
-    from miles_core.run.prepare import applied, prepare
+    from miles_core.run.parts import build_parts
+    from miles_core.run.prepare import apply_plan, prepare
+    from miles_mismatch.budget import budget
+    from miles_mismatch.probe import bare, probe, probe_prompts
 
     words = f"""--hf-checkpoint {directory}/trained --prompt-data {directory}/data/train.jsonl --input-key prompt
         --label-key label --rm-type exact --plugins r3,fp8 --emulate-precision --dtype bfloat16 --device cpu
         --rollout-max-response-len 4 --seed {given.seed}"""
     config = load([*words.split(), *flags])
     plan, catalogue = prepare(config)
-    run = make_run(applied(config, plan), plan, catalogue, directory / "run")
-    async with built(run) as (parts,):
+    run = make_run(apply_plan(config, plan), plan, catalogue, directory / "run")
+    async with build_parts(run) as (parts,):
         parts.policy.version = (await parts.learner.push(0)).version
         samples = await probe(run, parts.engine, probe_prompts(run, given.prompts), support=True)
         result = (await budget(run, parts, samples)).to_dict()

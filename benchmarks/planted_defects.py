@@ -29,10 +29,10 @@ import sglang_scheduler_double
 
 import miles_sglang
 from miles_core.errors import MilesError, PlanError
-from miles_core.mismatch import first_sync
-from miles_core.mismatch.allowance import allowance
 from miles_embedded.engine import build as engine_build
 from miles_embedded.testing.defects import DEFECTS, Defect
+from miles_mismatch import first_sync
+from miles_mismatch.allowance import allowance
 from miles_sglang import build as sglang_build
 from miles_testing import tiny, toy_run
 

@@ -32,7 +32,6 @@ from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
 from miles_core.precision.codec import Codec
-from miles_core.precision.installed import format_class
 from miles_core.precision.product import Products, emulated
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
@@ -41,6 +40,7 @@ from miles_embedded.model.views import export
 from miles_embedded.quantized.weights import install
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_testing.yardstick import weighted
+from miles_tools.convert.installed import format_class
 
 ROWS = (1, 64, 256, 1024, 4096, 8192)
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336))

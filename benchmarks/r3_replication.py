@@ -53,11 +53,11 @@ def train(words: list[str]) -> list[dict[str, Any]]:
     from miles_core.config.load import load
     from miles_core.launch import launch
     from miles_core.observe.metrics import read
-    from miles_core.run.prepare import applied, prepare
+    from miles_core.run.prepare import apply_plan, prepare
 
     config = load(words)
     plan, catalogue = prepare(config)
-    run = launch(applied(config, plan), plan, catalogue, Console(file=io.StringIO()))
+    run = launch(apply_plan(config, plan), plan, catalogue, Console(file=io.StringIO()))
     return read(run.directory / "metrics.jsonl")
 
 

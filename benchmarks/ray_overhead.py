@@ -27,7 +27,7 @@ from workload import make_workload
 from miles_core.config.load import load
 from miles_core.launch import launch
 from miles_core.observe.metrics import read
-from miles_core.run.prepare import applied, prepare
+from miles_core.run.prepare import apply_plan, prepare
 
 WARM_UP = 3
 
@@ -36,7 +36,7 @@ def measured(directory: Path, words: list[str], steps: int) -> list[dict[str, An
     """The metrics of one run's steps, warm-up left out."""
     config = load([*words, "--num-rollout", str(WARM_UP + steps), "--save", str(directory)])
     plan, catalogue = prepare(config)
-    launch(applied(config, plan), plan, catalogue, Console(file=io.StringIO()))
+    launch(apply_plan(config, plan), plan, catalogue, Console(file=io.StringIO()))
     return read(directory / "metrics.jsonl")[WARM_UP:]
 
 

@@ -24,7 +24,7 @@ from simulated import COSTS, JumpingLoop
 from miles_core.config.load import load
 from miles_core.launch import launch
 from miles_core.observe.metrics import read
-from miles_core.run.prepare import applied, prepare
+from miles_core.run.prepare import apply_plan, prepare
 from miles_testing.toy import toy_arguments
 
 GROUPS, SAMPLES, STEPS, WARM_UP = 32, 8, 40, 5
@@ -87,7 +87,7 @@ def measured(directory: Path, **flags: Any) -> dict[str, Any]:
     )
     config = load(words)
     plan, catalogue = prepare(config)
-    done = launch(applied(config, plan), plan, catalogue, Console(file=io.StringIO()))
+    done = launch(apply_plan(config, plan), plan, catalogue, Console(file=io.StringIO()))
     at = done.run.stash["at"]
     whole, records = at[-1] - at[WARM_UP - 1], read(done.run.directory / "metrics.jsonl")[WARM_UP:]
     return {

@@ -344,7 +344,7 @@ async def measured(checkpoint: Path, given: argparse.Namespace, results: Results
 
 async def given_weights(engine: Any, checkpoint: Path, given: argparse.Namespace, results: Results) -> None:
     """The checkpoint's weights in the number format, and how both sides' quantisers agree."""
-    from miles_core.mismatch.parity import check
+    from miles_mismatch.parity import check
 
     codec = codec_of(given)
     started = time.perf_counter()

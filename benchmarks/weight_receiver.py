@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from miles_core.backend import Encoded
-from miles_core.run.parts import settle
+from miles_core.run.parts import freeze_gc
 from miles_transport import Arrival, Arrivals
 
 
@@ -74,7 +74,7 @@ def receiver(connection: socket.socket, device: str, gpu: int) -> None:
     if device != "cpu":
         torch.cuda.set_device(gpu)
     connection.setblocking(False)
-    settle()  # as a run does
+    freeze_gc()  # as a run does
     own = Own(device, stay=True)
     arrivals = Arrivals(lambda version, staged: Into(own))
 

@@ -34,8 +34,8 @@ from weight_receiver import Elsewhere, Own
 
 from miles_core import SyncError
 from miles_core.backend import Codec, CopyTransport, Encoded, Unit
-from miles_core.precision.installed import format_class
-from miles_core.run.parts import settle
+from miles_core.run.parts import freeze_gc
+from miles_tools.convert.installed import format_class
 from miles_zero_copy import paths
 from miles_zero_copy.limits import GPU_PROBE_BYTES, PROBE_BYTES, copy_speed
 from miles_zero_copy.sender import Sender, Sent
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--save", nargs="?", const="", metavar="VARIANT", help="a word for the file's name")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    settle()  # as a run does
+    freeze_gc()  # as a run does
     results = [
         measured(size, precision, options)
         for size in map(int, options.megabytes.split(","))

@@ -18,11 +18,21 @@ PAGE, PICTURE = ROOT / "docs" / "structure.md", ROOT / "docs" / "structure.svg"
 TABLE = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))
 
 #: Import packages from the top.
-ORDER = ("miles_embedded", "miles_testing", "miles_transport", "miles_tools", "miles_core")
+ORDER = (
+    "miles_embedded",
+    "miles_testing",
+    "miles_transport",
+    "miles_tools",
+    "miles_runtime",
+    "miles_mismatch",
+    "miles_core",
+)
 SUBTITLES = {
     "miles_testing": "the test kit for plugin authors",
     "miles_embedded": "the backend that ships with core, a plugin like any other",
     "miles_transport": "weights between processes",
+    "miles_runtime": "where trainer and engines run",
+    "miles_mismatch": "whether engine and trainer agree",
     "miles_tools": "commands and reports, attached as a third party would",
 }
 

@@ -44,12 +44,12 @@ if TYPE_CHECKING:
         SyncError,
     )
     from miles_core.plugin.facts import Fact, Facts
-    from miles_core.plugin.format_plugin import format_plugin
     from miles_core.plugin.hint import Hint, Remedy, above, below, fell, jumped, not_finite, oscillates
     from miles_core.plugin.manifest import Capability, Command, Package, Pair, Plugin, Rule, Set
     from miles_core.plugin.marker import hookimpl
     from miles_core.plugin.memory import Parts, Usage
-    from miles_core.plugin.option import option
+    from miles_core.plugin.number_format import format_plugin
+    from miles_core.plugin.options import option
     from miles_core.plugin.panel import Panel
     from miles_core.plugin.problem import Problem, Review, described
     from miles_core.reward.reward import group_reward
@@ -81,13 +81,13 @@ __getattr__, __dir__ = looked_up(
         "miles_core.data.unit": "Unit",
         "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError "
         "NonFiniteError PlanError PluginError SyncError",
-        "miles_core.plugin.format_plugin": "format_plugin",
+        "miles_core.plugin.number_format": "format_plugin",
         "miles_core.plugin.facts": "Fact Facts",
         "miles_core.plugin.hint": "Hint Remedy above below fell jumped not_finite oscillates",
         "miles_core.plugin.manifest": "Capability Command Package Pair Plugin Rule Set",
         "miles_core.plugin.marker": "hookimpl",
         "miles_core.plugin.memory": "Parts Usage",
-        "miles_core.plugin.option": "option",
+        "miles_core.plugin.options": "option",
         "miles_core.plugin.panel": "Panel",
         "miles_core.plugin.problem": "Problem Review described",
         "miles_core.reward.reward": "group_reward",

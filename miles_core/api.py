@@ -80,12 +80,12 @@ def train(*, quiet: bool = False, **options: Any) -> Result:
     from miles_core.config.load import load
     from miles_core.launch import launch
     from miles_core.observe.metrics import read
-    from miles_core.run.checks import planned
-    from miles_core.run.prepare import localised
+    from miles_core.run.checks import plan_run
+    from miles_core.run.prepare import localise
 
     given = load(arguments(options))
-    config, accepted, catalogue = planned(given)
-    localised(given)  # the weights too, now that the plan is accepted
+    config, accepted, catalogue = plan_run(given)
+    localise(given)  # the weights too, now that the plan is accepted
     done = launch(config, accepted, catalogue, Console(quiet=True) if quiet else None)
     end, directory = done.ending, done.run.directory
     return Result(
@@ -109,11 +109,11 @@ def plan(**options: Any) -> Plan:
         ConfigError, PlanError: as for ``train``.
     """
     from miles_core.config.load import load
-    from miles_core.run.prepare import applied, prepare
+    from miles_core.run.prepare import apply_plan, prepare
 
     config = load(arguments(options))
     accepted, _ = prepare(config)
-    applied(config, accepted)
+    apply_plan(config, accepted)
     return accepted
 
 

@@ -30,14 +30,11 @@ from miles_core.contracts.trainer import (
 )
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.batch import Batch, Ragged, collate
-from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Encoded, Unit
 from miles_core.data.world import ALONE, World, shares
 from miles_core.errors import WorkerLost
-from miles_core.http_client import MAX_BYTES, HttpError, exchange
-from miles_core.mismatch.parity import check_sides
-from miles_core.mismatch.same_model import check_same_model
 from miles_core.plugin.detect import config_facts, model_facts, moe_layers
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.worker import same_plan
@@ -48,16 +45,6 @@ from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, Parity, 
 from miles_core.precision.schedule import PLAIN, Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
 from miles_core.redact import redact
-from miles_core.remote.engine_front import EngineFront
-from miles_core.remote.engine_worker import EngineWorker
-from miles_core.remote.inline import InlineRuntime
-from miles_core.remote.learner_front import LearnerFront
-from miles_core.remote.output import last_lines, write_there
-from miles_core.remote.rank import Rank
-from miles_core.remote.rank_worker import RankWorker
-from miles_core.remote.runtime import RemoteRuntime
-from miles_core.remote.worker import Order, Worker, worker_run
-from miles_core.remote.workers import Restarts, Workers, short_of_memory
 from miles_core.rollout.collect import Collector, Interrupted
 from miles_core.rollout.versions import age, staleness
 from miles_core.run.prepare import accept
@@ -75,8 +62,8 @@ __all__ = [
     "ALONE",
     "AS_TRAINED",
     "BYTES",
+    "CANDIDATES",
     "GIVEN_ROUTES",
-    "MAX_BYTES",
     "OWN_ROUTES",
     "PLAIN",
     "SAMPLING_SUPPORT",
@@ -91,24 +78,18 @@ __all__ = [
     "Emulation",
     "Encoded",
     "Engine",
-    "EngineFront",
     "EnginePart",
-    "EngineWorker",
     "FormatItself",
     "Forward",
     "FurtherLayer",
-    "HttpError",
-    "InlineRuntime",
     "Interrupted",
     "Learned",
     "Learner",
-    "LearnerFront",
     "LearnerHandle",
     "Loss",
     "LossFunction",
     "OptimizerConfig",
     "OptimizerStep",
-    "Order",
     "Output",
     "Parity",
     "Pass",
@@ -121,12 +102,8 @@ __all__ = [
     "Products",
     "Quantizer",
     "Ragged",
-    "Rank",
-    "RankWorker",
-    "RemoteRuntime",
     "Request",
     "Response",
-    "Restarts",
     "Run",
     "Runtime",
     "Sample",
@@ -144,24 +121,18 @@ __all__ = [
     "TrainerPart",
     "Transport",
     "Unit",
-    "Worker",
     "WorkerLost",
-    "Workers",
     "World",
     "accept",
     "age",
     "bounded",
-    "check_same_model",
-    "check_sides",
     "collate",
     "combined",
     "config_facts",
     "divided",
-    "exchange",
     "further_layer",
     "get_rng",
     "in_order",
-    "last_lines",
     "make_codec",
     "model_facts",
     "moe_layers",
@@ -173,12 +144,9 @@ __all__ = [
     "redact",
     "same_plan",
     "shares",
-    "short_of_memory",
     "snapshot",
     "staleness",
     "step_count",
     "trained_tokens",
     "with_auxiliary",
-    "worker_run",
-    "write_there",
 ]

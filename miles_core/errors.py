@@ -46,7 +46,7 @@ class SyncError(MilesError):
 
 
 class MismatchError(MilesError):
-    """Engine and trainer disagree beyond the tolerance (``gap``: ``miles_core.mismatch.gap.Gap``), or the engine serves
+    """Engine and trainer disagree beyond the tolerance (``gap``: ``miles_mismatch.gap.Gap``), or the engine serves
     older weights."""
 
     def __init__(self, message: str, gap: Any = None) -> None:

@@ -19,7 +19,7 @@ from miles_core.checkpoint.directory import changes, checkpoint_step, locate_che
 from miles_core.checkpoint.rng import seed_generators
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
-from miles_core.errors import ConfigError
+from miles_core.errors import ConfigError, MilesError
 from miles_core.loop import train
 from miles_core.observe import log as logs
 from miles_core.observe.environment import write_environment
@@ -27,10 +27,10 @@ from miles_core.observe.progress import Progress
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.render import notices
 from miles_core.redact import redact
-from miles_core.run.checks import checked
-from miles_core.run.directory import claimed
-from miles_core.run.ending import Ending, ending
-from miles_core.run.make import make_log
+from miles_core.run.checks import check_inputs
+from miles_core.run.directory import claim_directory
+from miles_core.run.ending import ENDING, Ending, ending
+from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
 from miles_core.run.stopping import Deadline, OutOfTime
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from miles_core.config.config import Config
     from miles_core.plugin.plan import Plan
+    from miles_core.run.log import RunLog
 
 log = logging.getLogger(__name__)
 
@@ -74,16 +75,14 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         MilesError: what is wrong with the inputs, all of it and before anything is built; or what ended the run. Its notes say
             where the last completed step is kept.
     """
-    with claimed(config) as directory:
+    with claim_directory(config) as directory:
         set_environment(plan)
-        run, inputs = checked(config, plan, manifests, directory)
+        run, inputs = check_inputs(config, plan, manifests, directory)
         load = config.run.load
         resume_from = None
         if load is not None:
             resume_from = locate_checkpoint(load, plan.record())
-        provided = [t for name in plan.order for part in manifests[name].provides.values() for t in part.values()]
-        modules = [t.split(".")[0].split(":")[0] for t in (*(h.target for h in plan.hooks), *provided)]
-        console = logs.configure(config.run.log_level, directory, console, modules)
+        console = logs.configure(config.run.log_level, directory, console, packages(plan, manifests))
         _write_start(run)
         log.info("%s", plan.header)
         for line in notices(plan):
@@ -92,15 +91,15 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         for change in changes(resume_from, plan.record()) if resume_from else ():
             log.warning("continuing with a change: %s", change)
         start = checkpoint_step(resume_from) if resume_from else None
-        told = make_log(run, manifests, Progress(config.rollout.num_rollout, console, start=start or 0), start)
+        run_log = _open_log(run, manifests, Progress(config.rollout.num_rollout, console, start=start or 0), start)
         seed_generators(config.train.seed)
         with interruptible(run) as stopped:
             try:
-                with told.progress:
+                with run_log.progress:
                     try:
-                        parts = _completed(stopped.deadline.limit(train(run, told, inputs, resume_from)))
+                        parts = _completed(stopped.deadline.limit(train(run, run_log, inputs, resume_from)))
                     finally:
-                        told.close()
+                        run_log.close()
             except OutOfTime as error:
                 log.warning("%s", error)
                 parts = []
@@ -111,6 +110,16 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         end = ending(run, signal=stopped.name)
         _tell(end)
         return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
+
+
+def _open_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, start: int | None) -> RunLog:
+    """``make_log``; an error (a sink that cannot be reached) is recorded as the end of the run."""
+    try:
+        return make_log(run, manifests, progress, start)
+    except MilesError as error:
+        run.step = start or 0
+        _tell(ending(run, error=error), error)
+        raise
 
 
 def _completed(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[PolicyParts]:
@@ -197,6 +206,7 @@ def _leave_terminal() -> None:
 def _write_start(run: Run) -> None:
     """What the run is: its configuration, plan and machine."""
     try:
+        (run.directory / ENDING).unlink(missing_ok=True)  # how an earlier process of this run ended
         (run.directory / "config.yaml").write_text(redact(run.config.to_yaml()), encoding="utf-8")
         (run.directory / "plan.json").write_text(json.dumps(run.plan.record()), encoding="utf-8")
         write_environment(run.directory)

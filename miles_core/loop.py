@@ -21,8 +21,8 @@ from miles_core.rollout.summary import rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.inputs import Inputs
-from miles_core.run.log import Kept, RunLog
-from miles_core.run.parts import built, runtime_of, told
+from miles_core.run.log import RunLog, TrainedSamples
+from miles_core.run.parts import build_parts, notify_plugins, runtime_of
 from miles_core.run.recovery import recover
 from miles_core.run.sync_checks import check_synced
 from miles_core.run.warm_start import warm_start
@@ -36,10 +36,10 @@ SAVE = 0.3
 async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None = None) -> list[PolicyParts]:
     """Run until ``--num-rollout`` steps are complete or the user asks to stop; returns what was built, released."""
     parts: list[PolicyParts] = []
-    with told(run, log.hints.known):  # on_start ... on_stop
+    with notify_plugins(run, log.hints.known):  # on_start ... on_stop
         inputs.make(run)
         runtime = runtime_of(run)
-        async with built(run, runtime) as parts:
+        async with build_parts(run, runtime) as parts:
             log.watch(runtime)
             while True:
                 try:
@@ -54,7 +54,7 @@ async def steps(
     run: Run, log: RunLog, inputs: Inputs, runtime: Runtime, parts: list[PolicyParts], resume_from: Path | None
 ) -> None:
     """All steps, from a checkpoint or from the first one."""
-    async with inputs.scheduled(run, log, parts) as (schedule, evaluation):
+    async with inputs.open_schedule(run, log, parts) as (schedule, evaluation):
         checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
         if not await checkpoints.resume():
             await warm_start(run, parts, log, inputs.supervised)
@@ -62,7 +62,7 @@ async def steps(
             for each in parts:
                 if each.engine is not None:
                     await sync(run, schedule, each)
-            if found := await evaluation.missing(resume_from):
+            if found := await evaluation.run_if_missing(resume_from):
                 log.record(run.step, found)
             run.clock.metrics(), log.workers()  # building the parts is no step's time
             log.progress.begin()
@@ -72,7 +72,7 @@ async def steps(
                     await checkpoints.commit()
                 except Interrupted:
                     checkpoints.roll_back()
-            await evaluation.done()
+            await evaluation.complete_unless_stopped()
         except asyncio.CancelledError:  # the time after a signal is used up
             with suppress(TimeoutError):
                 async with asyncio.timeout(run.config.run.stop_within * SAVE):
@@ -96,20 +96,20 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
             groups = await schedule.take(run.step)
         metrics |= rollout_metrics(run, groups) | schedule.metrics()
         log.progress.phase("train")
-        kept: Kept = []
+        trained: TrainedSamples = []
         for each in parts:
             each.learner.learned = None
         for each in parts:
             if each.policy.role == "train":
                 own = run.own(each.policy, groups)
                 learned = await learn(each, own, run.step)
-                kept += zip_longest(own, learned.tokens)
+                trained += zip_longest(own, learned.tokens)
                 metrics |= run.named(each.policy, learned.metrics)
         for each in parts:
             if each.policy.role == "critic" and each.learner.learned is not None:
                 metrics |= run.named(each.policy, each.learner.learned.metrics)
         run.step += 1
-        log.trained(run.step, kept)
+        log.record_trained(run.step, trained)
         log.progress.phase("sync")
         await evaluation.complete()  # of the weights that are now replaced
         for each in parts:
@@ -118,7 +118,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
     metrics |= run.clock.metrics() | log.workers()
     if schedule.seconds:
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / schedule.seconds
-    metrics |= await evaluation.due()
+    metrics |= await evaluation.run_if_due()
     run.hooks.on("on_step", run=run, metrics=metrics)
     log.record(run.step, metrics)
 

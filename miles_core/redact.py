@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 #: What a credential is replaced by.
@@ -38,6 +39,8 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (re.compile(rf"(?i)((?:^|\s)--{_ENTRY}\s+)(?!-)[^\s\"',]+"), rf"\1{MARK}"),
 )
+#: Occurs in every text that one of the patterns matches: most texts are none of these, and the search is quick.
+_SUSPECT = re.compile(r"(?i)[=:]|--|bearer|basic")
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
@@ -47,28 +50,37 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     Args:
         environment: by default this process's.
     """
-    for value in secrets(os.environ if environment is None else environment):
-        text = text.replace(value, MARK)
-    for pattern, replacement in _PATTERNS:
-        text = pattern.sub(replacement, text)
-    return text
+    return _replace(text, secrets(os.environ if environment is None else environment))
 
 
 def redact_values(value: Any) -> Any:
-    """Nested dicts, lists and tuples with each of their texts redacted, for writers that take data."""
+    """Redact every string in nested dicts, lists and tuples, for writers that take data."""
+    return _redact_values(value, secrets(os.environ))
+
+
+def _redact_values(value: Any, known: list[str]) -> Any:
     if isinstance(value, str):
-        return redact(value)
+        return _replace(value, known)
     if isinstance(value, Mapping):
         return {
             name: MARK
             if isinstance(entry, str) and entry and isinstance(name, str) and _holds(name)
-            else redact_values(entry)
+            else _redact_values(entry, known)
             for name, entry in value.items()
         }
     if isinstance(value, list | tuple):
-        words = redact_values_of_flags([redact_values(entry) for entry in value])
+        words = redact_values_of_flags([_redact_values(entry, known) for entry in value])
         return words if isinstance(value, list) else tuple(words)
     return value
+
+
+def _replace(text: str, known: list[str]) -> str:
+    for value in known:
+        text = text.replace(value, MARK)
+    if _SUSPECT.search(text):
+        for pattern, replacement in _PATTERNS:
+            text = pattern.sub(replacement, text)
+    return text
 
 
 def redact_values_of_flags(words: list[Any]) -> list[Any]:
@@ -84,9 +96,14 @@ def secrets(environment: Mapping[str, str]) -> list[str]:
     """Values of variables whose names look like a credential, with and without surrounding white space, the longest first."""
     found = set()
     for name, value in environment.items():
-        if _NAME.search(name) and not value.startswith("/"):  # sockets and files of keys are paths
+        if _names_credential(name) and not value.startswith("/"):  # sockets and files of keys are paths
             found |= {value, value.strip()}
     return sorted((v for v in found if len(v.strip()) >= _SHORTEST), key=len, reverse=True)
+
+
+@lru_cache(maxsize=4096)  # every line of every log asks for the same names
+def _names_credential(name: str) -> bool:
+    return _NAME.search(name) is not None
 
 
 def has_credentials(url: str) -> bool:
@@ -95,5 +112,6 @@ def has_credentials(url: str) -> bool:
     return redact(re.sub(r"\$\{\w+\}", "", url), {}) != re.sub(r"\$\{\w+\}", "", url)
 
 
+@lru_cache(maxsize=4096)
 def _holds(name: str) -> bool:
     return re.fullmatch(_ENTRY, name, re.I) is not None

@@ -1,19 +1,24 @@
-"""The backend that ships with the core: a Transformers model as engine and as trainer, in this process.
+"""The backend that ships with core: an engine and a trainer for Transformers models, in this process.
 
-It registers itself by this manifest like any other backend. ``model`` is what both sides share, ``engine`` generates,
-``trainer`` trains, ``quantized`` is the forward of quantised layers on both sides.
+The backend registers itself with a manifest like any other backend. ``model`` is shared by both sides, ``engine`` generates,
+``trainer`` trains, and ``quantized`` implements quantised layers for both.
 
-What plugins may import from here, looked up when it is first used: ``load_model``, ``decoder_layers``, ``is_embedded``,
-``routed_blocks`` (of ``Routed``, one by one ``routed``) and, inside of a layer, ``active_context`` for those that hook modules;
-``make_engine`` and ``make_trainer`` for those that wrap a whole side; ``Decoder``, ``Emitted``, ``Prompts``, ``one_each`` and
-``pick`` for those that decode; ``new_layer``, ``add_layer``, ``read_layer`` and ``run_layer`` for those that put layers behind
-a model's own, ``checkpoint_config``, ``unloaded_model`` and ``prepare`` for those that build a model beside it,
-``OptimizerGroup`` and ``optimizer_group`` for those that train parameters in their own way, ``held`` and ``whole`` where ranks share these
-out, and ``views`` where what is exported is not they,
-``Released`` for tensors that do without their memory for a while, ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows`` and
-``engines_gpus`` for plans that count memory; ``Operations`` (its functions'
-types beside it) with ``operations_of`` and ``use_operations``, and the calls that attention works on, for those that compute a
-model's steps in another way. ``miles_embedded.testing`` is public too.
+Plugins may import the names in ``__all__``, which are loaded on first use:
+
+- to hook modules: ``load_model``, ``decoder_layers``, ``is_embedded``, ``routed_blocks`` and ``find_routed`` (both return ``Routed``), and
+  inside a layer ``active_context``;
+- to wrap an engine or a trainer: ``make_engine``, ``make_trainer``;
+- to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``;
+- to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``;
+- to build a second model: ``checkpoint_config``, ``unloaded_model``, ``prepare``;
+- to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
+  shard them, and ``views`` if the exported tensors differ from them;
+- to free device memory temporarily: ``Released``;
+- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``;
+- to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, and the calls
+  that attention receives.
+
+``miles_embedded.testing`` is public too.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     from miles_embedded.engine.attention import DecodeCall
     from miles_embedded.engine.build import make_engine
     from miles_embedded.engine.cached_rows import CachedRows
-    from miles_embedded.engine.decoder import Decoder, Emitted, one_each
+    from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
     from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.sampling import pick
     from miles_embedded.memory.model_size import ModelSize, model_size
@@ -56,8 +61,8 @@ if TYPE_CHECKING:
         use_operations,
     )
     from miles_embedded.model.released import Released
-    from miles_embedded.model.routers import Routed, routed, routed_blocks
-    from miles_embedded.model.sharded import held, whole
+    from miles_embedded.model.routers import Routed, find_routed, routed_blocks
+    from miles_embedded.model.sharded import gather_tensor, local_shard
     from miles_embedded.model.views import views
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
@@ -90,33 +95,33 @@ __all__ = [
     "decoder_layers",
     "engines_gpus",
     "export_checkpoint",
+    "find_routed",
+    "gather_tensor",
     "has_windows",
-    "held",
     "is_embedded",
     "load_model",
+    "local_shard",
     "logits_of",
     "longest_sample",
     "make_engine",
     "make_trainer",
     "model_size",
     "new_layer",
-    "one_each",
     "operations_of",
     "optimizer_group",
     "pick",
     "plugin",
     "prepare",
     "read_layer",
-    "routed",
     "routed_blocks",
     "run_layer",
     "size_of",
     "text_configuration",
+    "to_emitted",
     "unloaded_model",
     "use_operations",
     "views",
     "wanted_rows",
-    "whole",
 ]
 
 __getattr__, __dir__ = looked_up(
@@ -125,7 +130,7 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.engine.attention": "DecodeCall",
         "miles_embedded.engine.build": "make_engine",
         "miles_embedded.engine.cached_rows": "CachedRows",
-        "miles_embedded.engine.decoder": "Decoder Emitted one_each",
+        "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
         "miles_embedded.memory.model_size": "ModelSize model_size",
@@ -140,8 +145,8 @@ __getattr__, __dir__ = looked_up(
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
         "miles_embedded.model.released": "Released",
-        "miles_embedded.model.routers": "Routed routed routed_blocks",
-        "miles_embedded.model.sharded": "held whole",
+        "miles_embedded.model.routers": "Routed find_routed routed_blocks",
+        "miles_embedded.model.sharded": "gather_tensor local_shard",
         "miles_embedded.model.views": "views",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",

@@ -1,4 +1,4 @@
-"""What this backend provides and can do, as any backend declares it."""
+"""Manifest of the embedded backend: providers, capabilities, flags and the models it refuses."""
 
 import functools
 import importlib.util
@@ -12,20 +12,20 @@ from typing import Any, Literal
 from miles_core import Facts, Plugin, Problem, Review, __version__, described, option
 
 _STATE = (
-    "its layers keep a recurrent state (linear attention, Mamba, convolutions): the embedded backend caches keys and values, and packs "
-    "sequences in one row, where such a state would run from one sequence into the next; use another engine and trainer"
+    "its layers keep a recurrent state (linear attention, Mamba, convolutions), but the embedded backend caches keys and values only, "
+    "and packs sequences in one row, where such a state would leak from one sequence to the next; use another engine and trainer"
 )
 _NO_LAYERS = (
-    "its code has no list of decoder layers that attend through Transformers' attention interface, which is where the embedded "
-    "backend attends; use another engine and trainer"
+    "its code has no list of decoder layers that attend through Transformers' attention interface, which the embedded backend "
+    "requires; use another engine and trainer"
 )
 _OWN_ATTENTION = (
-    "its attention does something that packed sequences or cached keys do not allow (two attentions in one cache slot, a mask or "
-    "positions of its own, a compressed or indexed cache); use another engine and trainer"
+    "its attention is incompatible with packed sequences or cached keys (two attentions in one cache slot, its own mask or positions, "
+    "a compressed or indexed cache); use another engine and trainer"
 )
 _UNEXPLAINED = "a comparison with Transformers' own code found other log-probs or gradients, and the cause is unknown; use another engine and trainer"
-#: Why -> the model types that are refused. ``docs/families.md`` lists them; one that is in neither list there has not been tried, and
-#: is held against its plain forward when an engine is built.
+#: Reason -> refused model types. ``docs/families.md`` lists them and the tested ones. A type in neither list is untested; its scores
+#: are compared with plain forwards when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: (
         *(
@@ -86,14 +86,14 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "modernbert-decoder"),
     ),
 }
-#: Model types -> the first release of Transformers whose code for them is computed here, and what it lacked before.
+#: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {
     "granitemoe": (
         "5.13",
-        "before that its routers and experts are no modules, so nothing could replay or balance them",
+        "in earlier releases its routers and experts are not modules, so they could not be replayed or balanced",
     )
 }
-#: Kinds of layers that are computed (``layer_types`` of a configuration); the last two are one thing in different releases.
+#: Supported layer types (``layer_types`` of a configuration). The last two are names for the same type in different releases.
 LAYER_TYPES = {
     "full_attention",
     "sliding_attention",
@@ -104,27 +104,31 @@ LAYER_TYPES = {
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
-    """See ``miles_core.Plugin.review``: families that neither engine nor trainer can run, known by their ``config.json``."""
+    """See ``miles_core.Plugin.review``: refuse models, by their ``config.json``, that neither engine nor trainer can run."""
     kind = facts.lookup("model.type")
     trusted = bool(facts.value("model.trust_remote_code"))
-    found = _of_type(kind.value) or _of_layers(model or {}) or _of_installation(kind.value, model or {}, trusted)
+    found = (
+        _refuse_family(kind.value)
+        or _refuse_layers(model or {})
+        or _refuse_installation(kind.value, model or {}, trusted)
+    )
     problems = [Problem("embedded", *found, (described(kind),), "cannot run")] if found else []
     device, gpus = facts.lookup("model.device"), facts.lookup("gpu.count")
     if device.value == "cuda" and gpus.value == 0 and facts.value("runtime") == "inline":
-        why = "there is none that this process could use; --device cpu computes without"
+        why = "this process can use none; --device cpu runs without a GPU"
         problems.append(
             Problem("embedded", "a GPU", why, (described(device), described(gpus)), choices=("model.device",))
         )
     return Review(problems=tuple(problems))
 
 
-def _of_type(kind: Any) -> tuple[str, str] | None:
-    """What cannot be run and why, where it follows from the family alone."""
+def _refuse_family(kind: Any) -> tuple[str, str] | None:
+    """Return (description, reason) if the model type is refused."""
     return next(((f"a model of type {kind}", why) for why, types in REFUSED.items() if kind in types), None)
 
 
-def _of_installation(kind: Any, model: Mapping[str, Any], trusted: bool) -> tuple[str, str] | None:
-    """The same for what the installed Transformers lacks."""
+def _refuse_installation(kind: Any, model: Mapping[str, Any], trusted: bool) -> tuple[str, str] | None:
+    """Return (description, reason) if the installed Transformers cannot run the model."""
     from packaging.version import Version
 
     has = version("transformers")
@@ -138,15 +142,19 @@ def _of_installation(kind: Any, model: Mapping[str, Any], trusted: bool) -> tupl
         f"the installed Transformers {has} has no causal language model of this type (model_type in config.json): "
     )
     because += (
-        "the checkpoint brings code of its own, which --trust-remote-code runs" if own else "is there a newer release?"
+        "the checkpoint contains its own code, which --trust-remote-code enables"
+        if own
+        else "is there a newer release?"
     )
     return f"a model of type {kind}", because
 
 
 @functools.cache
 def _language_models() -> frozenset[str]:
-    """Model types that the installed Transformers generates text with, read from its tables without importing it; empty where these
-    are not where they used to be."""
+    """Return the model types that the installed Transformers can generate text with, from its source without importing it.
+
+    Empty if the expected tables are missing.
+    """
     found = importlib.util.find_spec("transformers")
     tables = Path(found.origin).parent / "models" / "auto" / "modeling_auto.py" if found and found.origin else None
     if tables is None or not tables.is_file():
@@ -157,15 +165,15 @@ def _language_models() -> frozenset[str]:
     return frozenset(kind for kinds in listed for kind in kinds)
 
 
-def _of_layers(model: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The same for kinds of layers."""
+def _refuse_layers(model: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return (description, reason) if the model has unsupported layer types."""
     text = model.get("text_config")
     listed = {**model, **(text if isinstance(text, dict) else {})}.get("layer_types")
     unknown = sorted({str(x) for x in listed} - LAYER_TYPES) if isinstance(listed, list) else []
     if not unknown:
         return None
     found = f"layers of type {', '.join(unknown)} (layer_types in config.json)"
-    return found, "the embedded backend does not compute them; use another engine and trainer"
+    return found, "the embedded backend does not support them; use another engine and trainer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,14 +183,14 @@ class EmbeddedConfig:
     sharding_strategy: Literal["full_shard", "no_shard"] = option(
         "full_shard",
         flag="--sharding-strategy",
-        help="of a trainer of several ranks: full_shard divides weights, gradients and optimiser among them (FSDP2), no_shard "
-        "keeps all of them on every rank",
+        help="with several trainer ranks: full_shard shards weights, gradients and optimizer states across them (FSDP2), no_shard "
+        "replicates all of them on every rank",
     )
     disable_cuda_graph: bool = option(
         False,
         flag="--embedded-disable-cuda-graph",
-        help="on a GPU the engine decodes by replaying CUDA graphs, where model and options allow it; this launches every step "
-        "from Python instead, which is several times slower and runs Python code in hooks of the model at every step",
+        help="on a GPU the engine decodes by replaying CUDA graphs if the model and the options allow it; this flag launches every "
+        "step from Python instead, which is several times slower but runs Python hooks of the model at every step",
     )
 
 
@@ -223,6 +231,7 @@ plugin = Plugin(
             "sleep",
             "values",
             "top_log_probs",
+            "candidates",
             "optimizers",
         ),
     },

@@ -1,8 +1,8 @@
 """The test kit for plugin authors.
 
-``toy_run``, ``plan`` and ``ranks`` are pytest fixtures once miles-core is installed, the first two functions here as well. The
-contracts are suites that an implementation is run through: subclass one and write what makes the thing under test. Importing
-this imports no torch.
+``toy_run``, ``plan`` and ``ranks`` are pytest fixtures once miles-core is installed; the first two are also functions of this package.
+The contracts are test suites for implementations: subclass one and implement the method that makes the object under test. Importing
+this package does not import torch.
 """
 
 from typing import TYPE_CHECKING

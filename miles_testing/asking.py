@@ -1,4 +1,4 @@
-"""Sending requests to an engine in a test and waiting for what comes back."""
+"""Send requests to an engine in a test and collect the responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from miles_core.contracts.engine import Engine, Request, Response, Sampling
 def start(
     engine: Engine, prompts: list[list[int]], sampling: Sampling, first_key: int = 0, extras: set[str] | None = None
 ) -> list[asyncio.Task[Response]]:
-    """Put requests in flight; keys count up from ``first_key``."""
+    """Start requests with consecutive keys from ``first_key``; returns their tasks."""
     loop = asyncio.get_running_loop()
     return [
         loop.create_task(engine.generate(Request(list(p), sampling, key=first_key + i, extras=set(extras or ()))))
@@ -19,11 +19,10 @@ def start(
     ]
 
 
-async def under_way(
+async def start_and_wait(
     engine: Engine, prompts: list[list[int]], sampling: Sampling, extras: set[str] | None = None
 ) -> list[asyncio.Task[Response]]:
-    """Put requests in flight and wait until the first of them have made a few steps: until a short one that shares
-    their batch is done."""
+    """Start requests and wait until the first of them have run a few steps, that is, until a short request in the same batch is done."""
     short = start(engine, [[9]], replace(sampling, max_new_tokens=5), first_key=999, extras=extras)
     tasks = start(engine, prompts, sampling, extras=extras)
     await short[0]
@@ -38,7 +37,7 @@ def ask(
     first_key: int = 0,
     extras: set[str] | None = None,
 ) -> list[Response]:
-    """Generate and wait."""
+    """Generate responses and wait for all of them."""
 
     async def main() -> list[Response]:
         return await asyncio.gather(*start(engine, prompts, sampling, first_key, extras))

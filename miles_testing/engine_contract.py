@@ -1,21 +1,21 @@
-"""What every engine must do, as tests that any engine factory can be run through.
+"""Contract tests for engines.
 
     class TestMyEngine(EngineContract):
         async def make(self, checkpoint, limits):
             return MyEngine(checkpoint, **vars(limits))
 
-The contract makes tiny random checkpoints (with a tokenizer) and one engine for the class. An engine that lacks a
-capability skips the tests that need it; the planner refuses runs that would.
+The contract makes tiny random checkpoints (with a tokenizer) and one engine per class. Tests that need a capability the engine lacks
+are skipped; the planner refuses runs that need it.
 
-What the tests expect beyond the signatures of ``Engine``:
+The tests require, in addition to the signatures of ``Engine``:
 
 - ``make`` is asynchronous and returns an engine that is not started; the contract awaits ``start`` and ``stop``.
-- An update that is refused (a tensor missing or unknown) raises a ``MilesError`` that names the tensor and leaves ``version`` unchanged.
-- A response ends with ``finish="length"`` at ``max_new_tokens`` or where prompt and response fill ``max_context``.
-- A request that cannot be generated raises a ``MilesError``: a prompt longer than the context (the message holds both lengths), an empty
-  prompt ("empty prompt"), a field the engine cannot record (its name).
-- The engine of a class is shared, because starting one is slow. If a test leaves it unusable, later tests of the class fail too: look at
-  the first failure, or run one test alone with ``pytest -k NAME``.
+- A refused update (a missing or unknown tensor) raises a ``MilesError`` that names the tensor, and leaves ``version`` unchanged.
+- A response ends with ``finish="length"`` at ``max_new_tokens``, or when prompt and response fill ``max_context``.
+- A request that cannot be generated raises a ``MilesError``: for a prompt longer than the context (the message contains both lengths), an
+  empty prompt ("empty prompt"), and a field that the engine cannot record (its name).
+- All tests of a class share one engine, because starting one is slow. If a test leaves it unusable, later tests fail too: look at the
+  first failure, or run one test with ``pytest -k NAME``.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from miles_core.contracts.engine import Engine, Response, Sampling
+from miles_core.contracts.engine import Engine, Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError, SyncError
-from miles_core.mismatch.same_model import COMPARED
 from miles_core.plugin.detect import model_facts
-from miles_testing.asking import ask, start, under_way
+from miles_mismatch.same_model import COMPARED
+from miles_testing.asking import ask
+from miles_testing.capabilities import skip_without
+from miles_testing.interruptions import Interruptions
 from miles_testing.stored import buckets, stored_units
 from miles_testing.tiny import tiny_checkpoint, tiny_tokenizer
 
@@ -46,28 +47,26 @@ FREE = Sampling(10, temperature=0.9, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Limits:
-    """What the factory is told: the run's seed, the longest sequence, the sequences decoded at once."""
+    """Arguments of the factory: the run's seed, the largest sequence length, and the number of sequences decoded at once."""
 
     seed: int = 7
     max_context: int = 48
     max_running_requests: int = 4
 
 
-class EngineContract:
-    """Subclass it and write ``make``.
+class EngineContract(Interruptions):
+    """Subclass it and implement ``make``.
 
     Attributes:
-        family: of ``miles_testing.tiny.FAMILIES``.
-        atol: how far log-probabilities of the same tokens may be apart (generation against ``score``, or a fresh load).
-        extra: a ``token-1`` field that engines made by ``make`` can record, if any.
+        family: model family of ``miles_testing.tiny.FAMILIES``.
+        atol: tolerance of log-probabilities of the same tokens (generation and ``score``, or a new load).
+        extra: a ``token-1`` field that engines from ``make`` can record, or None.
     """
 
     family = "qwen3_moe"
-    atol = 1e-4
-    extra: str | None = None
 
     async def make(self, checkpoint: Path, limits: Limits) -> Engine:
-        """A new engine serving ``checkpoint``, not yet started."""
+        """Make an engine that serves ``checkpoint``; do not start it."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
@@ -78,30 +77,30 @@ class EngineContract:
 
     @pytest.fixture(scope="class")
     def runner(self) -> Iterator[asyncio.Runner]:
-        """One event loop for the class."""
+        """Event loop of the class."""
         with asyncio.Runner() as runner:
             yield runner
 
     @pytest.fixture(scope="class")
     def engine(self, checkpoints: list[Path], runner: asyncio.Runner) -> Iterator[Engine]:
-        """A started engine with the first checkpoint's weights as version 0."""
-        engine = runner.run(self._started(checkpoints[0]))
+        """A started engine with the first checkpoint's weights as version 0, shared by all tests."""
+        engine = runner.run(self.start_engine(checkpoints[0]))
         runner.run(engine.update_weights(stored_units(checkpoints[0]), 0))
         yield engine
         runner.run(engine.stop())
 
-    async def _started(self, checkpoint: Path) -> Engine:
+    async def start_engine(self, checkpoint: Path) -> Engine:
         engine = await self.make(checkpoint, Limits())
         await engine.start()
         return engine
 
     def test_it_says_which_model_it_serves(self, engine: Engine, checkpoints: list[Path]) -> None:
-        said = engine.model_facts()
-        if not said:
-            pytest.skip("this engine does not say; the run cannot compare it with the trainer's model")
+        facts = engine.model_facts()
+        if not facts:
+            pytest.skip("this engine returns no facts, so a run cannot compare it with the trainer's model")
         config = {f.name: f.value for f in model_facts(str(checkpoints[0]))}
-        compared = {f"model.{name}" for name in COMPARED} & said.keys()
-        assert compared and {name: said[name] for name in compared} == {name: config[name] for name in compared}
+        compared = {f"model.{name}" for name in COMPARED} & facts.keys()
+        assert compared and {name: facts[name] for name in compared} == {name: config[name] for name in compared}
 
     def test_a_change_of_precision_is_declared_where_it_is_possible(self, engine: Engine) -> None:
         assert ("rebuild" in engine.capabilities) == (type(engine).rebuild is not Engine.rebuild)
@@ -117,16 +116,16 @@ class EngineContract:
             assert response.text == tiny_tokenizer().decode(response.tokens, skip_special_tokens=True)
             assert response.weight_versions == [(0, engine.version)]
 
-    def test_greedy_is_deterministic_in_any_company(self, engine: Engine, runner: asyncio.Runner) -> None:
+    def test_greedy_is_deterministic_in_any_batch(self, engine: Engine, runner: asyncio.Runner) -> None:
         together = ask(runner, engine, PROMPTS, GREEDY)
         alone = [ask(runner, engine, [p], GREEDY)[0] for p in PROMPTS]
         assert [r.tokens for r in together] == [r.tokens for r in alone]
-        if "score" in engine.capabilities:  # a greedy token's log-probability is the one at temperature 1
+        if "score" in engine.capabilities:  # a greedy token's log-probability refers to temperature 1
             scored = runner.run(engine.score([PROMPTS[0] + together[0].tokens]))[0]
             np.testing.assert_allclose(together[0].log_probs, scored[len(PROMPTS[0]) - 1 :], atol=self.atol)
 
     def test_log_probs_are_those_of_the_sampled_distribution(self, engine: Engine, runner: asyncio.Runner) -> None:
-        self._needs(engine, "score", "score_temperature")
+        skip_without(engine, "score", "score_temperature")
         responses = ask(runner, engine, PROMPTS, FREE)
         scored = runner.run(engine.score([p + r.tokens for p, r in zip(PROMPTS, responses, strict=True)], 0.9))
         for prompt, response, row in zip(PROMPTS, responses, scored, strict=True):
@@ -134,7 +133,7 @@ class EngineContract:
             np.testing.assert_allclose(response.log_probs, row[len(prompt) - 1 :], atol=self.atol)
 
     def test_a_token_depends_on_seed_key_and_position_alone(self, engine: Engine, runner: asyncio.Runner) -> None:
-        self._needs(engine, "keyed_sampling")
+        skip_without(engine, "keyed_sampling")
         together = ask(runner, engine, PROMPTS, FREE)
         alone = [ask(runner, engine, [p], FREE, first_key=i)[0] for i, p in enumerate(PROMPTS)]
         assert [r.tokens for r in together] == [r.tokens for r in alone]
@@ -178,16 +177,15 @@ class EngineContract:
         assert len(ask(runner, engine, [[2, 3]], FREE)[0].tokens) == 10  # and the engine still works
 
     def test_a_truncated_sampler_keeps_the_best_tokens(self, engine: Engine, runner: asyncio.Runner) -> None:
-        """Whether or not the engine can say which it kept."""
+        """Applies to all engines, whether or not they can record the support."""
         greedy = [r.tokens for r in ask(runner, engine, PROMPTS, GREEDY)]
         for one_token in (replace(FREE, top_k=1), replace(FREE, top_p=1e-6)):
             assert [r.tokens for r in ask(runner, engine, PROMPTS, one_token)] == greedy
 
-    # -- what is recorded
-    # -----------------------------------------------------------------------------------------------
+    # -- recorded fields --------------------------------------------------------------------------------------------
 
     def test_sampling_support(self, engine: Engine, runner: asyncio.Runner) -> None:
-        self._needs(engine, "sampling_support")
+        skip_without(engine, "sampling_support")
         name = SAMPLING_SUPPORT.name
         sampling = replace(FREE, top_k=5, top_p=0.8)
         for response in ask(runner, engine, PROMPTS, sampling, extras={name}):
@@ -201,12 +199,12 @@ class EngineContract:
         assert [r.tokens for r in single] == [r.tokens for r in ask(runner, engine, PROMPTS, GREEDY)]
         silent = ask(runner, engine, PROMPTS[:1], sampling)[0]
         assert name not in silent.extras
-        if {"score", "score_temperature"} <= engine.capabilities:  # not asked for: over the full vocabulary
+        if {"score", "score_temperature"} <= engine.capabilities:  # without the field: over the full vocabulary
             scored = runner.run(engine.score([PROMPTS[0] + silent.tokens], 0.9))[0]
             np.testing.assert_allclose(silent.log_probs, scored[len(PROMPTS[0]) - 1 :], atol=self.atol)
 
     def test_log_probs_are_renormalised_over_the_support(self, engine: Engine, runner: asyncio.Runner) -> None:
-        self._needs(engine, "sampling_support", "score", "score_temperature")
+        skip_without(engine, "sampling_support", "score", "score_temperature")
         name, prompt = SAMPLING_SUPPORT.name, PROMPTS[2]
         response = ask(runner, engine, [prompt], Sampling(1, temperature=0.7, top_p=0.9), extras={name})[0]
         support = [int(t) for t in response.extras[name][0]]
@@ -221,7 +219,7 @@ class EngineContract:
     ) -> None:
         if self.extra is None:
             pytest.skip("this engine records no token field")
-        sampling = FREE if "keyed_sampling" in engine.capabilities else GREEDY  # the same tokens again
+        sampling = FREE if "keyed_sampling" in engine.capabilities else GREEDY  # either generates the same tokens again
         together = ask(runner, engine, PROMPTS, sampling, extras={self.extra})
         for i, (prompt, response) in enumerate(zip(PROMPTS, together, strict=True)):
             rows = np.asarray(response.extras[self.extra])
@@ -231,102 +229,6 @@ class EngineContract:
             one = replace(FREE, max_new_tokens=1)
             longer = ask(runner, engine, [prompt + response.tokens], one, extras={self.extra})[0]
             np.testing.assert_array_equal(rows, np.asarray(longer.extras[self.extra])[: len(rows)])
-
-    # -- interruptions ----------------------------------------------------------------------------------------------
-
-    def test_abort_returns_what_there_is(self, engine: Engine, runner: asyncio.Runner) -> None:
-        long = Sampling(44, temperature=0.9, ignore_eos=True)
-
-        async def interrupted() -> list[Response]:
-            tasks = await under_way(engine, [[5], *PROMPTS[:2]] + [[5]] * 9, long)
-            await engine.abort()
-            return await asyncio.gather(*tasks)
-
-        got = runner.run(interrupted())
-        assert {r.finish for r in got} <= {"abort", "length"} and "abort" in {r.finish for r in got}
-        for response in got:
-            assert len(response.tokens) == len(response.log_probs)
-            assert response.weight_versions in ([], [(0, engine.version)])
-        if "keyed_sampling" in engine.capabilities:
-            full = ask(runner, engine, [[5]], long)[0]
-            assert full.tokens[: len(got[0].tokens)] == got[0].tokens
-        assert len(ask(runner, engine, [[5]], FREE)[0].tokens) == 10
-
-    def test_abort_of_some_requests_leaves_the_others_alone(self, engine: Engine, runner: asyncio.Runner) -> None:
-        long = Sampling(44, temperature=0.9, ignore_eos=True)
-
-        async def interrupted() -> list[Response]:
-            tasks = await under_way(engine, [[5]] * 8, long)  # four are decoded at once, the others wait
-            await engine.abort([0, 2, 5, 777])
-            return await asyncio.gather(*tasks)
-
-        got = runner.run(interrupted())
-        assert [r.finish for r in got] == ["abort" if key in (0, 2, 5) else "length" for key in range(8)]
-        if "keyed_sampling" in engine.capabilities:
-            alone = ask(runner, engine, [[5]] * 8, long)
-            assert [r.tokens for r in got] == [a.tokens[: len(r.tokens)] for a, r in zip(alone, got, strict=True)]
-
-    def test_requests_sent_while_it_is_paused_wait_for_the_new_weights(
-        self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path]
-    ) -> None:
-        old, long = engine.version, Sampling(44, temperature=0.9, ignore_eos=True)
-
-        async def updated() -> tuple[list[Response], Response]:
-            tasks = await under_way(engine, [[5], [6]], long)
-            await engine.pause("abort")
-            await engine.pause("abort")  # what is paused stays so
-            aborted = await asyncio.gather(*tasks)
-            (waiting,) = start(engine, [[5, *aborted[0].tokens]], FREE)
-            await engine.update_weights(stored_units(checkpoints[1]), old + 1)
-            assert not waiting.done()
-            await engine.resume()
-            return aborted, await waiting
-
-        aborted, late = runner.run(updated())
-        runner.run(engine.update_weights(stored_units(checkpoints[0]), old + 2))
-        assert aborted[0].finish == "abort" and 0 < len(aborted[0].tokens) < 44
-        assert aborted[0].weight_versions == [(0, old)] and late.weight_versions == [(0, old + 1)]
-
-    @pytest.mark.parametrize("mode", ["retract", "in_place"])
-    def test_pause_and_resume_across_an_update(
-        self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path], mode: Any
-    ) -> None:
-        self._needs(engine, "token_versions")
-        old, extras = engine.version, {self.extra} if self.extra else set()
-        long = Sampling(40, temperature=0.9, ignore_eos=True)
-
-        async def updated() -> list[Response]:
-            tasks = await under_way(engine, [[5], [5], [6], [5], [6]] + [[5]] * 7, long, extras)
-            await engine.pause(mode)
-            await engine.update_weights(stored_units(checkpoints[1]), old + 1)
-            await engine.resume()
-            return await asyncio.gather(*tasks)
-
-        got = runner.run(updated())
-        runner.run(engine.update_weights(stored_units(checkpoints[0]), old + 2))
-        assert all(len(r.tokens) == len(r.log_probs) == 40 for r in got)
-        mixed = [r for r in got if len(r.weight_versions) == 2]
-        assert mixed
-        for response in mixed:
-            (first, before), (index, after) = response.weight_versions
-            assert (first, before, after) == (0, old, old + 1) and 0 < index < 40
-            if self.extra:
-                assert len(response.extras[self.extra]) == 1 + 40 - 1
-        if mode == "retract":
-            self._check_retracted(runner, engine, checkpoints, mixed[0])
-
-    def _check_retracted(
-        self, runner: asyncio.Runner, engine: Engine, checkpoints: list[Path], response: Response
-    ) -> None:
-        """After a retract everything is computed by the new weights."""
-        if not {"score", "score_temperature"} <= engine.capabilities:
-            return
-        index = response.weight_versions[1][0]
-        runner.run(engine.update_weights(stored_units(checkpoints[1]), engine.version + 1))
-        candidates = runner.run(engine.score([[p, *response.tokens] for p in (5, 6)], 0.9))
-        runner.run(engine.update_weights(stored_units(checkpoints[0]), engine.version + 1))
-        gaps = [np.abs(row[index:] - response.log_probs[index:]).max() for row in candidates]
-        assert min(gaps) < self.atol
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -340,7 +242,7 @@ class EngineContract:
         updated = [*ask(runner, engine, PROMPTS, GREEDY), *ask(runner, engine, PROMPTS, FREE)]
         runner.run(engine.update_weights(stored_units(checkpoints[0]), old + 3))
         assert ask(runner, engine, PROMPTS, GREEDY)[0].tokens == before[0].tokens
-        fresh = runner.run(self._started(checkpoints[2]))
+        fresh = runner.run(self.start_engine(checkpoints[2]))
         try:
             loaded = [*ask(runner, fresh, PROMPTS, GREEDY), *ask(runner, fresh, PROMPTS, FREE)]
         finally:
@@ -367,7 +269,7 @@ class EngineContract:
     def test_buckets_are_taken_whole_or_not_at_all(
         self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path], tmp_path: Path
     ) -> None:
-        self._needs(engine, "transport:buckets")
+        skip_without(engine, "transport:buckets")
         old, before = engine.version, ask(runner, engine, PROMPTS, GREEDY)
         in_a_file, in_messages = buckets(checkpoints[1], tmp_path / "bucket"), buckets(checkpoints[0])
         for number, message in enumerate(in_a_file):
@@ -378,7 +280,7 @@ class EngineContract:
         with pytest.raises(SyncError, match="checksum"):
             runner.run(engine.receive({**in_messages[1], "checksum": 1}, old + 2, True))
         assert engine.version == old + 1
-        with pytest.raises(MilesError):  # half a version answers nothing
+        with pytest.raises(MilesError):  # an incomplete version must not be served
             ask(runner, engine, PROMPTS[:1], GREEDY)
         with pytest.raises(SyncError, match="bucket 1"):
             runner.run(engine.receive(in_messages[1], old + 2, True))
@@ -389,7 +291,7 @@ class EngineContract:
 
     def test_sleep_and_wake(self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path]) -> None:
         before = ask(runner, engine, PROMPTS, GREEDY)
-        if "sleep" in engine.capabilities:  # the cache alone may sleep: the weights are still served
+        if "sleep" in engine.capabilities:  # with only the cache asleep, the weights are still served
             runner.run(engine.sleep(["cache"]))
             runner.run(engine.sleep(["cache"]))
             runner.run(engine.wake(["cache"]))
@@ -401,8 +303,3 @@ class EngineContract:
         runner.run(engine.update_weights(stored_units(checkpoints[0]), engine.version + 1))
         runner.run(engine.wake(["cache"]))
         assert [r.tokens for r in ask(runner, engine, PROMPTS, GREEDY)] == [r.tokens for r in before]
-
-    def _needs(self, engine: Engine, *capabilities: str) -> None:
-        lacking = set(capabilities) - engine.capabilities
-        if lacking:
-            pytest.skip(f"the engine lacks {', '.join(sorted(lacking))}")

@@ -1,13 +1,12 @@
-"""The contract of a number format, executable: what core relies on, tested on any ``Format``.
+"""Contract tests for number formats: the properties of a ``Format`` on which core relies.
 
-A format is run through it in three lines, collected by pytest like any test class::
+Three lines apply them to a format; pytest collects the class like any test class::
 
     class TestMyFormat(FormatContract):
         def make(self):
             return MyFormat()
 
-Golden values are the format's own business: add tests of its codes beside this suite. A backend may have more to ask of a
-format inside of its models: a suite that extends this one.
+Add tests of the format's golden values next to this suite. A backend may extend it with tests of formats inside its models.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from torch import Tensor
 
 from miles_core.data.unit import Unit
 from miles_core.errors import ConfigError, MilesError
-from miles_core.mismatch.product_probe import check_product
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Parts
 from miles_core.precision.gpu_kernel import reference_only
 from miles_core.precision.product import NoProduct
+from miles_mismatch.product_probe import check_product
 
 
 class FormatContract:
-    """Subclass it and write ``make``; override the numbers below where a format's own differ.
+    """Subclass it and implement ``make``; override the attributes below as needed.
 
     Attributes:
-        rows, columns: a size the format can store, a multiple of its tile.
-        magnitudes: scales of N(0, 1) at which the declared error still holds.
-        drift: relative change of a value that is quantised a second time.
-        kernels: name of the module with the format's GPU kernels, ``quantize`` and (where activations are quantised)
-            ``fake_quantize``; empty without.
+        rows, columns: a size that the format can store, a multiple of its tile.
+        magnitudes: scales of N(0, 1) for which the declared error holds.
+        drift: relative change of a value that is quantised twice.
+        kernels: name of the module with the format's GPU kernels, ``quantize`` and (if activations are quantised)
+            ``fake_quantize``; "" if there are none.
     """
 
     rows, columns = 256, 512
@@ -48,7 +47,7 @@ class FormatContract:
 
     @abstractmethod
     def make(self) -> Format:
-        """The format under test."""
+        """Make the format under test."""
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 
@@ -98,7 +97,7 @@ class FormatContract:
         shape = (self.rows - 1, self.columns - 3)
         why = format.refuse(shape)
         if why is not None:
-            assert any(character.isdigit() for character in why), f"say which sizes would fit: {why!r}"
+            assert any(character.isdigit() for character in why), f"the reason must name sizes that fit: {why!r}"
             return
         whole = torch.zeros(self.rows, self.columns)
         whole[: shape[0], : shape[1]] = normal(*shape)
@@ -119,7 +118,7 @@ class FormatContract:
         strided = normal(self.columns, self.rows).bfloat16().T
         before = strided.clone()
         assert_same(format.quantize(strided), format.quantize(strided.float().contiguous()))
-        assert torch.equal(strided, before), "quantize must not write into the weight"
+        assert torch.equal(strided, before), "quantize must not modify the weight"
 
     def test_given_tensors_are_filled(self) -> None:
         format, weight = self.make(), normal(self.rows, self.columns)
@@ -132,7 +131,7 @@ class FormatContract:
         format, weight = self.make(), normal(self.rows, self.columns)
         stats = format.stats(weight)
         before = format.dequantize(format.quantize(weight, stats))
-        weight[: format.tile[0], : format.tile[1]] *= 0.5  # smaller, so that the statistics stay
+        weight[: format.tile[0], : format.tile[1]] *= 0.5  # smaller, so that the statistics do not change
         after = format.dequantize(format.quantize(weight, stats))
         changed = (before != after).nonzero()
         assert len(changed) and bool((changed < torch.tensor(format.tile)).all())
@@ -221,7 +220,7 @@ class FormatContract:
     def test_a_product_that_cannot_run_is_refused_with_the_reason(self) -> None:
         with pytest.raises(NoProduct) as refusal:
             self.make().product(torch.device("cpu"), torch.bfloat16)
-        assert len(str(refusal.value).split()) > 4, "say why"
+        assert len(str(refusal.value).split()) > 4, "the error must contain a reason"
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -239,15 +238,15 @@ class FormatContract:
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     def test_a_weight_that_is_not_finite_is_refused_by_name(self, bad: float) -> None:
-        self._refuses(bad, "cpu")
+        self._check_refused(bad, "cpu")
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     def test_a_gpu_refuses_a_weight_that_is_not_finite(self, bad: float) -> None:
-        self._refuses(bad, "cuda")
+        self._check_refused(bad, "cuda")
 
-    def _refuses(self, bad: float, device: str) -> None:
+    def _check_refused(self, bad: float, device: str) -> None:
         format = self.make()
         for row, column in ((3, 5), (self.rows - 1, self.columns - 1)):
             unit = a_unit(format, self.rows, self.columns)
@@ -275,7 +274,7 @@ class FormatContract:
     def test_coupled_weights_share_their_statistics(self) -> None:
         format = self.make()
         if not format.couple:
-            pytest.skip("the format couples nothing")
+            pytest.skip("the format couples no weights")
         unit = a_unit(format, self.rows, self.columns)
         unit.tensors = {name: tensor.bfloat16() for name, tensor in unit.tensors.items()}
         small, large = list(unit.tensors)[:2]
@@ -285,13 +284,13 @@ class FormatContract:
         assert_same(encoded[small], format.quantize(unit.tensors[small], joint))
         alone = format.quantize(unit.tensors[small])
         differ = [k for k, t in alone.items() if not torch.equal(t.float(), encoded[small][k].float())]
-        assert differ, "quantize does not look at the statistics it is given"
+        assert differ, "quantize ignores the statistics it receives"
         with pytest.raises(ConfigError, match="together"):
             Codec(format).encode_unit(Unit({large: unit.tensors[large]}))
 
 
 class _Called(Exception):
-    """Raised in place of a kernel."""
+    """Raised instead of running a kernel."""
 
 
 def _called(*args: object, **kwargs: object) -> None:
@@ -299,12 +298,12 @@ def _called(*args: object, **kwargs: object) -> None:
 
 
 def normal(*shape: int) -> Tensor:
-    """N(0, 1), the same every time."""
+    """Return N(0, 1) numbers with a fixed seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def hard_cases(rows: int, columns: int, tile: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
-    """Finite weights on which a kernel would show another rounding, flushed denormals or wrong borders."""
+    """Yield finite weights that reveal different rounding, flushed denormals or wrong borders in a kernel."""
     generator = torch.Generator().manual_seed(1)
 
     def integers(low: int, high: int) -> Tensor:
@@ -322,7 +321,7 @@ def hard_cases(rows: int, columns: int, tile: tuple[int, int]) -> Iterator[tuple
     yield "denormals", numbers(integers(0, 2))
     yield "denormal scales", numbers(integers(0, 12))
     yield "the largest", numbers(integers(250, 255))
-    for peak in (448.0, 7.0, 6.0):  # a block whose maximum an element type ends at has a scale of 1, or near it
+    for peak in (448.0, 7.0, 6.0):  # a block with the largest value of an element type as maximum has a scale near 1
         ties = integers(-31, 32) * 2.0 ** integers(-12, -2)
         ties[:, :: tile[1]] = peak
         yield f"ties under {peak}", ties
@@ -338,22 +337,24 @@ def hard_cases(rows: int, columns: int, tile: tuple[int, int]) -> Iterator[tuple
 
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case: str = "") -> None:
-    """The same tensors, byte for byte."""
+    """Check that the tensors are equal byte for byte."""
     assert found.keys() == expected.keys()
     for suffix, tensor in expected.items():
         assert found[suffix].dtype == tensor.dtype
-        ours, theirs = (t.flatten().view(torch.uint8) for t in (found[suffix], tensor))  # a scalar has no bytes to view
+        ours, theirs = (
+            t.flatten().view(torch.uint8) for t in (found[suffix], tensor)
+        )  # flatten: a scalar cannot be viewed as bytes
         assert torch.equal(ours, theirs), (
             f"{case} {suffix}: {int((ours != theirs).sum())} of {theirs.numel()} bytes differ"
         )
 
 
 def suffixes(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stored name -> tensor as suffix -> tensor."""
+    """Replace stored names by their suffixes."""
     return {name.rpartition(".")[2]: tensor for name, tensor in parts.items()}
 
 
 def a_unit(format: Format, rows: int, columns: int) -> Unit:
-    """One expert's weights: all of a couple, or one alone."""
+    """Return one expert's weights as a unit: a whole couple, or a single weight."""
     members = format.couple[0] if format.couple else ("down_proj",)
     return Unit({f"model.layers.0.mlp.experts.0.{m}.weight": normal(rows, columns) for m in members})

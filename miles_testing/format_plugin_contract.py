@@ -1,10 +1,10 @@
-"""A plugin that is one number format, executable: its manifest, and toy runs with it.
+"""Contract tests for a plugin with one number format: its manifest, and toy runs with it.
 
     class TestMyPlugin(FormatPluginContract):
         plugin = miles_mine.plugin
 
-It needs the plugin to be installed, or on the path of the tests with its entry point. What only this format has (a recipe,
-further restrictions, weights that it leaves alone) is tested beside this suite.
+The plugin must be installed, or be on the path of the tests with its entry point. Test specific properties of the format (a recipe, further
+restrictions, weights that it does not quantise) next to this suite.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class FormatPluginContract:
     Attributes:
         plugin: the manifest.
         options: flags that make the format fit the toy model, as for ``toy_run``.
-        sizes: of the toy model, such that every matrix can be stored.
-        gap: mean |difference of log-probs| that the engine alone opens at least, in nats a token.
-        agreement: what engine and trainer differ by at most when both use the format.
+        sizes: sizes of the toy model; the format must be able to store every matrix.
+        gap: smallest mean |difference of log-probs| when only the engine uses the format, in nats per token.
+        agreement: largest mean |difference of log-probs| when engine and trainer use the format, in nats per token.
     """
 
     plugin: Plugin
@@ -107,7 +107,7 @@ class FormatPluginContract:
         return self.plugin.formats[self.plugin.name].split(":")[0].split(".")[0]
 
     def _flags(self, pair: Pair) -> dict[str, Any]:
-        """The short flags of a pair, and what makes the format fit."""
+        """Return the flags of a pair, and the options that make the format fit."""
         flags = {"rollout": pair.rollout, "train": pair.train}
         return {
             **self.options,

@@ -1,4 +1,4 @@
-"""The pytest plugin that comes with miles-core: fixtures for plugin authors. Imports no torch when pytest loads it."""
+"""The pytest plugin of miles-core: fixtures for plugin authors. Does not import torch when pytest loads it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marks that the contracts use."""
+    """Register the marks that the contracts use."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Processes with a torch.distributed group, started when they are first asked for; see ``miles_testing.ranks``."""
+    """Processes with a torch.distributed group, started on first use; see ``miles_testing.ranks``."""
     from miles_testing.ranks import Ranks
 
     shared = Ranks()
@@ -42,7 +42,7 @@ def toy_run(tmp_path: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def plan() -> Callable[..., Any]:
-    """``plan(plugins=["mine"], facts=["gpu=B200"], **flags) -> Plan``; raises PlanError when the run is refused."""
+    """``plan(plugins=["mine"], facts=["gpu=B200"], **flags) -> Plan``; raises PlanError if the run is refused."""
     from miles_testing.toy import plan as resolve
 
     return resolve

@@ -1,4 +1,4 @@
-"""What an engine that takes weights in a number format must do beside ``EngineContract``.
+"""Contract tests for engines that receive quantised weights, in addition to ``EngineContract``.
 
 class TestMyEngine(QuantizedEngineContract):
     def format(self):
@@ -19,9 +19,9 @@ import pytest
 
 from miles_core.contracts.engine import Engine
 from miles_core.data.unit import Encoded, Unit
-from miles_core.mismatch.parity import check, probes
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
+from miles_mismatch.parity import check, probes
 from miles_testing.asking import ask
 from miles_testing.engine_contract import FREE, GREEDY, PROMPTS, Limits
 from miles_testing.stored import stored_units
@@ -29,12 +29,12 @@ from miles_testing.tiny import tiny_checkpoint
 
 
 class QuantizedEngineContract:
-    """Subclass it and write ``format`` and ``make``.
+    """Subclass it and implement ``format`` and ``make``.
 
     Attributes:
-        family: of ``miles_testing.tiny.FAMILIES``.
-        sizes: of the tiny model, such that every matrix can be stored.
-        atol: how far log-probabilities of the same tokens may be apart between an updated and a fresh engine.
+        family: model family of ``miles_testing.tiny.FAMILIES``.
+        sizes: sizes of the tiny model; the format must be able to store every matrix.
+        atol: tolerance of log-probabilities of the same tokens between an updated and a newly loaded engine.
     """
 
     family = "qwen3_moe"
@@ -42,24 +42,24 @@ class QuantizedEngineContract:
     atol = 1e-4
 
     def format(self) -> Format:
-        """The number format."""
+        """Return the number format."""
         raise NotImplementedError
 
     async def make(self, checkpoint: Path, limits: Limits, codec: Codec) -> Engine:
-        """A new engine for ``checkpoint``'s architecture that reads what ``codec`` encodes, not yet started."""
+        """Make an engine for ``checkpoint``'s architecture that loads weights encoded by ``codec``; do not start it."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
     def encoded(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Encoded]]]:
-        """A checkpoint, and three sets of weights for it in the format."""
+        """A checkpoint, and three sets of encoded weights for it."""
         root = tmp_path_factory.mktemp("quantized")
         codec = Codec(self.format())
         paths = [tiny_checkpoint(self.family, root / str(seed), seed, **self.sizes) for seed in range(3)]
-        return paths[0], [list(codec.encode(coupled(path))) for path in paths]
+        return paths[0], [list(codec.encode(couple_units(path))) for path in paths]
 
     @pytest.fixture(scope="class")
     def runner(self) -> Iterator[asyncio.Runner]:
-        """One event loop for the class."""
+        """Event loop of the class."""
         with asyncio.Runner() as runner:
             yield runner
 
@@ -67,13 +67,13 @@ class QuantizedEngineContract:
         self, runner: asyncio.Runner, encoded: tuple[Path, list[list[Encoded]]]
     ) -> None:
         checkpoint, versions = encoded
-        engine, fresh = (runner.run(self._started(checkpoint)) for _ in range(2))
+        engine, fresh = (runner.run(self.start_engine(checkpoint)) for _ in range(2))
         try:
             if engine.hot_update(self.format().name) != "in_place":
-                pytest.skip("the engine does not change weights in this format while it runs")
+                pytest.skip("the engine cannot update weights in this format in place")
             runner.run(engine.update_weights(versions[0], 0))
             first = ask(runner, engine, PROMPTS, GREEDY)
-            for version in (1, 2):  # twice, with requests before and between, so that nothing cached survives
+            for version in (1, 2):  # two updates with requests in between, so that stale caches would be detected
                 runner.run(engine.update_weights(versions[version], version))
                 updated = [*ask(runner, engine, PROMPTS, GREEDY), *ask(runner, engine, PROMPTS, FREE)]
             runner.run(fresh.update_weights(versions[2], 2))
@@ -91,20 +91,20 @@ class QuantizedEngineContract:
         self, runner: asyncio.Runner, encoded: tuple[Path, list[list[Encoded]]]
     ) -> None:
         format = self.format()
-        engine = runner.run(self._started(encoded[0]))
+        engine = runner.run(self.start_engine(encoded[0]))
         try:
             check(type(engine).__name__, format, engine.quantizer(format), probes(format))
         finally:
             runner.run(engine.stop())
 
-    async def _started(self, checkpoint: Path) -> Engine:
+    async def start_engine(self, checkpoint: Path) -> Engine:
         engine = await self.make(checkpoint, Limits(), Codec(self.format()))
         await engine.start()
         return engine
 
 
-def coupled(checkpoint: Path) -> list[Unit]:
-    """A checkpoint's tensors as units, gate and up of one expert together."""
+def couple_units(checkpoint: Path) -> list[Unit]:
+    """Return a checkpoint's tensors as units, with gate and up of an expert in one unit."""
     plain = {e.name: e.parts[e.name] for e in stored_units(checkpoint)}
     units = []
     for name, tensor in plain.items():

@@ -1,14 +1,13 @@
-"""Several ranks in a test: processes with a real torch.distributed group, started once and given work again and again.
+"""Several ranks in a test: processes with a real torch.distributed group, started once and reused.
 
-    def loss_of(share):  # at the top of a test module
+    def loss_of(share):  # at the top level of a test module
         return float(train(share))
 
     def test_two_ranks(ranks):
         assert sum(ranks.run(loss_of, size=2, each=[(first,), (second,)])) == pytest.approx(whole)
 
-``ranks`` is a fixture once miles-core is installed. Starting a process costs the seconds that importing torch takes, so all
-tests of a session share them; each call gets a default group of its own (gloo, through a file), and whatever processes are left
-when the tests end are gone with them.
+``ranks`` is a fixture once miles-core is installed. Starting a process takes the seconds of importing torch, so all tests of a session
+share the processes. Each call has its own default group (gloo, with a file store). The processes end with the tests.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-#: Seconds to wait for what is about to come: the others' words when one rank has failed, the stacks of those that are late.
+#: Seconds to wait for the errors of other ranks after one failed, and for the stacks of ranks that timed out.
 _GRACE = 1.0
 
 
 class RankError(AssertionError):
-    """A rank failed, was lost or did not come to an end; with what it did then."""
+    """A rank failed, died or timed out; the message contains its traceback or stack."""
 
 
 class Ranks:
-    """Processes that run functions together, each with torch.distributed's default group.
+    """Processes that run functions together, each as a rank of torch.distributed's default group.
 
     Args:
-        timeout: seconds a call may take, and a collective within it.
-        start_timeout: seconds a process has to start.
+        timeout: seconds that a call may take, and timeout of its collectives.
+        start_timeout: seconds that a process may take to start.
     """
 
     def __init__(self, timeout: float = 60.0, start_timeout: float = 120.0) -> None:
@@ -60,17 +59,17 @@ class Ranks:
     def run(
         self, function: Callable[..., Any], *args: Any, size: int = 2, each: Sequence[tuple[Any, ...]] | None = None
     ) -> list[Any]:
-        """Call ``function`` on every rank and return what came back, in the order of ranks.
+        """Call ``function`` on every rank; returns the results in rank order.
 
         Args:
-            function: of a module's top level, or a method of a class there; a test's own module will do.
-            args: for every rank.
-            size: how many ranks there are.
-            each: further arguments, one tuple a rank.
+            function: a function at the top level of a module, or a method of a class there; the test's own module is allowed.
+            args: arguments for every rank.
+            size: number of ranks.
+            each: further arguments, a tuple per rank.
 
         Raises:
-            RankError: a rank raised (with its traceback), died or took too long (with where it was). All processes are then
-                ended, and the next call starts new ones.
+            RankError: a rank raised (with its traceback), died or timed out (with its stack). All processes are ended, and the next
+                call starts new ones.
         """
         while len(self._workers) < size:
             self._workers.append(_Worker(self._directory / f"stack-{len(self._workers)}"))
@@ -79,27 +78,27 @@ class Ranks:
         meeting = str(self._directory / f"group-{self._calls}")
         started = [worker for worker in workers if not worker.ready]
         try:
-            self._answers(started, self.start_timeout)
+            self._collect(started, self.start_timeout)
             for worker in started:
                 worker.ready = True
             for rank, worker in enumerate(workers):
                 own = (*args, *(each[rank] if each else ()))
                 worker.connection.send_bytes(_dumps((meeting, rank, size, self.timeout, function, own)))
-            return self._answers(workers, self.timeout + _GRACE)
+            return self._collect(workers, self.timeout + _GRACE)
         except BaseException:
             self.close(keep=True)
             raise
 
     def close(self, keep: bool = False) -> None:
-        """End all processes; ``keep`` what is needed to start others."""
+        """End all processes; with ``keep`` others can be started afterwards."""
         for worker in self._workers:
             worker.end()
         self._workers = []
         if not keep:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _answers(self, workers: list[_Worker], seconds: float) -> list[Any]:
-        """One answer of each, in order; RankError when one is not good."""
+    def _collect(self, workers: list[_Worker], seconds: float) -> list[Any]:
+        """Return the answers of all workers in order; RankError if one failed."""
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         end = time.monotonic() + seconds
@@ -126,7 +125,7 @@ class Ranks:
 
 
 class _Worker:
-    """One process and the pipe to it."""
+    """A process, and the pipe to it."""
 
     def __init__(self, stack: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -147,7 +146,7 @@ class _Worker:
     def end(self) -> None:
         pid = self._process.pid
         assert pid is not None
-        with contextlib.suppress(ProcessLookupError):  # it is still starting, or has ended
+        with contextlib.suppress(ProcessLookupError):  # the process is still starting, or has ended
             _kill_group(pid)
         self._process.kill()
         self._process.join()
@@ -155,9 +154,9 @@ class _Worker:
 
 
 def _serve(connection: Connection, stack: str) -> None:
-    """The life of a process: one call after the other until the pipe closes."""
+    """Main function of a process: run calls until the pipe closes."""
     if hasattr(os, "setsid"):
-        os.setsid()  # so that what a function started ends with this process
+        os.setsid()  # so that processes started by a function end with this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -177,7 +176,7 @@ def _serve(connection: Connection, stack: str) -> None:
 
 
 def _call(message: bytes, stack: io.TextIOWrapper) -> bytes:
-    """Do one call within a group of its own; the pickled answer."""
+    """Run one call in a new group; returns the pickled answer."""
     import torch.distributed as dist
 
     try:
@@ -186,7 +185,7 @@ def _call(message: bytes, stack: io.TextIOWrapper) -> bytes:
         patience = timedelta(seconds=timeout)
         dist.init_process_group("gloo", f"file://{meeting}", timeout=patience, rank=rank, world_size=size)
         try:
-            # A rank that needs nobody would leave while another is still connecting to it.
+            # A rank that finishes early would exit while another is still connecting to it.
             dist.barrier()
             return _dumps((True, function(*args)))
         finally:
@@ -206,13 +205,13 @@ def _end_with_parent() -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """End a process that leads a group, and all in it."""
+    """End a process group by the id of its leader."""
     if hasattr(os, "killpg"):
         os.killpg(pid, signal.SIGKILL)
 
 
 class _Pickler(pickle.Pickler):
-    """Names functions and classes by their file too, since pytest imports test modules under names nobody else can import."""
+    """Stores functions and classes with their file, since other processes cannot import test modules by pytest's names."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, (FunctionType, type)) or "<" in obj.__qualname__:
@@ -221,7 +220,7 @@ class _Pickler(pickle.Pickler):
         file = getattr(module, "__file__", None)
         if file is None or file == __file__ or "site-packages" in file:
             return NotImplemented
-        return _found, (obj.__module__, file, obj.__qualname__)
+        return _find_object, (obj.__module__, file, obj.__qualname__)
 
 
 def _dumps(value: Any) -> bytes:
@@ -230,15 +229,15 @@ def _dumps(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _found(module: str, file: str, qualname: str) -> Any:
-    """The object of that name in the module of that file."""
-    found: Any = sys.modules.get(module) or _imported(module, file)
+def _find_object(module: str, file: str, qualname: str) -> Any:
+    """Return the object ``qualname`` of the module in ``file``."""
+    found: Any = sys.modules.get(module) or _import_file(module, file)
     for name in qualname.split("."):
         found = getattr(found, name)
     return found
 
 
-def _imported(module: str, file: str) -> Any:
+def _import_file(module: str, file: str) -> Any:
     try:
         found = importlib.import_module(module)
         if getattr(found, "__file__", None) == file:

@@ -1,4 +1,4 @@
-"""The runtime contract, executable: one run, held against the same run in one process."""
+"""Contract tests for runtimes: compare a run with the same run in one process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from miles_testing.toy import ToyRun, toy_run
 
 
 class RuntimeContract:
-    """What every runtime must do. Subclass it and say how the runtime is chosen; all cases look at one run.
+    """Subclass it and set the attributes that select the runtime. All tests use one run.
 
     Attributes:
-        plugins: of the run, the file of a runtime that is not installed among them.
-        options: further flags of a toy run, ``runtime`` among them.
-        rel: how far gradient norms may be from those of one process: 0 where the same tokens are added up in the same order.
-        workers: names of processes that the metrics must have; none for a runtime that keeps everything in this one.
+        plugins: plugins of the run, including the file of a runtime that is not installed.
+        options: further flags of the toy run, including ``runtime``.
+        rel: relative tolerance of gradient norms; 0 if the runtime sums the same tokens in the same order as one process.
+        workers: names of processes that must have metrics; empty for a runtime in one process.
     """
 
     plugins: Sequence[str] = ()
@@ -30,7 +30,7 @@ class RuntimeContract:
 
     @pytest.fixture(scope="class")
     def one(self) -> ToyRun:
-        """The run in one process, of the plugins that are installed; one step longer."""
+        """The run in one process with the installed plugins, one step longer."""
         named = [name for name in self.plugins if not name.endswith(".py")]
         return toy_run(named, steps=self.steps + 1)
 
@@ -43,15 +43,17 @@ class RuntimeContract:
     def test_it_computes_what_one_process_does(self, done: ToyRun, one: ToyRun) -> None:
         assert [m["step"] for m in done.metrics] == list(range(1, self.steps + 1))
         for found, wanted in zip(done.metrics, one.metrics, strict=False):
-            self._same(found, wanted)
+            self._check_same(found, wanted)
 
     def test_its_checkpoint_is_continued_in_one_process(self, done: ToyRun, one: ToyRun, tmp_path: Path) -> None:
         named = [name for name in self.plugins if not name.endswith(".py")]
         (last,) = (done.directory / "checkpoints").glob(f"step_*{self.steps}")
-        load = shutil.copytree(last, tmp_path / last.name)  # away from the run, whose options would be taken over
+        load = shutil.copytree(
+            last, tmp_path / last.name
+        )  # outside the run directory, whose options would be used otherwise
         again = toy_run(named, directory=tmp_path / "again", steps=self.steps + 1, load=load)
         assert [m["step"] for m in again.metrics] == [self.steps + 1]
-        self._same(again.metrics[0], one.metrics[-1])
+        self._check_same(again.metrics[0], one.metrics[-1])
 
     def test_time_and_weights_are_accounted_for(self, done: ToyRun) -> None:
         for metrics in done.metrics:
@@ -61,7 +63,7 @@ class RuntimeContract:
                 assert metrics[f"busy/{name}"] > 0 and 0 <= metrics[f"idle/{name}"] < 1
         assert [each.policy.version for each in done.parts] == [self.steps]
 
-    def _same(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-        """The same rewards and gradients."""
+    def _check_same(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        """Check that rewards and gradient norms agree."""
         assert found["reward/mean"] == pytest.approx(wanted["reward/mean"])
         assert found["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=self.rel or 1e-9)

@@ -1,4 +1,4 @@
-"""A checkpoint as what a weight sync sends."""
+"""Convert checkpoints to the messages of a weight sync."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from miles_core.data.unit import Encoded
-from miles_transport.bucket import Bucket, room_of, rounded
+from miles_transport.bucket import Bucket, room_of, round_to_blocks
 
 
 def stored_units(checkpoint: Path) -> list[Encoded]:
-    """A checkpoint's tensors as plain units."""
+    """Return a checkpoint's tensors as plain units."""
     from safetensors.torch import load_file
 
     tensors = load_file(checkpoint / "model.safetensors")
@@ -20,10 +20,10 @@ def stored_units(checkpoint: Path) -> list[Encoded]:
 
 
 def buckets(checkpoint: Path, file: Path | None = None) -> list[dict[str, Any]]:
-    """A checkpoint as messages of the transport ``buckets``: two of them, in the messages themselves or each in a file."""
+    """Return a checkpoint as two messages of the transport ``buckets``, with the data in the messages or in files."""
     units, messages = stored_units(checkpoint), []
     for number, part in enumerate((units[::2], units[1::2])):
-        bucket = Bucket(torch.zeros(rounded(sum(map(room_of, part))), dtype=torch.uint8))
+        bucket = Bucket(torch.zeros(round_to_blocks(sum(map(room_of, part))), dtype=torch.uint8))
         assert all(map(bucket.add, part))
         data, memory = bucket.filled.numpy().tobytes(), {}
         if file is None:

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of each model family, in the Hugging Face layout, for tests."""
+"""Tiny random checkpoints of model families, in the Hugging Face layout, for tests."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _YARN: dict[str, Any] = {
     "beta_slow": 1.0,
     "truncate": False,
 }
-# With many heads no two keys get the same score, which is 0 where no head likes them.
+# With many heads no two keys get equal scores; with few, the score is 0 for keys without a positive head.
 _INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 5}
 
-#: family -> (name of the configuration class, its arguments). Windows and indexers are shorter than the tests' sequences.
+#: family -> (name of the configuration class, its arguments). Windows and indexer choices are shorter than the tests' sequences.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_COMMON, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**_COMMON, "head_dim": 16}),
@@ -102,7 +102,7 @@ ROUTER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_tokenizer() -> Any:
-    """A tokenizer for 64 ids: padding 0, end 1, then one printable character each."""
+    """Make a tokenizer with 64 ids: padding 0, end 1, then one printable character per id."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -115,10 +115,12 @@ def tiny_tokenizer() -> Any:
 
 
 def tiny_checkpoint(family: str, directory: str | Path, seed: int = 0, **changes: Any) -> Path:
-    """Save a random model of ``family`` with ``tiny_tokenizer`` under ``directory``; ``changes`` override configuration
-    entries. Returns the directory.
+    """Save a random model of ``family`` with ``tiny_tokenizer`` to ``directory``; ``changes`` override configuration entries.
 
-    Weights are larger than a fresh initialisation's, so that different tokens get clearly different probabilities.
+    Weights are larger than usual initial weights, so that tokens have clearly different probabilities.
+
+    Returns:
+        the directory.
     """
     import transformers
 
@@ -127,7 +129,7 @@ def tiny_checkpoint(family: str, directory: str | Path, seed: int = 0, **changes
 
 
 def random_checkpoint(config: Any, directory: str | Path, seed: int = 0) -> Path:
-    """Save a random model with this Transformers configuration, as ``tiny_checkpoint``."""
+    """Save a random model with this Transformers configuration, like ``tiny_checkpoint``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -1,7 +1,7 @@
-"""A toy run: a real run of the real loop on a tiny model, in well under a second.
+"""A toy run: the real loop with a tiny model, in well under a second.
 
-The reward is the fraction of even token ids in the response. Enough for rewards to
-differ within a group, for a gradient to flow and for every hook to be called.
+The reward is the fraction of even token ids in the response. Rewards differ within a group, gradients are not zero, and every hook is
+called.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ToyRun:
     """A finished toy run.
 
     Attributes:
-        run: as plugins saw it.
-        parts: what it was built of, one a policy (released).
-        metrics: what it logged, one record a step.
+        run: the run as plugins received it.
+        parts: its components, one entry per policy (released).
+        metrics: its logged metrics, one record per step.
     """
 
     run: Run
@@ -51,7 +51,7 @@ class ToyRun:
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """The samples that it trained on, as it kept them on disk."""
+        """The samples that it trained on, read from the run directory."""
         from miles_core.observe.rollouts import read_rollouts
 
         return list(read_rollouts(self.directory))
@@ -63,12 +63,12 @@ class ToyRun:
 
     @property
     def trainer(self) -> Any:
-        """The trainer of the first policy, which lives in this process."""
+        """The trainer of the first policy, in this process."""
         return self.parts[0].learner.ranks.rank.trainer  # type: ignore[attr-defined]
 
 
 def _temporary(prefix: str) -> Path:
-    """A directory that goes with the process."""
+    """Make a directory that is deleted at the end of the process."""
     directory = tempfile.mkdtemp(prefix=prefix)
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return Path(directory)
@@ -76,8 +76,8 @@ def _temporary(prefix: str) -> Path:
 
 @lru_cache
 def toy_files(family: str = "qwen3_moe", **sizes: Any) -> Path:
-    """A directory with ``model/``, ``prompts.jsonl`` and ``reward.py``, made once a process. ``sizes`` override entries
-    of the model's configuration, as for ``tiny_checkpoint``."""
+    """Make a directory with ``model/``, ``prompts.jsonl`` and ``reward.py``, once per process. ``sizes`` override entries of the model's
+    configuration, as for ``tiny_checkpoint``."""
     from miles_testing.tiny import tiny_checkpoint
     from miles_tools.demo.model import make_tokenizer
 
@@ -93,23 +93,23 @@ def toy_files(family: str = "qwen3_moe", **sizes: Any) -> Path:
 
 
 def _prompts_for(checkpoint: str | Path, usual: Path) -> Path:
-    """A prompt file for a checkpoint's tokenizer: ``usual``, or other characters where it has no token for those."""
-    from transformers import AutoTokenizer
+    """Return a prompt file for a checkpoint's tokenizer: ``usual``, or one with other characters if the tokenizer lacks them."""
+    from tokenizers import Tokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError):  # no tokenizer here: a plan needs none, and a run says so
+    path = Path(checkpoint) / "tokenizer.json"
+    if not path.is_file():  # a plan needs no tokenizer, and a run refuses to start without one
         return usual
+    tokenizer = Tokenizer.from_file(str(path))
 
     def known(text: str) -> bool:
-        return bool(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return bool(tokenizer.encode(text, add_special_tokens=False).ids)
 
     rows = [json.loads(line) for line in usual.read_text(encoding="utf-8").splitlines()]
     if all(known(row["input"]) for row in rows):
         return usual
     letters = [c for c in string.ascii_uppercase + string.digits if known(c)][: len(rows)]
     if not letters:
-        return usual  # the run itself refuses what the tokenizer cannot read
+        return usual  # the run raises an error for prompts that the tokenizer cannot encode
     file = _temporary("miles-toy-prompts-") / "prompts.jsonl"
     lines = [json.dumps({"input": letter, "label": "a"}) for letter in letters]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -124,7 +124,7 @@ def toy_arguments(
     sizes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[str]:
-    """The command line of a toy run; ``options`` are flags with underscores (``rollout_top_k=3``, ``use_wandb=True``)."""
+    """Return the command line of a toy run; ``options`` are flags with underscores (``rollout_top_k=3``, ``use_wandb=True``)."""
     files = toy_files(family, **(sizes or {}))
     given: dict[str, Any] = {
         "hf_checkpoint": files / "model",
@@ -162,15 +162,15 @@ def toy_run(
     sizes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ToyRun:
-    """Run the loop with ``plugins`` (names or paths of single files) on a tiny mixture-of-experts model.
+    """Run the loop with ``plugins`` (names, or paths of single files) on a tiny mixture-of-experts model.
 
     Args:
-        plugins: as after ``--plugins``.
+        plugins: values of ``--plugins``.
         directory: the run directory; a temporary one by default.
-        steps: rollout steps.
+        steps: number of rollout steps.
         family: a model family of ``miles_testing.tiny``.
         sizes: entries of the model's configuration to override, e.g. ``{"hidden_size": 64}``.
-        options: further flags; None leaves a default flag of the toy run out.
+        options: further flags; None omits a default flag of the toy run.
 
     Raises:
         PlanError: the combination is refused.
@@ -180,16 +180,16 @@ def toy_run(
     from miles_core.config.load import load
     from miles_core.launch import launch
     from miles_core.observe.metrics import read
-    from miles_core.run.prepare import applied, prepare
+    from miles_core.run.prepare import apply_plan, prepare
 
     config = load(toy_arguments(plugins, directory, steps, family, sizes, **options))
     accepted, catalogue = prepare(config)
-    done = launch(applied(config, accepted), accepted, catalogue, Console(file=io.StringIO()))
+    done = launch(apply_plan(config, accepted), accepted, catalogue, Console(file=io.StringIO()))
     return ToyRun(done.run, done.parts, read(done.run.directory / "metrics.jsonl"))
 
 
 def plan(plugins: Sequence[str] = (), facts: Sequence[str] = (), **options: Any) -> Plan:
-    """Resolve without running: the accepted plan, or PlanError. ``facts`` are ``NAME=VALUE`` overrides, e.g. ``gpu=B200``."""
+    """Resolve a run without starting it; returns the accepted plan or raises PlanError. ``facts`` are overrides, e.g. ``gpu=B200``."""
     from miles_core.config.load import load
     from miles_core.run.prepare import prepare
 

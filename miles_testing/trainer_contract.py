@@ -1,11 +1,11 @@
-"""What every trainer must do, as tests that any trainer factory can be run through.
+"""Contract tests for trainers.
 
     class TestMyTrainer(TrainerContract):
         def make(self, checkpoint, setup):
             return MyTrainer(checkpoint, **vars(setup))
 
-The yardstick is Transformers' own model in float64, one sample at a time, with an AdamW written out in ten lines. A trainer of
-several ranks is run through ``RankedTrainerContract`` too.
+The reference is Transformers' own model in float64, one sample at a time, with an explicit AdamW. Apply ``RankedTrainerContract`` too to a
+trainer with several ranks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Callbacks, Context, Loss, Output, Trainer
 from miles_core.data.batch import Batch
-from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
 from miles_core.errors import MilesError
 from miles_testing.tiny import tiny_checkpoint
 from miles_testing.yardstick import (
     Setup,
     adamw,
     checkpoint_weights,
-    copied,
+    copy_weights,
+    find_needed,
     make_batch,
-    needed,
     position,
     random_support,
     weighted,
@@ -44,12 +44,12 @@ __all__ = ["Setup", "TrainerContract"]
 
 
 class TrainerContract:
-    """Subclass it and write ``make``.
+    """Subclass it and implement ``make``.
 
     Attributes:
-        family: of ``miles_testing.tiny.FAMILIES``.
-        atol: how far log-probabilities may be from the float64 yardstick, and weights after a step, relative to the step.
-        frozen: part of the names of weights that no gradient reaches; "" when every weight moves.
+        family: model family of ``miles_testing.tiny.FAMILIES``.
+        atol: tolerance of log-probabilities compared with the float64 reference, and of weights after a step, relative to the step.
+        frozen: part of the names of weights without a gradient; "" if every weight changes.
     """
 
     family = "qwen3_moe"
@@ -57,11 +57,11 @@ class TrainerContract:
     frozen = ""
 
     def make(self, checkpoint: Path, setup: Setup) -> Trainer:
-        """A new float32 trainer of ``checkpoint``; its reference model is the same checkpoint."""
+        """Make a float32 trainer of ``checkpoint`` whose reference model is the same checkpoint."""
         raise NotImplementedError
 
     def active_context(self) -> Callable[[], Context | None] | None:
-        """How a module asks for the context it runs in; None where a trainer's layers are not told."""
+        """Return a function that returns the context inside a module's forward; None if the trainer provides none."""
         return None
 
     @pytest.fixture(scope="class")
@@ -71,11 +71,11 @@ class TrainerContract:
 
     @pytest.fixture
     def batch(self) -> Batch:
-        """Groups of siblings, prompts and responses of several lengths, some tokens masked, one sample untrained."""
+        """Groups of siblings, prompts and responses of several lengths, some masked tokens, and one sample without training."""
         return make_batch()
 
     def trainer(self, checkpoint: Path, setup: Setup | None = None, loss: Any = None) -> Trainer:
-        """A bound trainer."""
+        """Make a trainer and bind its callbacks."""
         trainer = self.make(checkpoint, setup or Setup())
         trainer.bind(Callbacks(trainer.forward, loss or weighted, trainer.optimizer_step))
         return trainer
@@ -96,6 +96,29 @@ class TrainerContract:
         expected, _ = yardstick(yardstick_model(checkpoint), batch, Setup().temperature, support)
         torch.testing.assert_close(found.double(), expected.detach(), rtol=0, atol=self.atol)
 
+    def test_candidates_are_scored_with_gradient(self, checkpoint: Path, batch: Batch) -> None:
+        """With every token a candidate, probabilities add up to 1 and the sampled token has its own log-probability."""
+        model: Any = yardstick_model(checkpoint)
+        seen: list[Tensor] = []
+
+        def loss(output: Output, micro: Batch, ctx: Context) -> Loss:
+            assert output.log_probs is not None and output.candidate_log_probs is not None
+            where = micro.mask.bool()
+            own = output.candidate_log_probs.gather(1, micro.tokens[:, None])[:, 0]
+            seen.append((own[where] - output.log_probs[where]).abs().max().detach())
+            seen.append((output.candidate_log_probs[where].exp().sum(-1) - 1).abs().max().detach())
+            seen.append(output.candidate_log_probs[~where].abs().sum().detach())
+            return Loss((own * micro.column("weight")).sum())
+
+        one, other = self.trainer(checkpoint, loss=loss), self.trainer(checkpoint)
+        if "candidates" not in one.capabilities:
+            pytest.skip("the trainer does not score candidates")
+        tokens = torch.arange(model.config.vocab_size, dtype=torch.int32).repeat(len(batch.tokens), 1)
+        one.step(replace(batch, columns=batch.columns | {CANDIDATES.name: tokens}))
+        other.step(batch)
+        assert seen and max(seen) < self.atol
+        self.check_weights(weights(one), weights(other), self.atol)
+
     def test_a_step_is_one_step_of_adamw(self, checkpoint: Path, batch: Batch) -> None:
         trainer = self.trainer(checkpoint)
         metrics = trainer.step(batch)
@@ -106,7 +129,7 @@ class TrainerContract:
         assert metrics["train/grad_norm"][0] == pytest.approx(norm, rel=1e-3)
         assert metrics["train/lr"][0] == pytest.approx(Setup().lr)
         assert metrics["sum"] == pytest.approx((float(log_probs.detach().sum()), float(batch.mask.sum())), rel=1e-4)
-        self.same_weights(weights(trainer), checkpoint_weights(model, checkpoint), self.atol)
+        self.check_weights(weights(trainer), checkpoint_weights(model, checkpoint), self.atol)
 
     @pytest.mark.parametrize("cut", [{"micro_batch_size": 1}, {"micro_batch_size": None}, {"max_tokens": 24}])
     def test_the_result_does_not_depend_on_the_split(self, checkpoint: Path, batch: Batch, cut: dict[str, Any]) -> None:
@@ -115,17 +138,17 @@ class TrainerContract:
         assert first.keys() == second.keys()
         for name in first:
             assert first[name] == pytest.approx(second[name], rel=1e-4, abs=1e-6), name
-        self.same_weights(weights(one), weights(other), self.atol)
+        self.check_weights(weights(one), weights(other), self.atol)
 
     def test_the_result_does_not_depend_on_the_order(self, checkpoint: Path, batch: Batch) -> None:
         one, other = self.trainer(checkpoint), self.trainer(checkpoint)
         one.step(batch)
         other.step(batch.select(list(reversed(range(len(batch))))))
-        self.same_weights(weights(one), weights(other), self.atol)
+        self.check_weights(weights(one), weights(other), self.atol)
 
     def test_a_given_loss_replaces_the_bound_one(self, checkpoint: Path, batch: Batch) -> None:
         trainer = self.trainer(checkpoint, replace(Setup(), weight_decay=0.0))
-        before = copied(trainer)
+        before = copy_weights(trainer)
 
         def nothing(output: Output, micro: Batch, ctx: Context) -> Loss:
             assert output.log_probs is not None
@@ -136,7 +159,7 @@ class TrainerContract:
         assert all(torch.equal(before[n], t) for n, t in weights(trainer).items())
 
     def test_every_chunk_is_called_once_a_micro_batch(self, checkpoint: Path, batch: Batch) -> None:
-        trainer, calls = self.recorded(checkpoint)
+        trainer, calls = self.make_recording(checkpoint)
         trainer.step(batch)
         layers = [set(c.layers) for chunk in trainer.chunks for k, _, c in calls if k is chunk]
         assert len(trainer.chunks) == len({id(chunk) for chunk, _, _ in calls})
@@ -146,7 +169,7 @@ class TrainerContract:
             assert sorted(seen) == sorted(batch.index.tolist())
 
     def test_the_kind_of_pass_is_told(self, checkpoint: Path, batch: Batch) -> None:
-        trainer, calls = self.recorded(checkpoint, replace(Setup(), recompute=True))
+        trainer, calls = self.make_recording(checkpoint, replace(Setup(), recompute=True))
         for kind in ("old", "ref", "verify"):
             trainer.log_probs(batch, kind)
             assert {(c.kind, c.recompute) for _, _, c in calls} == {(kind, False)}
@@ -155,24 +178,24 @@ class TrainerContract:
         assert {(c.kind, c.recompute) for _, _, c in calls} == {("train", True)}
 
     def test_rows_say_which_token_each_row_is(self, checkpoint: Path, batch: Batch) -> None:
-        trainer, calls = self.recorded(checkpoint)
+        trainer, calls = self.make_recording(checkpoint)
         trainer.log_probs(batch, "old")
         for _, micro, ctx in calls:
-            inputs = needed(micro)
+            inputs = find_needed(micro)
             known = {(int(micro.tokens[r]), position(micro, r)) for r in ctx.rows.tolist() if r >= 0}
             assert {(int(micro.tokens[r]), position(micro, r)) for r in inputs} <= known
 
     def test_tokens_with_different_inputs_are_computed_apart(self, checkpoint: Path) -> None:
         batch = make_batch(tagged=True)
-        trainer, calls = self.recorded(checkpoint)
+        trainer, calls = self.make_recording(checkpoint)
         trainer.log_probs(batch, "old")
         for _, micro, ctx in calls:
-            assert needed(micro) <= set(ctx.rows.tolist())
+            assert find_needed(micro) <= set(ctx.rows.tolist())
 
     def test_a_micro_batch_that_trains_nothing_adds_nothing(self, checkpoint: Path, batch: Batch) -> None:
         idle = replace(batch, columns=batch.columns | {"loss_mask": torch.zeros_like(batch.mask)})
         trainer = self.trainer(checkpoint, replace(Setup(), weight_decay=0.0))
-        before = copied(trainer)
+        before = copy_weights(trainer)
         assert trainer.log_probs(idle, "old")["log_probs"].abs().max() == 0
         assert trainer.step(idle)["train/grad_norm"][0] == 0
         assert all(torch.equal(before[n], t) for n, t in weights(trainer).items())
@@ -188,13 +211,13 @@ class TrainerContract:
         plain, saving = self.trainer(checkpoint), self.trainer(checkpoint, replace(Setup(), recompute=True))
         plain.step(batch)
         saving.step(batch)
-        self.same_weights(weights(plain), weights(saving), self.atol)
+        self.check_weights(weights(plain), weights(saving), self.atol)
 
     def test_recomputation_sees_the_state_of_its_own_call(self, checkpoint: Path, batch: Batch) -> None:
         active = self.active_context()
         if active is None:
-            pytest.skip("this trainer's layers are not told their context")
-        trainer, calls = self.recorded(checkpoint, replace(Setup(), recompute=True))
+            pytest.skip("this trainer's layers have no access to their context")
+        trainer, calls = self.make_recording(checkpoint, replace(Setup(), recompute=True))
         inner, seen = trainer.callbacks.forward, []
 
         def marked(chunk: nn.Module, micro_batch: Batch, ctx: Context) -> Output:
@@ -213,16 +236,16 @@ class TrainerContract:
                     module.register_forward_hook(note)
         trainer.step(batch)
         marks = [ctx.attached["mark"] for _, _, ctx in calls for _ in ctx.layers]
-        # Each layer twice a micro-batch, forward and recomputation, both with that micro-batch's mark.
+        # Each layer runs twice per micro-batch, in forward and recomputation, both with the mark of that micro-batch.
         assert sorted(map(id, seen)) == sorted(map(id, marks * 2))
 
     def test_a_bad_gradient_stops_before_anything_changes(self, checkpoint: Path, batch: Batch) -> None:
         trainer = self.trainer(checkpoint, loss=lambda output, micro, ctx: Loss(output.log_probs.sum() * math.nan))
-        before = copied(trainer)
+        before = copy_weights(trainer)
         with pytest.raises(MilesError, match="gradient norm"):
             trainer.step(batch)
         assert all(torch.equal(before[n], t) for n, t in weights(trainer).items())
-        trainer.step(batch, loss=weighted)  # and nothing of it is left behind
+        trainer.step(batch, loss=weighted)  # the failed step must not affect the next one
 
     def test_metrics_of_wrappers_are_added(self, checkpoint: Path, batch: Batch) -> None:
         trainer = self.trainer(checkpoint)
@@ -251,7 +274,7 @@ class TrainerContract:
     def test_sleep_and_wake_change_nothing(self, checkpoint: Path, batch: Batch) -> None:
         one, other = self.trainer(checkpoint), self.trainer(checkpoint)
         if "sleep" not in one.capabilities:
-            pytest.skip("the trainer does not sleep")
+            pytest.skip("the trainer cannot sleep")
         for trainer in (one, other):
             trainer.step(batch)
         one.sleep(["optimizer"])
@@ -273,7 +296,7 @@ class TrainerContract:
         fresh = self.trainer(tmp_path / "export")
         one.step(batch)
         fresh.step(batch)
-        self.same_weights(weights(one), weights(fresh), 1e-6)
+        self.check_weights(weights(one), weights(fresh), 1e-6)
 
     def test_units_are_the_checkpoint(self, checkpoint: Path) -> None:
         from safetensors.torch import load_file
@@ -297,10 +320,10 @@ class TrainerContract:
         found = trainer.log_probs(batch, "old")["log_probs"].double()
         torch.testing.assert_close(found, expected.detach(), rtol=0, atol=self.atol)
 
-    def recorded(
+    def make_recording(
         self, checkpoint: Path, setup: Setup | None = None
     ) -> tuple[Trainer, list[tuple[Any, Batch, Context]]]:
-        """A trainer whose forward calls are noted."""
+        """Make a trainer that records its forward calls."""
         trainer = self.trainer(checkpoint, setup)
         inner = trainer.callbacks.forward
         calls: list[tuple[Any, Batch, Context]] = []
@@ -313,11 +336,11 @@ class TrainerContract:
         return trainer, calls
 
     def all_layers(self, trainer: Trainer) -> list[nn.Module]:
-        """The decoder layers of all chunks."""
+        """Return the decoder layers of all chunks."""
         return [m for chunk in trainer.chunks for m in chunk.modules() if type(m).__name__.endswith("DecoderLayer")]
 
-    def same_weights(self, one: dict[str, Tensor], other: dict[str, Tensor], atol: float) -> None:
-        """Equal names; values equal within ``atol`` (weights move by about 1e-2 a step)."""
+    def check_weights(self, one: dict[str, Tensor], other: dict[str, Tensor], atol: float) -> None:
+        """Check that names are equal, and values equal within ``atol`` (weights change by about 1e-2 per step)."""
         assert one.keys() == other.keys()
         for name, tensor in one.items():
             close = torch.allclose(tensor.double(), other[name].double(), rtol=0, atol=atol)

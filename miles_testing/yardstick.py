@@ -1,5 +1,7 @@
-"""The yardstick of the trainer contract: a small batch, Transformers' own model in float64 one sample at a time, and AdamW written
-out. Slow and plain on purpose."""
+"""Reference of the trainer contract: a small batch, Transformers' own model in float64 one sample at a time, and an explicit AdamW.
+
+The code is deliberately slow and simple.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from miles_core.data.batch import Batch, Ragged, collate
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample
 
-#: A column of inputs, different for every token: nothing may be shared under it.
+#: An input column that differs for every token, so no rows may be shared.
 TAG = Field("tag", "int64", "token-1", pad=-1)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the factory is told. ``eps`` is large so that AdamW's first step does not amplify rounding of tiny gradients."""
+    """Arguments of the factory. ``eps`` is large so that AdamW's first step does not amplify rounding of tiny gradients."""
 
     temperature: float = 0.8
     lr: float = 1e-2
@@ -38,7 +40,7 @@ class Setup:
 
 
 def make_batch(tagged: bool = False) -> Batch:
-    """See ``TrainerContract.batch``; ``tagged`` adds the column ``tag``."""
+    """Make the batch of ``TrainerContract.batch``; ``tagged`` adds the column ``tag``."""
     random = np.random.default_rng(0)
     samples: list[Sample] = []
     for group, (prompt_length, count) in enumerate([(6, 4), (3, 3), (9, 4), (2, 1)]):
@@ -60,14 +62,14 @@ def make_batch(tagged: bool = False) -> Batch:
 
 
 def weighted(output: Output, micro: Batch, ctx: Context) -> Loss:
-    """Sum of column ``weight`` times log-prob."""
+    """Loss: the sum of log-probs times the column ``weight``."""
     assert output.log_probs is not None
     value = (output.log_probs * micro.column("weight").to(output.log_probs.device)).sum()
     return Loss(value, {"sum": (output.log_probs.detach().sum(), micro.mask.sum())})
 
 
 def random_support(batch: Batch) -> Ragged:
-    """The token and some others at every trained position but every fifth, nothing elsewhere."""
+    """Make supports with the token and random others, for all trained positions except every fifth; empty elsewhere."""
     random = np.random.default_rng(1)
     rows: list[list[int]] = []
     for t, (token, mask) in enumerate(zip(batch.tokens.tolist(), batch.mask.tolist(), strict=True)):
@@ -78,7 +80,7 @@ def random_support(batch: Batch) -> Ragged:
 
 
 def yardstick_model(checkpoint: Path) -> nn.Module:
-    """Transformers' own eager model in float64."""
+    """Load Transformers' own eager model in float64."""
     from transformers import AutoModelForCausalLM
 
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
@@ -90,7 +92,7 @@ def yardstick_model(checkpoint: Path) -> nn.Module:
 def yardstick(
     model: nn.Module, batch: Batch, temperature: float, support: Ragged | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy [T] float64 at trained positions, one sample at a time."""
+    """Return log-probs and entropy [T] float64 at trained positions, computed one sample at a time."""
     log_probs, entropies = [], []
     for start, length in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True):
         tokens = batch.tokens[start : start + length]
@@ -111,7 +113,7 @@ def yardstick(
 
 @torch.no_grad()
 def adamw(model: nn.Module, setup: Setup) -> float:
-    """The first step of AdamW from the gradients in ``model``; returns their norm before clipping."""
+    """Apply the first step of AdamW with the gradients in ``model``; returns their norm before clipping."""
     moving = [(p, p.grad) for p in model.parameters() if p.grad is not None]
     norm = math.sqrt(sum(float(gradient.square().sum()) for _, gradient in moving))
     for parameter, gradient in moving:
@@ -123,27 +125,27 @@ def adamw(model: nn.Module, setup: Setup) -> float:
     return norm
 
 
-def checkpoint_weights(model: Any, beside: Path) -> dict[str, Tensor]:
-    """The model's tensors under checkpoint names, through Transformers' own ``save_pretrained``."""
+def checkpoint_weights(model: Any, checkpoint: Path) -> dict[str, Tensor]:
+    """Return the model's tensors by checkpoint name, through Transformers' own ``save_pretrained``."""
     from safetensors.torch import load_file
 
-    directory = beside.parent / "yardstick"
+    directory = checkpoint.parent / "yardstick"
     model.save_pretrained(directory)
     return load_file(directory / "model.safetensors")
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Checkpoint name -> tensor."""
+    """Return checkpoint name -> tensor, as views of the trainer's memory."""
     return {n: t for unit in trainer.units() for n, t in unit.tensors.items()}
 
 
-def copied(trainer: Trainer) -> dict[str, Tensor]:
-    """The same, as it is now."""
+def copy_weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Return checkpoint name -> copy of the tensor."""
     return {n: t.clone() for n, t in weights(trainer).items()}
 
 
-def needed(batch: Batch) -> set[int]:
-    """Flat indices of the tokens a trained position sees."""
+def find_needed(batch: Batch) -> set[int]:
+    """Return the flat indices of the tokens that trained positions depend on."""
     found: set[int] = set()
     for start, length in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True):
         trained = batch.mask[start : start + length].nonzero().flatten().tolist()
@@ -152,5 +154,5 @@ def needed(batch: Batch) -> set[int]:
 
 
 def position(batch: Batch, row: int) -> int:
-    """Position of a flat index within its sample."""
+    """Return the position of a flat index within its sample."""
     return row - int(batch.starts[int(batch.owner[row])])

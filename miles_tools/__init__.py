@@ -4,8 +4,10 @@ They attach to core as a third party would, through this manifest: commands, rep
 """
 
 from miles_core import Command, Plugin, __version__
+from miles_tools.hints import HINTS
 
 _COMMANDS = {
+    "plan": "show what a run would consist of, or why it cannot start",
     "demo": "train a small model on this machine in minutes and write a report",
     "plugins": "list what is installed; check, explain, new",
     "convert": "convert a checkpoint to a number format, or back to bf16",
@@ -22,6 +24,19 @@ plugin = Plugin(
     core=f"=={__version__}",
     commands={name: Command(summary, f"miles_tools.commands.{name}:run") for name, summary in _COMMANDS.items()},
     standard=True,
-    examine="miles_tools.convert.storable:examine",
-    provides={"report": {"html": "miles_tools.report.report:report"}},
+    examine="miles_tools.examine:examine",
+    hints=HINTS,
+    provides={
+        "runtime": {"inline": "miles_runtime.inline:make_runtime"},
+        "reward": {
+            "math": "miles_tools.rewards.math_verifier:make_reward",
+            "remote": "miles_tools.rewards.remote:make_reward",
+        },
+        "check": {
+            "first_sync": "miles_mismatch.first_sync:make_check",
+            "verify_logprobs": "miles_mismatch.at_sync:make_check",
+        },
+        "report": {"html": "miles_tools.report.report:report"},
+    },
+    capabilities={"runtime": ()},
 )

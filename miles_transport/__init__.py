@@ -1,8 +1,8 @@
-"""Moving encoded weights between processes: buckets, checksums, and the ways they travel.
+"""Transfer of encoded weights between processes: buckets, checksums and transports.
 
-Senders pack encoded tensors into buckets (``bucket``) and checksum them (``checksum``). Buckets travel through GPU memory
-(``device_memory``), a process group (``broadcast``) or a message that holds differences only (``delta``). Engines take them
-with ``Arrivals``. Used by plugins that provide transports, engines or trainers in other processes; core copies weights
+Senders pack encoded tensors into buckets (``bucket``) and compute checksums (``checksum``). A bucket is transferred through GPU memory
+(``device_memory``), through a process group (``broadcast``), or as the difference to an earlier version (``delta``). Engines receive
+buckets with ``Arrivals``. Plugins with transports, or with engines or trainers in other processes, use this package. Core copies weights
 within one process and does not need it.
 """
 
@@ -13,7 +13,7 @@ from miles_core.lookup import looked_up
 if TYPE_CHECKING:
     from miles_transport.arrivals import Arrival, Arrivals
     from miles_transport.broadcast import Broadcast
-    from miles_transport.bucket import Bucket, room_of, rounded
+    from miles_transport.bucket import Bucket, room_of, round_to_blocks
     from miles_transport.checksum import BLOCK
     from miles_transport.delta import difference
     from miles_transport.device_memory import DeviceMemory, Loan
@@ -30,7 +30,7 @@ __all__ = [
     "Loan",
     "difference",
     "room_of",
-    "rounded",
+    "round_to_blocks",
 ]
 
 __getattr__, __dir__ = looked_up(
@@ -38,7 +38,7 @@ __getattr__, __dir__ = looked_up(
     {
         "miles_transport.arrivals": "Arrival Arrivals",
         "miles_transport.broadcast": "Broadcast",
-        "miles_transport.bucket": "Bucket room_of rounded",
+        "miles_transport.bucket": "Bucket room_of round_to_blocks",
         "miles_transport.checksum": "BLOCK",
         "miles_transport.delta": "difference",
         "miles_transport.device_memory": "DeviceMemory Loan",

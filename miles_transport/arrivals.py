@@ -1,4 +1,4 @@
-"""Versions on their way into an engine, bucket by bucket: which came, of which rank, and when a version is whole."""
+"""Receive weight updates bucket by bucket: track the buckets of every rank and finish complete versions."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from miles_transport.inbox import Inbox
 
 
 class Arrival(ABC):
-    """One version on its way into an engine: what the engine does with it."""
+    """Interface of an engine for one version that arrives in buckets."""
 
     @abstractmethod
     async def take(self, units: Iterator[Encoded]) -> None:
-        """Some of its tensors, whose memory is written over when this has returned; ``lasting`` ones stay until another version is in
-        force. Reading them to the end raises SyncError where they are not what was sent: what was taken is of no use then."""
+        """Load some of the version's tensors. Their memory is reused after this returns, except that of ``lasting`` tensors, which
+        remains valid until another version is served. Reading all units raises SyncError if the bytes differ from those sent; what was
+        loaded is invalid then."""
 
     @abstractmethod
     async def finish(self) -> None:
-        """All of them came, and this version is to be in force: serve it. Raises when it is not complete."""
+        """Serve this version; all tensors have arrived. Raises if the version is incomplete."""
 
 
 @dataclass
-class _Counted:
+class _Progress:
+    """Progress of a version: its arrival, buckets per rank, and ranks that are done."""
+
     version: int
     push: int | None
     arrival: Arrival
@@ -36,95 +39,95 @@ class _Counted:
 
 
 class Arrivals:
-    """An engine's ``receive``, for the transport ``buckets``: give it every message, and it says what to do.
+    """Implements an engine's ``receive`` for the transport ``buckets``.
 
-    ``sender`` of a message is (rank, ranks): an update is complete with the last bucket of every rank; ``number`` counts a rank's
-    buckets, and 0 begins its part anew. ``push`` is the number of the push, where there is one: buckets of two pushes of one version are
-    never combined. Buckets that are ``staged`` belong to a version that is held beside the one in force
-    until a message says ``switch``. Memory of a message that is for ``once`` is not kept attached: the sender gives it back.
+    ``sender`` of a message is (rank, ranks): an update is complete after the last bucket of every rank. ``number`` is the index of the
+    bucket on its rank; 0 restarts the rank's part. ``push`` is the index of the push, if present: buckets of two pushes of a version are
+    never combined. ``staged`` buckets belong to a version that is stored in addition to the served one until a ``switch`` message.
+    Memory of a message marked ``once`` is detached immediately, because the sender frees it.
 
     Args:
-        begin: makes an ``Arrival``, from its version and whether it is staged. One that is not may write over the weights in
-            force, which answer nothing until it is finished.
+        begin: (version, staged) -> ``Arrival``. An arrival that is not staged may overwrite the served weights; the engine must not
+            answer requests until it is finished.
     """
 
     def __init__(self, begin: Callable[[int, bool], Arrival]) -> None:
         self._begin = begin
         self._inbox = Inbox()
-        self._open: dict[bool, _Counted] = {}
+        self._open: dict[bool, _Progress] = {}
         self._served: int | None = None
         self._turn = asyncio.Lock()
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
-        """As ``Engine.receive``; requests in flight are the engine's business.
+        """Process a message, see ``Engine.receive``. The engine handles requests in flight.
 
         Raises:
-            SyncError: a bucket is not what was sent, or did not come. Nothing is left of its version then.
+            SyncError: a bucket is corrupt or missing. All progress of its version is dropped then.
         """
-        message = await self._inbox.fetched(message)  # those of several ranks beside each other
+        message = await self._inbox.fetch(message)  # messages of several ranks are fetched concurrently
         async with self._turn:
             if message.get("switch"):
                 await self._switch(version)
                 return
             staged = bool(message.get("staged"))
-            counted = self._open.pop(staged, None)
-            self._open = {}  # what else is on its way will not be completed
+            progress = self._open.pop(staged, None)
+            self._open = {}  # any other version will not be completed
             try:
-                counted = await self._counted(counted, message, version, last)
-                if len(counted.done) < message["sender"][1]:
-                    self._open[staged] = counted
+                progress = await self._take_bucket(progress, message, version, last)
+                if len(progress.done) < message["sender"][1]:
+                    self._open[staged] = progress
                     return
                 self._inbox.finish()
                 if staged:
-                    self._open[staged] = counted
+                    self._open[staged] = progress
                 else:
-                    await self._serve(counted)
+                    await self._serve(progress)
             except BaseException:
                 self._inbox.forget()
                 raise
 
     def drop(self) -> None:
-        """What arrived so far will not be completed."""
+        """Drop the versions that are still incomplete."""
         self._open = {}
 
     def forget(self) -> None:
-        """The weights came in another way: nothing that arrived, or was kept to compare with, is of use."""
+        """Drop incomplete versions and stored bases, after the weights were loaded in another way."""
         self.drop()
         self._inbox.forget()
 
-    async def _counted(
-        self, counted: _Counted | None, message: Mapping[str, Any], version: int, last: bool
-    ) -> _Counted:
-        """The version that a bucket belongs to, with what is in it."""
+    async def _take_bucket(
+        self, progress: _Progress | None, message: Mapping[str, Any], version: int, last: bool
+    ) -> _Progress:
+        """Load a bucket; returns the progress of its version."""
         (rank, _), number = message["sender"], message["number"]
         sent = version, message.get("push")
-        if counted is None or (counted.version, counted.push) != sent or (number == 0 and rank in counted.counts):
-            counted = _Counted(*sent, self._begin(version, bool(message.get("staged"))))
-        expected = counted.counts.get(rank, 0)
+        if progress is None or (progress.version, progress.push) != sent or (number == 0 and rank in progress.counts):
+            progress = _Progress(*sent, self._begin(version, bool(message.get("staged"))))
+        expected = progress.counts.get(rank, 0)
         if number != expected:
             raise SyncError(
-                f"bucket {number} of version {version} came to an engine that has {expected} of them: a message was lost, or the "
-                "engine was started anew"
+                f"bucket {number} of version {version} arrived, but bucket {expected} was expected: a message was lost, or the engine was "
+                "restarted"
             )
         units = self._inbox.open(message)
-        await counted.arrival.take(units)
-        for _ in units:  # to the end, where the checksum is
+        await progress.arrival.take(units)
+        for _ in units:  # read to the end, where the checksum is verified
             pass
         if message.get("once"):
             self._inbox.detach()
-        counted.counts[rank] = number + 1
+        progress.counts[rank] = number + 1
         if last:
-            counted.done.add(rank)
-        return counted
+            progress.done.add(rank)
+        return progress
 
     async def _switch(self, version: int) -> None:
-        """Put the staged version in force; every rank says so."""
-        counted = self._open.pop(True, None)
-        if counted is not None and counted.version == version:
-            await self._serve(counted)
+        """Serve the staged version; every rank sends this message."""
+        progress = self._open.pop(True, None)
+        if progress is not None and progress.version == version:
+            await self._serve(progress)
         elif self._served != version:
-            raise SyncError(f"version {version} was not staged in this engine: it was started anew")
+            raise SyncError(f"version {version} was not staged in this engine: it was restarted")
 
-    async def _serve(self, counted: _Counted) -> None:
-        await counted.arrival.finish()
-        self._served = counted.version
+    async def _serve(self, progress: _Progress) -> None:
+        await progress.arrival.finish()
+        self._served = progress.version

@@ -1,7 +1,7 @@
-"""Bytes from one process to several through a process group of their own: NCCL for a GPU, gloo for a CPU.
+"""Broadcast bytes from one process to several through a dedicated process group: NCCL for GPUs, gloo for CPUs.
 
-The group stands beside torch.distributed's default one and knows nothing of it. Its members meet in a store that the sender opens
-on a free port, and whose address travels in messages; a receiver's number is the order in which it came.
+The group is independent of torch.distributed's default group. Its members connect to a store that the sender opens on a free port;
+messages contain its address. A receiver's rank is the order in which it joined.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 
 from miles_core.errors import SyncError
 
-#: Seconds in which the members must meet, and a broadcast end.
+#: Timeout in seconds for the members to connect, and for each broadcast.
 PATIENCE = 120.0
-#: Seconds in which one address of the sender must answer.
+#: Timeout in seconds to connect to one address of the sender.
 _ANSWER = 5.0
 
 
 class Broadcast:
-    """One end of such a group; its methods wait, so they are called beside the event loop.
+    """One member of the group. All methods block, so call them outside the event loop's thread.
 
     Attributes:
-        memory: how messages name it (``Inbox``), at the sender's end.
+        memory: description of the group for messages (``Inbox``), on the sender.
     """
 
     def __init__(self, store: TCPStore, device: torch.device, rank: int, size: int, patience: float) -> None:
@@ -47,7 +47,7 @@ class Broadcast:
 
     @classmethod
     def open(cls, receivers: int, device: torch.device, patience: float = PATIENCE) -> Broadcast:
-        """The sender's end, for so many receivers, with tensors on ``device``. SyncError where nobody may listen on a port."""
+        """Make the sender for this number of receivers, with tensors on ``device``. SyncError if no port can be opened."""
         try:
             store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=patience), wait_for_workers=False)
         except RuntimeError as error:
@@ -61,58 +61,67 @@ class Broadcast:
 
     @classmethod
     def join(cls, where: Mapping[str, Any], gpu: int = 0) -> Broadcast:
-        """A receiver's end; on a GPU on that of this number, since a thread of its own begins at the first one.
+        """Make a receiver; for a GPU transport on GPU ``gpu``, because a new thread's current device is GPU 0.
 
         Raises:
-            SyncError: the sender cannot be reached from here, all receivers are there, or this process has no such device.
+            SyncError: the sender cannot be reached, all receivers have joined already, or this process has no such device.
         """
         if where["device"] == "cuda" and not torch.cuda.is_available():
-            raise SyncError("weights are broadcast from GPU to GPU, and the engine's process has no GPU")
-        store = _met(where)
+            raise SyncError("weights are broadcast between GPUs, but the engine's process has no GPU")
+        store = _connect(where)
         rank = int(store.add("receivers", 1))
         if rank > where["receivers"]:
             raise SyncError(
-                f"a broadcast has its {where['receivers']} receivers already: this engine left it after an error, or was started anew"
+                f"all {where['receivers']} receivers of a broadcast have joined already: this engine left it after an error, or was restarted"
             )
         device = torch.device("cuda", gpu) if where["device"] == "cuda" else torch.device("cpu")
         return cls(store, device, rank, where["receivers"] + 1, where["patience"])
 
     def send(self, flat: Tensor, turn: int, times: int = 1) -> float:
-        """Give ``flat`` [n] uint8, which has to be there, not only under way, to every receiver, ``times`` times; returns when it may be
-        written over, with the seconds of the last time.
+        """Send ``flat`` [n] uint8, whose content must be complete on the current stream, to every receiver, ``times`` times.
+
+        Returns after the memory may be overwritten.
 
         Args:
-            turn: the number of this broadcast, from 0 on: whoever comes early waits for the ones before.
+            flat: the bytes.
+            turn: index of this broadcast, starting at 0; waits for the broadcasts before it.
+            times: number of repetitions.
+
+        Returns:
+            duration of the last repetition in seconds.
 
         Raises:
-            SyncError: not all of them came, or took it, in time.
+            SyncError: not all receivers joined or received in time.
         """
-        with self._in(turn), self._beside(flat.device):
-            return self._all(flat, times)
+        with self._wait_for(turn), self._use_stream(flat.device):
+            return self._broadcast(flat, times)
 
     def receive(self, nbytes: int, turn: int, times: int = 1) -> Tensor:
-        """What is sent in this turn: [nbytes] uint8, valid until the turn after the next. SyncError when it does not come, or there is
-        no memory for it."""
-        with self._in(turn), self._beside(self._device):
+        """Receive broadcast ``turn``: [nbytes] uint8, valid until broadcast ``turn + 2``.
+
+        Raises:
+            SyncError: the broadcast did not arrive, or there is not enough memory.
+        """
+        with self._wait_for(turn), self._use_stream(self._device):
             if len(self._buffers[0]) < nbytes:
                 try:
                     self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
                 except torch.OutOfMemoryError as error:
                     raise SyncError(
-                        f"{nbytes:,} bytes of the engine's GPU memory for a broadcast are not to be had"
+                        f"the engine's GPU has no {nbytes:,} bytes of free memory to receive a broadcast"
                     ) from error
             flat = self._buffers[0][:nbytes]
             self._buffers.reverse()
-            self._all(flat, times)
+            self._broadcast(flat, times)
             return flat
 
     def turn(self) -> int:
-        """The number of the next broadcast, at the sender's end."""
+        """Return the index of the next broadcast, on the sender."""
         self._turns += 1
         return self._turns - 1
 
     def close(self) -> None:
-        """Leave the group; who waits for the others waits no longer."""
+        """Leave the group, and wake threads that wait for a turn."""
         with self._next:
             self._closed = True
             self._next.notify_all()
@@ -122,13 +131,17 @@ class Broadcast:
                 group.abort()
 
     @contextmanager
-    def _in(self, turn: int) -> Iterator[None]:
-        """While this turn is on."""
+    def _wait_for(self, turn: int) -> Iterator[None]:
+        """Wait for broadcast ``turn``, and start the next one on exit."""
         with self._next:
             if not self._next.wait_for(lambda: self._turn >= turn or self._closed, self._patience.total_seconds()):
-                raise SyncError(f"broadcast {turn} among {self._size} processes waited for number {self._turn} in vain")
+                raise SyncError(
+                    f"broadcast {turn} among {self._size} processes timed out while waiting for broadcast {self._turn}"
+                )
             if self._closed:
-                raise SyncError(f"broadcast {turn} among {self._size} processes was given up: one before it failed")
+                raise SyncError(
+                    f"broadcast {turn} among {self._size} processes was cancelled: an earlier broadcast failed"
+                )
         try:
             yield
         finally:
@@ -136,18 +149,18 @@ class Broadcast:
                 self._turn = turn + 1
                 self._next.notify_all()
 
-    def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
-        """On a GPU a stream of this group's own: what is added up and copied meanwhile neither waits for the link nor the link for it."""
+    def _use_stream(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Use the group's own stream on a GPU, so that computation and transfer do not wait for each other."""
         if device.type == "cpu":
             return nullcontext()
         self._stream = self._stream or torch.cuda.Stream(device)
-        return torch.cuda.stream(self._stream)  # and its GPU, which a thread has to be told
+        return torch.cuda.stream(self._stream)  # also selects the GPU, which is a property of the thread
 
-    def _all(self, flat: Tensor, times: int) -> float:
+    def _broadcast(self, flat: Tensor, times: int) -> float:
         start = time.perf_counter()
         try:
             if self._group is None:
-                self._group = self._meet()
+                self._group = self._form_group()
             for _ in range(times):
                 start = time.perf_counter()
                 self._group.broadcast(flat, 0).wait()
@@ -156,18 +169,18 @@ class Broadcast:
         except RuntimeError as error:
             self.close()
             raise SyncError(
-                f"a broadcast among {self._size} processes failed at number {self._rank}: {str(error).splitlines()[0]}"
+                f"a broadcast among {self._size} processes failed on rank {self._rank}: {str(error).splitlines()[0]}"
             ) from error
         return time.perf_counter() - start
 
-    def _meet(self) -> Any:
-        """Everybody is there; then the group."""
+    def _form_group(self) -> Any:
+        """Wait for all members, then create the process group."""
         self._store.set(f"here/{self._rank}", "")
         others = [f"here/{rank}" for rank in range(self._size)]
         end = time.monotonic() + self._patience.total_seconds()
         while not self._store.check(others):
             if self._closed or time.monotonic() > end:
-                raise RuntimeError("the others did not come")
+                raise RuntimeError("the other members did not join in time")
             time.sleep(0.01)
         if self._device.type == "cpu":
             return ProcessGroupGloo(self._store, self._rank, self._size, self._patience)
@@ -179,18 +192,18 @@ class Broadcast:
 
 
 def _addresses() -> list[str]:
-    """Under which others may reach this host, the likeliest first."""
+    """Return the addresses under which other hosts may reach this one, the most likely first."""
     found = []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # nothing is sent; says which of its addresses this host would use
+        probe.connect(("192.0.2.1", 9))  # sends nothing; selects the address that this host would use
         found.append(probe.getsockname()[0])
     with suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))
     return list(dict.fromkeys([*found, "127.0.0.1"]))
 
 
-def _met(where: Mapping[str, Any]) -> TCPStore:
-    """The sender's store, at the first of its addresses that answers as it should."""
+def _connect(where: Mapping[str, Any]) -> TCPStore:
+    """Connect to the sender's store at the first address that answers with the right key."""
     for host in where["hosts"]:
         try:
             socket.create_connection((host, where["port"]), timeout=_ANSWER).close()
@@ -201,6 +214,6 @@ def _met(where: Mapping[str, Any]) -> TCPStore:
         except (OSError, RuntimeError):
             continue
     raise SyncError(
-        f"the trainer cannot be reached from the engine's process at {', '.join(where['hosts'])}, port {where['port']}, where it "
-        "wants to broadcast weights"
+        f"the engine's process cannot reach the trainer at {', '.join(where['hosts'])}, port {where['port']}, to receive broadcast "
+        "weights"
     )

@@ -1,8 +1,8 @@
-"""Buckets: encoded tensors laid flat into one piece of memory, and the message that says what lies where.
+"""Buckets: encoded tensors packed into one block of memory, and a message that describes their layout.
 
-The same bytes whatever the memory is, so a bucket has one checksum on both sides. A message is plain data: ``units``, one
-``[name, format, [[stored name, dtype, shape, offset], ...]]`` for each tensor, ``nbytes`` and ``checksum`` of the bucket's bytes,
-and ``memory``, how the receiver gets at them (``sync.inbox``).
+The bytes do not depend on the kind of memory, so a bucket has the same checksum on both sides. A message is plain data: ``units``,
+a ``[name, format, [[stored name, dtype, shape, offset], ...]]`` per tensor; ``nbytes`` and ``checksum`` of the bucket's bytes; and
+``memory``, which tells the receiver how to access them (``inbox``).
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch import Tensor
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.precision.format import Stored
-from miles_transport.checksum import BLOCK, summing
+from miles_transport.checksum import BLOCK, make_sum
 
-#: A lasting tensor of host memory starts as many bytes behind one as it does behind a multiple of this, a line of the cache: matrix
-#: products round by where their operands begin, and who computes with a tensor in a bucket gets the sender's results.
+#: A lasting tensor in host memory keeps its address modulo this many bytes (a cache line) in the bucket. The rounding of matrix products
+#: depends on the alignment of the operands, so computing with the tensor in the bucket gives the same results as the sender's.
 LINE = 64
 
 
-def rounded(nbytes: int) -> int:
-    """``nbytes``, rounded up to whole blocks."""
+def round_to_blocks(nbytes: int) -> int:
+    """Round ``nbytes`` up to whole blocks."""
     return -(-nbytes // BLOCK) * BLOCK
 
 
 def room_of(unit: Encoded) -> int:
-    """Bytes that a tensor takes in an empty bucket."""
-    return sum(rounded(_behind(unit, t) + t.numel() * t.element_size()) for t in unit.parts.values())
+    """Return the bytes that a tensor needs in an empty bucket."""
+    return sum(round_to_blocks(_block_offset(unit, t) + t.numel() * t.element_size()) for t in unit.parts.values())
 
 
 class Bucket:
-    """A piece of memory that is filled with tensors, sent, and filled again.
+    """Memory that is filled with tensors, sent, and filled again.
 
     Args:
-        buffer: [nbytes] uint8, nbytes a multiple of ``BLOCK``; everything that was not written must be the same at every sync.
+        buffer: [nbytes] uint8, nbytes a multiple of ``BLOCK``. Bytes that are never written must be the same at every sync.
     """
 
     def __init__(self, buffer: Tensor) -> None:
@@ -49,24 +49,24 @@ class Bucket:
         self.clear()
 
     def clear(self) -> None:
-        """Start anew; the bytes stay until they are written over."""
+        """Remove all tensors; the bytes remain until they are overwritten."""
         self.units: list[list[Any]] = []
         self.end = 0
-        self._sum = summing(self.buffer)
+        self._sum = make_sum(self.buffer)
         self._rooms: dict[str, dict[str, tuple[Tensor, int]]] = {}
 
     @property
     def filled(self) -> Tensor:
-        """The bytes in use, whole blocks."""
-        return self.buffer[: rounded(self.end)]
+        """The bytes in use, in whole blocks."""
+        return self.buffer[: round_to_blocks(self.end)]
 
     @property
     def awaits(self) -> bool:
-        """Whether there is room that was given away and not added yet."""
+        """Whether a tensor returned by ``room`` has not been added yet."""
         return bool(self._rooms)
 
     def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
-        """Tensors in the bucket to write an encoded weight into before it is added; None where it does not fit."""
+        """Reserve tensors in the bucket for an encoded weight, to be written before ``add``; None if they do not fit."""
         given = self._given.get((name, self.end))
         if given is None or given.stored is not stored:
             start = self.end
@@ -79,26 +79,28 @@ class Bucket:
         return given.tensors
 
     def add(self, unit: Encoded) -> bool:
-        """Copy a tensor in, or find it in its room already; False where it does not fit."""
+        """Add a tensor, copying it unless it is already in its reserved room; False if it does not fit."""
         places = self._rooms.pop(unit.name, None)
         if places is None or not all(_is(unit.parts[part], tensor) for part, (tensor, _) in places.items()):
-            places = self._places({part: (t.dtype, tuple(t.shape), _behind(unit, t)) for part, t in unit.parts.items()})
+            places = self._places(
+                {part: (t.dtype, tuple(t.shape), _block_offset(unit, t)) for part, t in unit.parts.items()}
+            )
             if places is None:
                 return False
             for part, (tensor, at) in places.items():
                 self._sum.copy(tensor, unit.parts[part], at, unit.lasting)
-        self._sum.up_to(rounded(self.end))
+        self._sum.up_to(round_to_blocks(self.end))
         parts = [[part, dtype_name(t.dtype), list(t.shape), offset] for part, (t, offset) in places.items()]
         self.units.append([unit.name, unit.format, parts])
         return True
 
     def header(self) -> dict[str, Any]:
-        """The message about what was added so far, without its memory."""
-        nbytes = rounded(self.end)
+        """Return the message about the added tensors, without its memory."""
+        nbytes = round_to_blocks(self.end)
         return {"units": self.units, "nbytes": nbytes, "checksum": self._sum.of(nbytes)}
 
     def fill(self, nbytes: int) -> None:
-        """With noise instead of tensors: a bucket that shows whether, and how fast, bytes arrive."""
+        """Fill ``nbytes`` with noise instead of tensors, to test whether and how fast buckets arrive."""
         self.clear()
         self.end = nbytes
         self.filled.random_()
@@ -106,22 +108,22 @@ class Bucket:
     def _places(
         self, wanted: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
     ) -> dict[str, tuple[Tensor, int]] | None:
-        """part -> a tensor in the bucket and its offset, for all of ``wanted`` (part -> dtype, shape, bytes behind a block's start) or
-        for none."""
+        """Allocate tensors for all of ``wanted`` (part -> dtype, shape, offset from the start of a block); returns part -> (tensor,
+        offset), or None if they do not fit."""
         found, end = {}, self.end
-        for part, (dtype, shape, behind) in wanted.items():
-            start, size = end + behind, prod(shape) * dtype.itemsize
+        for part, (dtype, shape, lead) in wanted.items():
+            start, size = end + lead, prod(shape) * dtype.itemsize
             if start + size > len(self.buffer):
                 return None
             found[part] = (self._views(dtype, shape, start), start)
-            end += rounded(behind + size)
+            end += round_to_blocks(lead + size)
         self.end = min(end, len(self.buffer))
         return found
 
 
 @dataclass(frozen=True)
 class _Given:
-    """Room that was given once, which is given again where the same tensor begins at the same place, as at every sync, as a rule."""
+    """Reserved room. It is reused if the same tensor starts at the same offset again, as in most syncs."""
 
     stored: Mapping[str, Stored]
     places: dict[str, tuple[Tensor, int]]
@@ -129,60 +131,60 @@ class _Given:
     end: int
 
 
-def unpacked(message: Mapping[str, Any], flat: Tensor) -> Iterator[Encoded]:
-    """The tensors of a message, as views of the bucket's bytes. They are checked while they are read: what comes before the end may
-    be wrong.
+def unpack(message: Mapping[str, Any], flat: Tensor) -> Iterator[Encoded]:
+    """Yield the tensors of a message as views of the bucket's bytes. The checksum is verified after the last one; earlier tensors may
+    be corrupt.
 
     Raises:
-        SyncError: the bytes are not those that were sent; known at the end.
+        SyncError: the bytes differ from those sent; raised at the end.
     """
     nbytes = message["nbytes"]
     if len(flat) < nbytes:
         raise SyncError(f"a bucket of {nbytes} bytes of weights arrived as {len(flat)} bytes")
-    found, start = summing(flat[:nbytes]), flat.data_ptr()
+    found, start = make_sum(flat[:nbytes]), flat.data_ptr()
 
     def copy(to: Tensor, source: Tensor) -> None:
         at = source.data_ptr() - start
         if 0 <= at < nbytes:
             found.copy(to, source, at, stays=True)
-        else:  # the receiver put it elsewhere
+        else:  # the receiver copied it elsewhere first
             to.copy_(source)
 
     views = Views(flat)
     for name, format, parts in message["units"]:
         tensors = {part: views(getattr(torch, dtype), shape, offset) for part, dtype, shape, offset in parts}
         yield Encoded(name, tensors, format, copy=copy)
-        found.up_to(rounded(max([offset + tensors[part].nbytes for part, _, _, offset in parts], default=0)))
+        found.up_to(round_to_blocks(max([offset + tensors[part].nbytes for part, _, _, offset in parts], default=0)))
     check(message, found.of(nbytes))
 
 
 def check(message: Mapping[str, Any], found: int) -> None:
-    """Raise SyncError where this is not the checksum of a message."""
+    """Raise SyncError if ``found`` is not the checksum of the message."""
     if found != message["checksum"]:
         first = message["units"][0][0] if message["units"] else "nothing"
         raise SyncError(
-            f"the bucket of weights that starts with {first} arrived with checksum {found:016x}, and {message['checksum']:016x} was sent"
+            f"the bucket of weights that starts with {first} arrived with checksum {found:016x}, but {message['checksum']:016x} was sent"
         )
 
 
 def _is(part: Tensor, place: Tensor) -> bool:
-    """Whether a part was written into its place."""
+    """Whether a part was written directly to its place in the bucket."""
     return part is place or part.data_ptr() == place.data_ptr()
 
 
 class Views:
-    """Tensors that lie in ``flat``, bytes [n], in one step each: there may be thousands of them."""
+    """Creates tensors as views of ``flat`` [n] uint8, each with a single call, because there may be thousands."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
         self._as: dict[torch.dtype, tuple[Tensor, int]] = {}
 
     def __call__(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
-        """One that begins ``offset`` bytes behind the start, a multiple of the dtype's."""
+        """Return the tensor that starts at byte ``offset``, a multiple of the dtype's size."""
         size = dtype.itemsize
         if dtype not in self._as:
             whole = self._flat[: len(self._flat) // size * size].view(dtype)
-            self._as[dtype] = whole, int(whole.storage_offset())  # as_strided counts from the storage's beginning
+            self._as[dtype] = whole, int(whole.storage_offset())  # as_strided counts from the start of the storage
         whole, start = self._as[dtype]
         return whole.as_strided(shape, _strides(shape), start + offset // size)
 
@@ -195,12 +197,12 @@ def _strides(shape: Sequence[int]) -> list[int]:
     return found[::-1]
 
 
-def _behind(unit: Encoded, tensor: Tensor) -> int:
-    """Bytes behind a block's start where a tensor of a unit is put."""
+def _block_offset(unit: Encoded, tensor: Tensor) -> int:
+    """Return the offset from the start of a block for a tensor of a unit, see ``LINE``."""
     return tensor.data_ptr() % LINE if unit.lasting and not tensor.is_cuda else 0
 
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """As messages say it."""
+    """Return the dtype's name in messages."""
     return str(dtype).removeprefix("torch.")

@@ -4,10 +4,10 @@
 #include <immintrin.h>
 #endif
 
-/* Bytes and 32-bit words of a block; checksum.py defines its sum. */
+/* Bytes and 32-bit words per block; checksum.py defines the sum of a block. */
 enum { BLOCK = 1024, WORDS = BLOCK / 4, LANES = 8 };
 
-/* Returns the sum of a block, and copies it where `to` is an address. */
+/* Returns the sum of a block, and copies it if `to` is not null. */
 static uint64_t add_block(const char *from, char *to, const int32_t *multipliers) {
     uint64_t sums[LANES] = {0}, total = 0;
     for (int i = 0; i < WORDS; i += LANES) {
@@ -22,7 +22,7 @@ static uint64_t add_block(const char *from, char *to, const int32_t *multipliers
 }
 
 #if defined(__AVX2__)
-/* The same for 32 bytes: products of the even words are added to *even, those of the odd ones to *odd. */
+/* Processes 32 bytes: adds products of the even words to *even, of the odd words to *odd; returns the bytes. */
 static inline __m256i add_vector(const char *from, const int32_t *multipliers, __m256i *even, __m256i *odd) {
     __m256i x = _mm256_loadu_si256((const __m256i *)from);
     __m256i m = _mm256_loadu_si256((const __m256i *)multipliers);
@@ -43,7 +43,7 @@ static uint64_t read_block(const char *from, const int32_t *multipliers) {
     return total_of(even, odd);
 }
 
-/* Copies past the caches: memory that is written and not read here is not read first either. */
+/* Copies with non-temporal stores: the destination is not read into the cache first. */
 static uint64_t stream_block(const char *from, char *to, const int32_t *multipliers) {
     __m256i even = _mm256_setzero_si256(), odd = even;
     for (int at = 0; at < BLOCK; at += 32)
@@ -57,8 +57,8 @@ static uint64_t stream_block(const char *from, char *to, const int32_t *multipli
 #define FENCE()
 #endif
 
-/* Writes the sum of each block, and copies the blocks where `to` is an address. When it returns, other processes see the bytes before
-   anything that is written later. */
+/* Writes the sum of each block, and copies the blocks if `to` is not null. Other processes see the copy before anything written after
+   this function returns. */
 int add_blocks(const char *from, char *to, uint64_t *sums, const int32_t *multipliers, int64_t blocks, int threads) {
     int streams = (uintptr_t)to % 32 == 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)

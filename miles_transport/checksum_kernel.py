@@ -1,10 +1,10 @@
-"""One pass of a GPU over many pieces of memory: copies them and adds them up, as a Triton kernel.
+"""A Triton kernel that copies and sums many pieces of GPU memory in one pass.
 
-A plain copy reads and writes every byte once, and so does this one: the sum costs no traffic of its own. It is as fast as the memory
-however many pieces there are, because all of them are one launch: a table says where each one lies.
+Like a plain copy it reads and writes every byte once; the sum needs no additional memory traffic. It reaches the memory bandwidth for any
+number of pieces, because one launch processes all of them from a table of their addresses.
 """
 
-# No postponed annotations here: Triton reads the ``constexpr`` ones.
+# Do not postpone annotations in this file: Triton evaluates the ``constexpr`` ones.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from miles_transport.checksum import GOLDEN, MIX_A, MIX_B
 
-#: Blocks of a row of the table, which are shared out among programs, and those of one program.
+#: Blocks per row of the table, which several programs share, and blocks per program.
 CHUNK, TILE = 1024, 64
 WARPS = 8
 
@@ -57,17 +57,17 @@ def _pass(
         )
 
 
-#: Addresses of a piece of memory and of the place to copy it to, or 0, the number of its first block, and how many they are.
+#: Address of a piece of memory, address to copy it to or 0, index of its first block, and number of blocks.
 Job = tuple[int, int, int, int]
 
 
 def run(jobs: list[Job], total: Tensor, block: int) -> None:
-    """Copy, and add up.
+    """Copy and sum pieces of memory.
 
     Args:
-        jobs: addresses are multiples of 16.
-        total: [1] int64 on the GPU, to which the sums of the blocks are added, each times its weight (``checksum``).
-        block: bytes of a block.
+        jobs: the pieces; addresses are multiples of 16.
+        total: [1] int64 on the GPU, to which the weighted block sums are added (``checksum``).
+        block: bytes per block.
     """
     stream = torch.cuda.current_stream(total.device).cuda_stream if total.is_cuda else 0
     table = _table(tuple(jobs), block, total.device, stream)
@@ -77,16 +77,16 @@ def run(jobs: list[Job], total: Tensor, block: int) -> None:
 
 @lru_cache(64)
 def _table(jobs: tuple[Job, ...], block: int, device: torch.device, stream: int) -> Tensor:
-    """The jobs on a GPU, for launches of a ``stream``. Weights lie where they lay at the last sync, as a rule, and to make and move a table
+    """Return the jobs as a table on a GPU, cached per ``stream``. Addresses rarely change between syncs, and creating and copying a table
     takes the host longer than the launch."""
     rows = torch.from_numpy(_rows(np.array(jobs, np.int64), block))
     if device.type == "cuda":
-        rows = rows.pin_memory()  # copied from other memory it would wait for the launch before
+        rows = rows.pin_memory()  # a copy from pageable memory would wait for the previous launch
     return rows.to(device, non_blocking=True)
 
 
 def _rows(jobs: np.ndarray, block: int) -> np.ndarray:
-    """The jobs [n, 4], divided into such of no more than ``CHUNK`` blocks."""
+    """Split the jobs [n, 4] into jobs of at most ``CHUNK`` blocks."""
     counts = -(-jobs[:, 3] // CHUNK)
     rows = np.repeat(jobs, counts, axis=0)
     before = CHUNK * (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts))

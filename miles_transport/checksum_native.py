@@ -1,4 +1,4 @@
-"""One pass of a CPU over memory, in C (``checksum.c``): adds it up and, if asked, copies it. The sums equal those of ``checksum``."""
+"""A C implementation for CPUs (``checksum.c``): sums memory, and optionally copies it, in one pass. Same sums as ``checksum``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ NATIVE = Native(
 
 @cache
 def available() -> bool:
-    """Whether a C compiler is or was available; logs the reason once where none is."""
+    """Whether the C library can be built or is available; logs the reason once if not."""
     if why := NATIVE.why_not():
-        log.info("PyTorch computes the checksums of weights, which takes several times as long: %s", why)
+        log.info("PyTorch computes the checksums of weights, which takes several times as long as C: %s", why)
     return not why
 
 
 def add_blocks(source: int, to: int, sums: int, multipliers: int, blocks: int) -> None:
-    """Write the sum of each block, an int64, from ``sums`` on, with as many threads as PyTorch uses.
+    """Write the sum of each block, an int64, to ``sums``, using as many threads as PyTorch.
 
     Args:
         source: address of the first block.
-        to: address to copy the blocks to, or 0. Processes that see what is written after this call also see the copy.
+        to: address to copy the blocks to, or 0. The copy is visible to other processes before anything written after this call.
         sums: address of the sums.
-        multipliers: address of the ``checksum.MULTIPLIERS``.
+        multipliers: address of ``checksum.MULTIPLIERS``.
         blocks: number of blocks.
     """
     NATIVE.library().add_blocks(source, to, sums, multipliers, blocks, torch.get_num_threads())

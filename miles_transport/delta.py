@@ -1,9 +1,8 @@
-"""What changed between two versions of the same bytes, as few bytes.
+"""Compressed difference between two versions of the same bytes.
 
-A step of an optimiser changes some per cent of the 16-bit words of BF16 weights, mostly in their lowest bits. So the exclusive or of two versions
-is nearly all zeros: what is not is written as the gaps between these words and their values, byte by byte in planes of their
-own (the high bytes are nearly all zeros again), and deflated by frequency alone, without a search for repetitions
-that are not there.
+An optimizer step changes a few per cent of the 16-bit words of BF16 weights, mostly in their lowest bits, so the XOR of two versions is
+nearly all zeros. The non-zero words are stored as gaps between their positions and as values, split into byte planes (the high bytes are
+again nearly all zeros), and compressed with Huffman coding only, because there are no repetitions to search for.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from torch import Tensor
 
 from miles_core.errors import SyncError
 
-#: Changed words, and the bytes of each gap.
+#: Number of changed words, and bytes per gap.
 _HEAD = struct.Struct("<QQ")
 
 
 def difference(new: Tensor, base: Tensor) -> bytes | None:
-    """What makes ``base`` into ``new``.
+    """Compute the difference that turns ``base`` into ``new``.
 
     Args:
         new: [n] uint8 in host memory, n a multiple of 8.
-        base: as many bytes.
+        base: [n] uint8 in host memory.
 
     Returns:
-        the difference, or None where it would not be smaller than ``new`` itself.
+        the difference, or None if it would not be smaller than ``new``.
     """
     changed = torch.bitwise_xor(new.view(torch.int64), base.view(torch.int64)).numpy()
     wide = np.flatnonzero(changed)
     words = changed[wide].view(np.uint16)
     at = np.flatnonzero(words)
-    if len(at) * 3 > len(new):  # each takes about three bytes before it is deflated
+    if len(at) * 3 > len(new):  # about three bytes per word before compression
         return None
     places = wide[at >> 2] * 4 + (at & 3)
     gaps = np.diff(places, prepend=0)
@@ -46,10 +45,10 @@ def difference(new: Tensor, base: Tensor) -> bytes | None:
 
 
 def apply(base: Tensor, data: bytes | memoryview) -> None:
-    """Make ``base`` into what ``difference`` was told as new, in place.
+    """Apply a difference to ``base`` in place, which becomes the ``new`` of ``difference``.
 
     Raises:
-        SyncError: this is no difference to so many bytes.
+        SyncError: ``data`` is not a valid difference for this size.
     """
     try:
         count, width = _HEAD.unpack_from(data)
@@ -62,13 +61,13 @@ def apply(base: Tensor, data: bytes | memoryview) -> None:
 
 
 def _planes(numbers: np.ndarray, width: int) -> list[bytes]:
-    """The lowest bytes of all numbers, then the second lowest, and so on."""
+    """Return the lowest bytes of all numbers, then the second lowest, and so on."""
     columns = numbers.astype(numbers.dtype.newbyteorder("<")).view(np.uint8).reshape(-1, numbers.itemsize)
     return [columns[:, i].tobytes() for i in range(width)]
 
 
 def _numbers(planes: np.ndarray, kind: type[np.unsignedinteger]) -> np.ndarray:
-    """Inverse of ``_planes``."""
+    """Invert ``_planes``."""
     columns = np.zeros((planes.shape[1], np.dtype(kind).itemsize), np.uint8)
     columns[:, : len(planes)] = planes.T
     return columns.reshape(-1).view(kind)

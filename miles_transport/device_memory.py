@@ -1,7 +1,7 @@
-"""GPU memory that another process of the host can map, by handles of the CUDA driver.
+"""GPU memory that other processes of the host can map, through handles of the CUDA driver.
 
-``DeviceMemory`` is allocated by the driver itself: memory of torch's allocator may lie in a pool (expandable segments) that has no such
-handles. Where it does not, ``Loan`` shows tensors to another process where they lie.
+``DeviceMemory`` is allocated by the driver directly: memory of torch's allocator may be part of a pool (expandable segments) without
+such handles. For other memory, ``Loan`` lets another process read tensors in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_transport.bucket import Views, check, dtype_name
-from miles_transport.checksum import ALIGNED, BLOCK, Sum, reading, summing
+from miles_transport.checksum import ALIGNED, BLOCK, Sum, make_read_sum, make_sum
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -34,18 +34,18 @@ class _Handle(ctypes.Structure):
 
 
 class DeviceMemory:
-    """GPU memory with a handle, freed by ``close``.
+    """GPU memory with a handle; free it with ``close``.
 
     Args:
-        nbytes: its size.
-        device: which GPU, ``cuda`` or ``cuda:N``.
+        nbytes: size in bytes.
+        device: the GPU, ``cuda`` or ``cuda:N``.
 
     Attributes:
-        buffer: [nbytes] uint8, zero at first, valid until ``close``.
-        memory: where it is, as a message says it (``Inbox``).
+        buffer: [nbytes] uint8, initially zero, valid until ``close``.
+        memory: its description in messages (``Inbox``).
 
     Raises:
-        SyncError: the driver has not so much memory, or no handles.
+        SyncError: the driver has not enough memory, or does not support handles.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -64,21 +64,21 @@ class DeviceMemory:
             self.buffer = _tensor(pointer.value, nbytes, self._index)
             self.buffer.zero_()
         data = bytes(memoryview(handle).cast("B")).hex()
-        where = _where(data, nbytes, self._index, pointer.value or 0)
+        where = _describe(data, nbytes, self._index, pointer.value or 0)
         self.memory = {"kind": "device", "key": secrets.token_hex(8), **where}
 
     def close(self) -> None:
-        """Free it; the receivers' maps of it end with their processes or with the next sync."""
+        """Free the memory. Receivers unmap it at the end of their process or at the next sync."""
         with torch.cuda.device(self._index):
             torch.cuda.synchronize()
             _driver().cuMemFree_v2(self._pointer)
 
 
 class Loan:
-    """Tensors of torch's allocator that another process reads where they lie: nothing is packed.
+    """Tensors of torch's allocator that another process reads in place, without packing.
 
-    Only what lies in memory with handles can be lent, on one GPU, and whole blocks (``BLOCK``) of it; the rest has to be copied. Tensors
-    stay as they are until the message was answered, and are kept alive for that.
+    Tensors can be lent if their memory has handles, is on one GPU and consists of whole blocks (``BLOCK``); copy others. Lent tensors
+    must not change until the message is answered, and are kept alive until then.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Loan:
         return len(self._units)
 
     def add(self, name: str, tensor: Tensor) -> bool:
-        """Lend a tensor that travels as it is; False where that cannot be."""
+        """Lend an unencoded tensor; False if that is not possible."""
         nbytes, address = tensor.nbytes, tensor.data_ptr()
         if (
             not tensor.is_cuda
@@ -116,12 +116,12 @@ class Loan:
         self._tensors.append(tensor)
         self._nbytes += nbytes
         if self._sum is None:
-            self._sum, self._device = reading(tensor), tensor.device
+            self._sum, self._device = make_read_sum(tensor), tensor.device
         self._sum.read(tensor)
         return True
 
     def message(self) -> dict[str, Any]:
-        """About what was added, something at least: as that of a bucket, with its memory."""
+        """Return the message for the lent tensors, at least one, with its memory, in the form of a bucket's message."""
         assert self._sum is not None
         return {
             "units": self._units,
@@ -131,12 +131,15 @@ class Loan:
         }
 
 
-def borrowed(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> Iterator[Encoded]:
-    """The tensors of a ``Loan``'s message. ``region``: the memory of a region, attached. They are checked while they are read: what
-    comes before the end may be wrong.
+def read_loan(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> Iterator[Encoded]:
+    """Yield the tensors of a ``Loan``'s message. The checksum is verified after the last one; earlier tensors may be corrupt.
+
+    Args:
+        message: the message.
+        region: key -> attached memory of a region.
 
     Raises:
-        SyncError: the bytes are not those that were lent; known at the end.
+        SyncError: the bytes differ from those lent; raised at the end.
     """
     found, at, views = None, 0, dict[str, Views]()
     for name, key, dtype, shape, start in message["units"]:
@@ -145,7 +148,7 @@ def borrowed(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> Ite
         tensor = views[key](getattr(torch, dtype), shape, start)
         piece = tensor.view(-1).view(torch.uint8)
         if found is None:
-            found = summing(piece)
+            found = make_sum(piece)
         else:
             found.append(piece)
         yield Encoded(name, {name: tensor}, copy=partial(found.copy, at=at, stays=True))
@@ -156,7 +159,7 @@ def borrowed(message: Mapping[str, Any], region: Callable[[str], Tensor]) -> Ite
 
 
 def _region(tensor: Tensor) -> dict[str, Any] | None:
-    """The allocation that a tensor lies in, and its first byte's address as ``base``; None where it has no handle."""
+    """Describe the allocation of a tensor, with its start address as ``base``; None if it has no handle."""
     number, address = ctypes.c_uint64(), tensor.data_ptr()
     if _driver().cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address)):
         return None
@@ -165,7 +168,7 @@ def _region(tensor: Tensor) -> dict[str, Any] | None:
 
 @lru_cache(1 << 16)
 def _allocation(number: int, index: int, address: int) -> dict[str, Any] | None:
-    """``_region`` of a GPU's address; ``number`` is the allocation's, which the driver gives to no other one."""
+    """``_region`` for an address on a GPU; ``number`` is the driver's unique id of the allocation."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     with torch.cuda.device(index):
         if _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)):
@@ -173,16 +176,16 @@ def _allocation(number: int, index: int, address: int) -> dict[str, Any] | None:
         if _driver().cuIpcGetMemHandle(ctypes.byref(handle), base):
             return None
     data = bytes(memoryview(handle).cast("B")).hex()
-    return {"key": data, **_where(data, size.value, index, base.value)}
+    return {"key": data, **_describe(data, size.value, index, base.value)}
 
 
-def _where(handle: str, nbytes: int, index: int, base: int) -> dict[str, Any]:
-    """What a message says of an allocation. A handle is for other processes: this one reads it at its address."""
+def _describe(handle: str, nbytes: int, index: int, base: int) -> dict[str, Any]:
+    """Describe an allocation for messages. Its own process cannot open the handle and uses the address instead."""
     return {"handle": handle, "nbytes": nbytes, "gpu": _uuid(index), "base": base, "process": _process()}
 
 
 def _process() -> str:
-    """This process, among all that may be told."""
+    """Return a unique id of this process."""
     return f"{_STARTED}-{os.getpid()}"
 
 
@@ -192,7 +195,7 @@ def _uuid(index: int) -> str:
 
 
 class _Mapped:
-    """Memory of another process, unmapped with the last tensor on it."""
+    """Memory of another process, unmapped when the last tensor that uses it is freed."""
 
     def __init__(self, pointer: int, nbytes: int, index: int, foreign: bool) -> None:
         self._pointer, self._index, self._foreign = pointer, index, foreign
@@ -205,17 +208,17 @@ class _Mapped:
 
 
 def attach(where: Mapping[str, Any]) -> Tensor:
-    """The memory of a ``DeviceMemory`` or of a loan, of another process or of this one.
+    """Map the memory of a ``DeviceMemory`` or a loan, of another process or this one.
 
     Raises:
-        SyncError: this process does not see that GPU, or the driver refuses.
+        SyncError: this process cannot access that GPU, or the driver refuses.
     """
     if not torch.cuda.is_available():
-        raise SyncError(f"weights lie on GPU {where['gpu']}, and the engine's process has no GPU")
+        raise SyncError(f"the weights are on GPU {where['gpu']}, but the engine's process has no GPU")
     seen = {_uuid(i): i for i in range(torch.cuda.device_count())}
     if where["gpu"] not in seen:
         raise SyncError(
-            f"weights lie on GPU {where['gpu']}, which the engine's process does not see: it is on another host, or hidden by "
+            f"the weights are on GPU {where['gpu']}, which is not visible to the engine's process: it is on another host, or hidden by "
             "CUDA_VISIBLE_DEVICES"
         )
     index, pointer = seen[where["gpu"]], ctypes.c_uint64()
@@ -243,5 +246,5 @@ def _call(what: str, function: str, *arguments: Any) -> None:
     if status:
         name = ctypes.c_char_p()
         _driver().cuGetErrorName(status, ctypes.byref(name))
-        said = (name.value or b"unknown").decode()
-        raise SyncError(f"the CUDA driver does not give {what} ({function}: {said})")
+        text = (name.value or b"unknown").decode()
+        raise SyncError(f"the CUDA driver did not provide {what} ({function}: {text})")

@@ -1,4 +1,4 @@
-"""Fixtures of several folders: checkpoints, an installed number format, a plugin in one file."""
+"""Fixtures of several folders: checkpoints, an installed number format, a plugin in one file, installed plugins."""
 
 import json
 import sys
@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from miles_core.plugin import discovery
-from miles_core.precision import installed
 from miles_testing.doubles.pair_format import PLUGIN
+from miles_tools.convert import installed
 
 # ``published_manifests`` is importable in ``--import-mode=importlib``
 sys.path.insert(0, str(Path(__file__).parent / "plugin"))
@@ -110,3 +110,25 @@ def f6(tmp_path, monkeypatch):
 def moe(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8, "num_hidden_layers": 2}')
     return str(tmp_path)
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """``install(name, code, distribution=...)`` puts a plugin's package and metadata on ``sys.path``."""
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+    def write(name, code, hooks="", distribution=None, version="0.1.0", package=None):
+        distribution, package = distribution or f"miles-plugin-{name}", package or f"miles_test_{name}"
+        folder = tmp_path / "site" / package
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").write_text(code)
+        if hooks:
+            (folder / "hooks.py").write_text(hooks)
+        info = tmp_path / "site" / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[miles.plugins]\n{name} = {package}:plugin\n")
+        monkeypatch.delitem(sys.modules, package, raising=False)
+        monkeypatch.delitem(sys.modules, f"{package}.hooks", raising=False)
+
+    return write

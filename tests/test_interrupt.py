@@ -46,7 +46,7 @@ def test_a_rollout_is_dropped_and_the_run_continues_as_if_nothing_had_happened(t
     stopped = toy_run(directory=tmp_path / "parts", steps=3, **options)
     assert stopped.run.stop_requested and stopped.run.step == 1
     assert [p.name for p in (tmp_path / "parts/checkpoints").iterdir()] == ["step_00000001"]
-    assert "the unfinished rollout is dropped; the run stands at step 1" in (tmp_path / "parts/run.log").read_text()
+    assert "the unfinished rollout is dropped; 1 steps are complete" in (tmp_path / "parts/run.log").read_text()
     toy_run(directory=None, save=None, load=tmp_path / "parts", steps=3, **options)
     for one, two in zip(whole.metrics, read(tmp_path / "parts/metrics.jsonl"), strict=True):
         assert {n: v for n, v in one.items() if "time" not in n and "second" not in n} == {
@@ -67,7 +67,7 @@ def test_the_handler_is_gone_after_the_run(toy_run, reward, tmp_path):
 
 
 def test_an_interrupted_warm_start_leaves_nothing_and_can_be_started_again(toy_run, tmp_path, monkeypatch):
-    from miles_core.remote.learner_front import LearnerFront
+    from miles_runtime.learner_front import LearnerFront
 
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"input": "a", "response": "bb"}) + "\n")

@@ -27,7 +27,6 @@ LAYERS: list[dict[str, str]] = [
     },
     {
         "data": "errors",
-        "http_client": "errors redact",
     },
     {
         "plugin": "errors nearest version redact data",
@@ -39,7 +38,7 @@ LAYERS: list[dict[str, str]] = [
     },
     {
         "algorithm": "errors data",
-        "reward": "errors redact data http_client",
+        "reward": "errors data",
         "precision": "errors nearest data plugin config checkpoint",
     },
     {
@@ -54,20 +53,16 @@ LAYERS: list[dict[str, str]] = [
         "schedule": "plugin contracts rollout",
     },
     {
-        "mismatch": "errors stash data plugin precision contracts rollout sync",
-    },
-    {
         "run": "errors stash version redact data plugin config observe checkpoint reward contracts rollout",
     },
     {
         "loop": "errors data contracts rollout sync run",
-        "remote": "errors redact data plugin config observe checkpoint precision contracts train sync mismatch run",
     },
     {
         "launch": "errors redact plugin config observe checkpoint contracts run loop",
     },
     {
-        "cli": "errors nearest version redact plugin config contracts run launch",
+        "cli": "errors nearest version redact plugin config run launch",
         "api": "errors plugin config observe run launch",
     },
     {
@@ -79,17 +74,21 @@ LAYERS: list[dict[str, str]] = [
 TOOLS: list[dict[str, str]] = [
     {
         "native": "core: errors observe",
+        "http_client": "core: errors redact",
+        "hints": "core: miles_core",
     },
     {
-        "convert": "core: errors lookup data plugin config checkpoint precision",
-        "report": "core: errors version redact plugin observe mismatch run",
-        "authoring": "core: errors nearest version plugin",
+        "rewards": "http_client core: errors redact data reward contracts",
+        "convert": "core: errors nearest lookup data plugin config checkpoint precision",
+        "report": "core: errors version redact plugin observe run mismatch: mismatch",
+        "authoring": "core: errors nearest version plugin config",
         "demo": "core: errors plugin observe",
     },
     {
-        "verify": "report core: version data precision contracts mismatch",
+        "verify": "report core: version data precision contracts mismatch: mismatch",
     },
     {
+        "examine": "rewards convert core: plugin config",
         "commands": "convert report authoring demo verify core: errors plugin config observe checkpoint precision "
         "contracts run cli",
     },
@@ -99,6 +98,21 @@ TOOLS: list[dict[str, str]] = [
 TRANSPORT: list[dict[str, str]] = [
     {
         "transport": "core: errors lookup data precision tools: native",
+    },
+]
+
+#: Engine against trainer, one layer in itself.
+MISMATCH: list[dict[str, str]] = [
+    {
+        "mismatch": "core: errors stash data plugin precision contracts rollout sync",
+    },
+]
+
+#: Where the parts of a run are, one layer in itself.
+RUNTIME: list[dict[str, str]] = [
+    {
+        "runtime": "core: errors lookup redact data plugin config observe checkpoint precision contracts train sync run "
+        "mismatch: mismatch",
     },
 ]
 
@@ -119,22 +133,24 @@ ROOMS: list[dict[str, str]] = [
         "trainer": "model quantized core: errors data checkpoint precision contracts train",
     },
     {
-        "testing": "manifest model quantized engine trainer core: errors lookup data plugin precision contracts "
-        "train testing: testing",
+        "testing": "manifest model quantized engine trainer core: errors lookup data plugin precision contracts train "
+        "testing: testing",
     },
 ]
 
 #: The test kit, one layer in itself.
 TESTING: list[dict[str, str]] = [
     {
-        "testing": "core: errors lookup version data plugin config observe precision contracts mismatch run remote "
-        "launch tools: demo transport: transport",
+        "testing": "core: errors lookup version data plugin config observe precision contracts run launch mismatch: "
+        "mismatch runtime: runtime tools: demo transport: transport",
     },
 ]
 
 #: Import package -> its layers. Packages with one layer count as a whole.
 TABLES: dict[str, list[dict[str, str]]] = {
     "miles_core": LAYERS,
+    "miles_mismatch": MISMATCH,
+    "miles_runtime": RUNTIME,
     "miles_tools": TOOLS,
     "miles_transport": TRANSPORT,
     "miles_testing": TESTING,

@@ -236,7 +236,7 @@ def test_over_sampling_with_a_filter_gives_unused_prompts_back(toy_run, tmp_path
 
 def test_a_filter_that_refuses_everything_ends_the_run_with_advice(toy_run, tmp_path):
     (tmp_path / "keep.py").write_text("def keep(args, samples):\n    return False\n")
-    with pytest.raises(DataError, match="refused all of 40 groups; loosen --dynamic-sampling-filter-path"):
+    with pytest.raises(DataError, match="refused all of the last 40 groups; loosen --dynamic-sampling-filter-path"):
         toy_run(dynamic_sampling_filter_path=tmp_path / "keep.py", n_samples_per_prompt=2)
 
 

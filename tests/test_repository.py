@@ -15,12 +15,12 @@ import pytest
 
 from miles_core.config.groups import GROUPS
 from miles_core.plugin.discovery import discover
-from miles_core.plugin.option import METADATA_KEY
+from miles_core.plugin.options import METADATA_KEY
 from miles_tools.authoring.scaffold import write_plugin
 
 ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "miles_core").rglob("*.py"))
-SIBLINGS = ("miles_embedded", "miles_tools", "miles_transport", "miles_testing")
+SIBLINGS = ("miles_embedded", "miles_mismatch", "miles_runtime", "miles_tools", "miles_transport", "miles_testing")
 BACKEND = sorted(path for name in SIBLINGS for path in (ROOT / name).rglob("*.py"))
 SOURCES = [*CORE, *BACKEND, *sorted(ROOT.glob("plugins/*/miles_*/**/*.py"))]
 FILE_LINES, FUNCTION_LINES = 400, 50
@@ -40,7 +40,7 @@ PROJECTS = sorted(p for where in ("", "plugins/*/", "examples/*/") for p in ROOT
 
 #: The modules that plugins and examples may import; the others may change without notice.
 PUBLIC = ("miles_core", "miles_core.api", "miles_core.format", "miles_core.backend", "miles_testing", "miles_transport")
-PUBLIC += ("miles_tools.convert", "miles_tools.native")
+PUBLIC += ("miles_runtime", "miles_tools.convert", "miles_tools.http_client", "miles_tools.native")
 PUBLIC_OF_A_BACKEND = ("miles_embedded", "miles_embedded.testing")
 OUTSIDE = sorted(path for where in ("plugins/*/miles_*/**/*.py", "examples/**/*.py") for path in ROOT.glob(where))
 

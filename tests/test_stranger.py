@@ -19,7 +19,7 @@ calls = []
 
 def around(name):
     def wrap(inner):
-        if name == "rollout" or name == "generate":
+        if name in ("rollout", "generate", "learn"):
             async def outer(*args):
                 calls.append(name)
                 return await inner(*args)
@@ -66,6 +66,10 @@ class Everything:
         calls.append("on_batch")
 
     @hookimpl
+    def wrap_learn(self, run, policy):
+        return around("learn")
+
+    @hookimpl
     def wrap_forward(self, run, policy):
         return around("forward")
 
@@ -78,8 +82,8 @@ class Everything:
         return around("loss")
 
     @hookimpl
-    def wrap_weights(self, run, policy):
-        return around("weights")
+    def wrap_weights(self, run, policy, purpose):
+        return around(f"weights({purpose})")
 
     @hookimpl
     def wrap_optimizer_step(self, run, policy):
@@ -88,6 +92,10 @@ class Everything:
     @hookimpl
     def on_weights_synced(self, run, policy, version):
         calls.append(f"on_weights_synced({version})")
+
+    @hookimpl
+    def on_evaluation(self, run, name, groups, metrics):
+        calls.append(f"on_evaluation({name})")
 
     @hookimpl
     def on_step(self, run, metrics):
@@ -109,6 +117,7 @@ class Everything:
         calls.append(f"on_stop({type(error).__name__})")
 '''
 
+SYNC = ["wrap_weights(sync)", "weights(sync)"]
 BUILT = [
     "on_start",
     "on_model(train)",
@@ -116,8 +125,8 @@ BUILT = [
     "wrap_forward",
     "wrap_loss",
     "wrap_optimizer_step",
-    "wrap_weights",
     "on_model(rollout)",
+    "wrap_learn",
     "wrap_generate",
     "wrap_rollout",
 ]
@@ -126,13 +135,14 @@ STEP = [
     "generate",
     "on_request",
     "on_sample",
+    "learn",
     "on_batch",
     "forward(old)",
     "correction",
     "forward(train)",
     "loss",
     "optimizer_step",
-    "weights",
+    *SYNC,
 ]
 
 
@@ -156,10 +166,11 @@ def test_every_hook_in_the_order_of_the_map(toy_run, tmp_path):
     options = {"plugins": [str(path)], "n_samples_per_prompt": 1, "rollout_batch_size": 1, "kl_loss_coef": 0.1}
     options["advantage_estimator"] = "reinforce_plus_plus"  # one that takes a group of one
     run = toy_run(steps=1, directory=tmp_path / "run", **options)
-    step = [*STEP[:6], "on_model(ref)", "forward(ref)", *STEP[6:]]
+    before = STEP.index("correction")
+    step = [*STEP[:before], "on_model(ref)", "forward(ref)", *STEP[before:]]
     assert calls_of("everything") == [
         *BUILT,
-        "weights",
+        *SYNC,
         "on_weights_synced(0)",
         *step,
         "on_weights_synced(1)",
@@ -169,9 +180,18 @@ def test_every_hook_in_the_order_of_the_map(toy_run, tmp_path):
         "on_stop(NoneType)",
     ]
     assert run.metrics[0]["everything/calls"] > 20
-    toy_run(steps=2, directory=None, save=None, load=run.directory, **options)
+    held_out = run.run.config.data.prompt_data
+    toy_run(
+        steps=2, directory=None, save=None, load=run.directory, eval_interval=2, eval_prompt_data=held_out, **options
+    )
     calls = calls_of("everything")
-    assert calls[len(BUILT) :][:4] == ["on_load(policy)", "on_load(None)", "weights", "on_weights_synced(1)"]
+    assert calls[calls.index("on_load(policy)") :][:5] == [
+        "on_load(policy)",
+        "on_load(None)",
+        *SYNC,
+        "on_weights_synced(1)",
+    ]
+    assert [c for c in calls if c.startswith("on_evaluation")] == ["on_evaluation()"]  # one data set without a name
     assert [c for c in calls if c.startswith("on_save")] == ["on_save(policy)", "on_save(None)"]
     for hook in vars(HookSpecs):
         if not hook.startswith("_"):
@@ -301,6 +321,7 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
     """One file that provides each kind of part, every one a thin layer around core's own."""
     path = tmp_path / "parts.py"
     path.write_text(PARTS)
+    (tmp_path / "critic.yaml").write_text("policies: {policy: {}, critic: {role: critic}}")
     run = toy_run(
         [str(path)],
         steps=1,
@@ -312,18 +333,28 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
         advantage_estimator="mine",
         rm_type="mine",
         custom_rm_path=None,
+        prompts="mine",
+        generate="mine",
+        optimizer="mine",
+        config=tmp_path / "critic.yaml",
     )
-    made = run.run.stash["made"]
+    made = list(dict.fromkeys(run.run.stash["made"]))
     assert made == [
         "reward",
+        "prompts for train",
+        "generate",
         "runtime",
         "trainer",
         "model for train",
+        "optimizer of policy",
         "advantage",
         "engine",
         "model for rollout",
         "decoder",
         "transport",
+        "model for critic",
+        "head of critic",
+        "optimizer of critic",
         "schedule",
         "check",
     ]
@@ -336,17 +367,22 @@ from miles_core.algorithm.advantage import ADVANTAGES
 from miles_embedded.engine.build import make_engine
 from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.model.load import make_model
+from miles_embedded.model.value_head import make_head
 from miles_embedded.trainer.build import make_trainer
 from miles_core.plugin.manifest import Plugin
-from miles_core.remote.inline import InlineRuntime
+from miles_runtime.inline import InlineRuntime
+from miles_core.rollout.function import SingleTurn
+from miles_core.rollout.source import open_prompts
 from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.copy import make_transport
+from miles_core.train.adamw import make_optimizer
 
-KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward", "check")
+KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward", "check",
+         "prompts", "generate", "optimizer", "head")
 plugin = Plugin(
     name="parts", summary="every part", version="1", core=">=0",
     provides={kind: {"mine": kind} for kind in KINDS},
-    capabilities={"engine": ("score",), "trainer": ("entropy",)},
+    capabilities={"engine": ("score",), "trainer": ("entropy", "optimizers", "values")},
 )
 
 
@@ -397,6 +433,26 @@ def advantage(run):
 
 def check(run):
     note(run, "check")
+
+
+def prompts(run, data, purpose):
+    note(run, f"prompts for {purpose}")
+    return open_prompts(run.config, data, "--prompt-data")
+
+
+def generate(run):
+    note(run, "generate")
+    return SingleTurn()
+
+
+def optimizer(run, policy, groups):
+    note(run, f"optimizer of {policy.name}")
+    return make_optimizer(run, policy, groups)
+
+
+def head(run, policy, model):
+    note(run, f"head of {policy.name}")
+    return make_head(run, policy, model)
 
 
 def reward(run):

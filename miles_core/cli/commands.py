@@ -10,10 +10,7 @@ from miles_core.plugin.discovery import discover
 from miles_core.plugin.load import import_target
 from miles_core.plugin.manifest import Command, Plugin
 
-CORE_COMMANDS = {
-    "train": Command("run a training", "miles_core.cli.train:run"),
-    "plan": Command("show what a run would consist of, or why it cannot start", "miles_core.cli.plan:run"),
-}
+CORE_COMMANDS = {"train": Command("run a training", "miles_core.cli.train:run")}
 
 
 class Commands(Mapping[str, Command]):

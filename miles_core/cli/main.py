@@ -1,7 +1,7 @@
 """``miles``: picks the subcommand, and turns errors into sentences and exit codes.
 
 Exit codes: 0 done, 1 a defect (with its traceback), 2 a user's mistake (one message on stderr), 130 interrupted (143 by SIGTERM, 129 by
-SIGHUP). ``train`` and ``plan`` are core's commands; installed plugins add others in their manifests (``Plugin.commands``). A command is
+SIGHUP). ``train`` is core's command; installed plugins add others in their manifests (``Plugin.commands``). A command is
 imported only when it is called.
 """
 

@@ -147,8 +147,6 @@ class Config:
             item = plain(self._values[path])
             choices = (False, True) if option.is_bool else option.choices
             fixed = option.info.fixed
-            if option.info.enables and item is False and not chosen and option.owner in self.plugins:
-                item, origin = True, self.origin("plugins")  # the switch says the same
             found.append(Fact(option.fact, item, origin, flag=option.flag, choices=choices, chosen=chosen, fixed=fixed))
         flags = {table: prefix for prefix, table in self._schema.passthrough.items()}
         for path, raw in self._passthrough.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -92,11 +92,11 @@ class _RecordAlias(argparse.Action):
             namespace.given.append(Assignment(path, value, typed, Source.FLAG, typed))
 
 
-def build_parser(schema: Schema, command: str = "miles train", extra: Sequence[tuple[str, str]] = ()) -> _Parser:
-    """The parser whose ``--help`` lists core's groups, then each plugin's.
+def new_parser(command: str = "miles train", extra: Sequence[tuple[str, str]] = ()) -> _Parser:
+    """A parser that has only the flags of the command itself.
 
     Args:
-        extra: (flag, help) of switches that the command itself handles, for ``--help`` only.
+        extra: (flag, help) of switches that the command handles, for ``--help`` only.
     """
     parser = _Parser(
         prog=command,
@@ -113,33 +113,59 @@ def build_parser(schema: Schema, command: str = "miles train", extra: Sequence[t
     general.add_argument("--help", "-h", action="store_true", help="show this help")
     for switch, text in extra:
         general.add_argument(switch, action="store_true", help=_escape(text))
-    shown: set[str] = set()
-    for table, group in schema.groups.items():
-        summary = (group.__doc__ or "").strip().split("\n")[0]
-        owner = schema.owners[table]
-        title = table if owner == CORE else f"{table} (plugin {owner})"
-        section = parser.add_argument_group(
-            title, _escape(summary) if owner == CORE else schema.manifests[owner].summary
-        )
-        for flag in schema.distinct_flags():
-            if flag.spelling not in shown and any(option.group == table for option in flag.options):
-                shown.add(flag.spelling)
-                _add(section, flag)
-        for alias in schema.aliases.values():
-            home = owner != CORE or next(iter(alias.values)).partition(".")[0] == table
-            if alias.owner == owner and home and alias.spelling not in shown:
-                shown.add(alias.spelling)
-                _add_alias(section, schema, alias.spelling)
-    rest = [alias for alias in schema.aliases if alias not in shown]
-    section = parser.add_argument_group("short forms")
-    for spelling in rest:
-        _add_alias(section, schema, spelling)
     return parser
 
 
-def print_help(schema: Schema, command: str, extra: Sequence[tuple[str, str]] = ()) -> None:
-    """Print every flag of ``schema`` by group; see ``build_parser``."""
-    print(build_parser(schema, command, extra).format_help(), end="")
+def build_parser(
+    schema: Schema,
+    command: str = "miles train",
+    extra: Sequence[tuple[str, str]] = (),
+    chosen: Collection[str] | None = None,
+) -> _Parser:
+    """The parser whose ``--help`` lists core's groups, then each plugin's.
+
+    Args:
+        extra: see ``new_parser``.
+        chosen: spellings of the flags and aliases to include; None includes all of them.
+    """
+    parser = new_parser(command, extra)
+    shown: set[str] = set()
+
+    def taken(spelling: str) -> bool:
+        if spelling in shown or not (chosen is None or spelling in chosen):
+            return False
+        shown.add(spelling)
+        return True
+
+    for table, group in schema.groups.items():
+        owner = schema.owners[table]
+        flags = [
+            flag
+            for flag in schema.distinct_flags()
+            if any(option.group == table for option in flag.options) and taken(flag.spelling)
+        ]
+        aliases = [
+            alias.spelling
+            for alias in schema.aliases.values()
+            if alias.owner == owner
+            and (owner != CORE or next(iter(alias.values)).partition(".")[0] == table)
+            and taken(alias.spelling)
+        ]
+        if not flags and not aliases:
+            continue
+        summary = (group.__doc__ or "").strip().split("\n")[0]
+        title = table if owner == CORE else f"{table} (plugin {owner})"
+        section = parser.add_argument_group(
+            title, _escape(summary if owner == CORE else schema.manifests[owner].summary)
+        )
+        for flag in flags:
+            add_flag(section, flag)
+        for spelling in aliases:
+            _add_alias(section, schema, spelling)
+    section = parser.add_argument_group("short forms")
+    for spelling in [alias for alias in schema.aliases if taken(alias)]:
+        _add_alias(section, schema, spelling)
+    return parser
 
 
 def _add_alias(section: Any, schema: Schema, spelling: str) -> None:
@@ -151,7 +177,8 @@ def _add_alias(section: Any, schema: Schema, spelling: str) -> None:
     )
 
 
-def _add(section: Any, flag: Flag) -> None:
+def add_flag(section: Any, flag: Flag) -> None:
+    """Add a flag to an argparse group; of a switch, help shows the positive form and the parser takes both."""
     option = flag.option
     names = [flag.spelling, *flag.aliases]
     text = _escape(describe(flag))
@@ -159,9 +186,8 @@ def _add(section: Any, flag: Flag) -> None:
     if not option.is_bool:
         section.add_argument(*names, metavar=metavar(option), help=text, **common)
         return
-    shown = (argparse.SUPPRESS, text) if option.default else (text, argparse.SUPPRESS)  # what changes the default
-    section.add_argument(*names, nargs=0, help=shown[0], **common)
-    section.add_argument(*(f"--no-{name[2:]}" for name in names), nargs=0, help=shown[1], **common)
+    section.add_argument(*names, nargs=0, help=text, **common)
+    section.add_argument(*(f"--no-{name[2:]}" for name in names), nargs=0, help=argparse.SUPPRESS, **common)
 
 
 def metavar(option: Option) -> str:
@@ -179,6 +205,8 @@ def shown_default(option: Option) -> str:
     value = option.default
     if value is None or value == () or value == [] or (option.is_bool and value is False):
         return ""
+    if option.is_bool:
+        return "on"
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
@@ -188,6 +216,8 @@ def describe(flag: Flag) -> str:
     notes = []
     if shown_default(option):
         notes.append(f"default: {shown_default(option)}")
+    if option.is_bool and option.default:
+        notes.append(f"--no-{flag.spelling[2:]} turns it off")
     if len(set(flag.owners)) > 1:
         notes.append(f"shared by {', '.join(flag.owners)}")
     if option.info.enables:

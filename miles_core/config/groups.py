@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from miles_core.config.rollout_group import Rollout
-from miles_core.plugin.option import option
+from miles_core.plugin.options import option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -120,7 +120,7 @@ class Model:
     trust_remote_code: bool = option(False, help="run model code that comes with the checkpoint")
     self_check: bool = option(
         True,
-        help="at the start, compare the embedded backend with the plain model, and after the first weight sync the engine with the trainer",
+        help="at the start, compare the forward pass with that of the plain model, and after the first weight sync the engine with the trainer",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", help="dtype of the model's copy; auto is float32 on a CPU and bfloat16 on a GPU"
@@ -157,9 +157,7 @@ class Data:
 class Reward:
     """What a response is worth."""
 
-    rm_type: str | None = option(
-        None, help="built-in reward", choices=("exact", "math", "boxed", "f1", "remote", "*"), part="reward"
-    )
+    rm_type: str | None = option(None, help="built-in reward", choices=("exact", "boxed", "f1", "*"), part="reward")
     custom_rm_path: str | None = option(
         None, help="async rm(args, sample) -> float or dict; instead of --rm-type", metavar="FILE.py:FN"
     )

@@ -395,8 +395,10 @@ class _Loading:
         self.missing = self._enabling([owners[0] for owners in idle])
         flags = " ".join(word for pair in self.missing.items() for word in pair)
         for owners, given in idle.items():
-            origins = ", ".join(assignment.origin for assignment in given)
-            they = ("they belong", "are") if len(given) > 1 else ("it belongs", "is")
+            named = dict.fromkeys(
+                assignment.origin for assignment in given
+            )  # a flag may be an option of several plugins
+            origins, they = ", ".join(named), ("they belong", "are") if len(named) > 1 else ("it belongs", "is")
             unset = " or unset it" if given[-1].source is Source.ENVIRONMENT else ""
             self.problems.append(
                 f"{origins}: {they[0]} to the plugin {' or '.join(owners)}, which is installed but not enabled; add {flags}{unset}"

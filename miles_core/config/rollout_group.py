@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_core.plugin.option import option
+from miles_core.plugin.options import option
 
 
 @dataclass(frozen=True, kw_only=True)

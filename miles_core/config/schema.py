@@ -20,7 +20,7 @@ from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.core import CORE as MANIFEST
 from miles_core.plugin.manifest import Plugin
-from miles_core.plugin.option import METADATA_KEY, OptionInfo
+from miles_core.plugin.options import METADATA_KEY, OptionInfo
 
 CORE = "core"
 ROOT = "run"  # the group whose facts have no prefix: ``engine``, not ``run.engine``
@@ -207,7 +207,7 @@ def _options_of(table: str, group: type, owner: str, plugins: list[Plugin]) -> l
     for entry in dataclasses.fields(group):
         info = entry.metadata.get(METADATA_KEY)
         if not isinstance(info, OptionInfo):
-            raise PluginError(f"{owner}: {group.__name__}.{entry.name} is not made with miles_core.plugin.option(...)")
+            raise PluginError(f"{owner}: {group.__name__}.{entry.name} is not made with miles_core.plugin.options(...)")
         if entry.default_factory is not dataclasses.MISSING:
             default = entry.default_factory()
         elif entry.default is not dataclasses.MISSING:

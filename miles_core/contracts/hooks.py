@@ -78,7 +78,11 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "prompts": (("run", "data", "purpose"), "miles_core.PromptSource", "driver"),
     "generate": (("run",), "miles_core.RolloutFunction, or async f(sample, ask) -> samples", "rollout worker"),
-    "reward": (("run",), "f(args, sample) -> float | dict; group_reward: f(args, samples) -> list", "rollout worker"),
+    "reward": (
+        ("run", "policy"),
+        "async f(args, sample) -> float | dict; group_reward: async f(args, samples) -> list",
+        "rollout worker",
+    ),
     "head": (
         ("run", "policy", "model"),
         "torch.nn.Module, hidden states [rows, hidden] -> values [rows] or [rows, 1]",
@@ -127,8 +131,8 @@ class HookSpecs:
         that awaits the engine (driver)."""
 
     @hookspec
-    def on_request(self, run: Run, request: Request) -> None:
-        """A request is about to leave for the engine of ``request.policy``; add extras or metadata. Runs in: the process that
+    def on_request(self, run: Run, policy: Policy, request: Request) -> None:
+        """A request is about to leave for the engine of ``policy``; add extras or metadata. Runs in: the process that
         awaits the engine (driver)."""
 
     @hookspec

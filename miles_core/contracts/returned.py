@@ -7,7 +7,7 @@ an entry here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,17 @@ def _samples(value: Any) -> str:
     return "" if right else expected(value, "a list of at least one Sample")
 
 
-def reward(value: Any, _: tuple[Any, ...]) -> str:
-    """A finite number, or a dict of numbers."""
+def reward(value: Any, arguments: tuple[Any, ...]) -> str:
+    """A finite number or a dict of numbers; of a group reward, a list of them, one per sample of ``(args, samples)``."""
+    if len(arguments) < 2 or not isinstance(arguments[1], list):
+        return _one_reward(value)
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(arguments[1]):
+        return expected(value, f"a list of {len(arguments[1])} rewards, one per sample of the group")
+    return next((wrong for wrong in map(_one_reward, values) if wrong), "")
+
+
+def _one_reward(value: Any) -> str:
     entries = value if isinstance(value, Mapping) else {"": value}
     if not entries:
         return expected(value, "a number, or a dict of numbers")

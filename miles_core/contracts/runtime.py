@@ -2,7 +2,7 @@
 
 The driver talks to a policy's trainer through a ``LearnerHandle`` and to its engine through the engine contract; a
 runtime makes both, and the driver does not know how far away they are. ``inline`` keeps them in this process. With a
-process for each GPU (``miles_core.remote`` is all of this but for the processes themselves):
+process for each GPU (``miles_runtime`` is all of this but for the processes themselves):
 
 - A trainer rank is a process that takes one call at a time (calls are collectives, in one order on every rank). Each builds
   its own run, hooks and ``Learner`` after ``worker_run`` accepted the plan that came as JSON; the driver
@@ -16,7 +16,7 @@ process for each GPU (``miles_core.remote`` is all of this but for the processes
   together), every other call goes to all of them.
 - Weights never pass through the driver: ``push`` runs export, encoding and transport inside the ranks. A rank's
   transport gets the same kind of engine front, to tell the engines to receive; tensors that are handed to that front travel as bytes.
-- With ``--colocate`` both kinds run on the same devices. Core makes them take turns (``miles_core.remote.turns``); the runtime places
+- With ``--colocate`` both kinds run on the same devices. Core makes them take turns (``miles_runtime.turns``); the runtime places
   them there and sees to it, with the same calls, that each has room while it is built.
 - A process that dies or does not answer is told as ``WorkerLost``. A lost engine is replaced behind its front. A lost rank takes the learner's
   work since the last checkpoint with it: the driver asks the runtime to ``recover`` and repeats the steps from there.

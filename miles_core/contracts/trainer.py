@@ -115,6 +115,8 @@ class Output:
         values: [T] float32 of a critic's head: at each target the value of the state in which it is chosen; None without a head.
         top_tokens: [T, k] int32 most probable tokens, likewise; None unless asked for.
         top_log_probs: [T, k] float32, theirs.
+        candidate_log_probs: [T, k] float32 of the tokens in the batch's column ``candidates``, over the whole vocabulary at the sampling
+            temperature, with gradient in the pass ``train``; None in a batch without that column. Capability ``candidates``.
         hidden: activations for the next stage; None after the last.
         aux: auxiliary losses, name -> (sum over this micro-batch's trained tokens, coefficient included; number of
             those tokens). Divided by the whole step's token count. A backend that differentiates such a loss inside
@@ -126,6 +128,7 @@ class Output:
     values: Tensor | None = None
     top_tokens: Tensor | None = None
     top_log_probs: Tensor | None = None
+    candidate_log_probs: Tensor | None = None
     hidden: Tensor | None = None
     aux: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -196,7 +199,7 @@ class Trainer(ABC):
             MilesError: this backend, or the model's head, does not give one of them.
         """
         if unknown := sorted({*wanted} - {"log_probs", "entropy"}):
-            raise MilesError(f"{type(self).__name__} does not compute {', '.join(unknown)}; use --trainer embedded")
+            raise MilesError(f"{type(self).__name__} does not compute {', '.join(unknown)}; use another --trainer")
         return self.log_probs(batch, kind, "entropy" in wanted)
 
     @abstractmethod

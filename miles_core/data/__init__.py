@@ -1,6 +1,7 @@
-"""What flows: prompts, samples, batches, weight units.
+"""Data types of a run: prompts, samples, batches, weight units.
 
-A ``Sample`` is one response and everything recorded about it, a ``Batch`` many of them as flat columns, a ``Field`` a column
-that a plugin adds, a ``Unit`` a few tensors of the weight export. Prompt files, chat templates and tokenizers are read here,
-and how samples are shared out over ranks (``world``). Knows no run, no option and no plugin.
+A ``Sample`` is one response with everything recorded about it, a ``Batch`` holds many samples as flat columns, a ``Field`` is a
+column that a plugin adds, and a ``Unit`` holds a few tensors of the weight export. This package also reads prompt files, chat
+templates and tokenizers, and distributes samples over ranks (``world``). It does not depend on runs, plugins or (except for error
+messages) options.
 """

@@ -1,9 +1,9 @@
-"""A batch: samples as flat columns, with no padding and no memory of how they were split.
+"""A batch: samples as flat columns without padding, independent of how they are split into micro-batches.
 
-All samples' tokens are concatenated. A column has one row a token; row t of a sample speaks of token t *as a target*
-(``log_probs[t] = log p(token t | tokens before it)``), except fields declared ``token-1``, whose row t belongs to token t
+All samples' tokens are concatenated. A column has one row per token; row t of a sample refers to token t *as a target*
+(``log_probs[t] = log p(token t | tokens before it)``), except in fields declared ``token-1``, whose row t refers to token t
 *as an input*. Prompt rows of response columns hold the field's padding value, and ``loss_mask`` is 0 there.
-A trainer may lay tokens out as it likes (packed, padded, prompts shared); it reads columns through
+A trainer may use any layout of tokens (packed, padded, shared prompts); it reads columns through
 ``Context.rows`` and returns its results as flat columns.
 """
 
@@ -24,13 +24,13 @@ _EMPTY = torch.zeros(0, dtype=torch.int64)
 
 @dataclass
 class Ragged:
-    """One list of integers a token: row t is ``values[offsets[t]:offsets[t + 1]]``."""
+    """A list of integers per token: row t is ``values[offsets[t]:offsets[t + 1]]``."""
 
     values: Tensor  # [sum of lengths]
     offsets: Tensor  # [tokens + 1] int64
 
     def select(self, index: Tensor) -> Ragged:
-        """The rows ``index`` [n], in that order."""
+        """Return the rows ``index`` [n], in that order."""
         lengths = self.offsets.diff().index_select(0, index)
         offsets = torch.zeros(len(index) + 1, dtype=torch.int64, device=self.offsets.device)
         offsets[1:] = lengths.cumsum(0)
@@ -40,7 +40,7 @@ class Ragged:
         return Ragged(self.values.index_select(0, first + within), offsets)
 
     def to(self, device: torch.device | str) -> Ragged:
-        """The same on another device."""
+        """Return a copy on another device."""
         return Ragged(self.values.to(device), self.offsets.to(device))
 
 
@@ -50,15 +50,15 @@ class Batch:
 
     Attributes:
         tokens: [T] int64.
-        lengths: [N] int64 tokens of each sample.
+        lengths: [N] int64, number of tokens of each sample.
         prompt_lengths: [N] int64.
         group: [N] int64; samples of one prompt share a number.
         rollout: [N] int64; siblings of one rollout share a number.
         columns: name -> [T, ...] tensor or Ragged.
         scalars: name -> [N, ...] tensor.
-        index: [N] int64 the samples' running numbers.
-        inputs: names of the columns declared ``token`` or ``token-1``: they belong to tokens as inputs, so two tokens are the
-            same to a model only where these agree too.
+        index: [N] int64 indexes of the samples.
+        inputs: names of the columns declared ``token`` or ``token-1``. They belong to tokens as inputs, so two tokens are equal
+            inputs of a model only if these columns are equal too.
     """
 
     tokens: Tensor
@@ -75,14 +75,14 @@ class Batch:
         return len(self.lengths)
 
     def column(self, name: str) -> Tensor:
-        """A column that is not ragged, [T, ...]; KeyError when it is absent."""
+        """Return a dense column, [T, ...]; KeyError if it is absent."""
         found = self.columns[name]
         assert isinstance(found, Tensor), f"{name} is ragged"
         return found
 
     @property
     def rollout_log_probs(self) -> Tensor:
-        """[T] of the engine; zeros in a batch that trains nothing, whose samples need not have them."""
+        """[T] log-probabilities of the engine; zeros if no token of the batch is trained, because samples may then lack them."""
         if "rollout_log_probs" not in self.columns and not bool(self.mask.any()):
             return torch.zeros_like(self.mask)
         return self.column("rollout_log_probs")
@@ -94,7 +94,7 @@ class Batch:
 
     @property
     def owner(self) -> Tensor:
-        """[T] which sample a token belongs to."""
+        """[T] index of the sample of each token."""
         samples = torch.arange(len(self), device=self.tokens.device)
         return torch.repeat_interleave(samples, self.lengths, output_size=len(self.tokens))
 
@@ -104,7 +104,7 @@ class Batch:
         return self.column("loss_mask")
 
     def select(self, samples: Sequence[int] | Tensor) -> Batch:
-        """The samples with these positions, in that order, with every column."""
+        """Return a batch of the samples at these positions, in that order, with all columns."""
         picked = torch.as_tensor(samples, dtype=torch.int64, device=self.tokens.device)
         lengths = self.lengths.index_select(0, picked)
         spans = zip(self.starts.index_select(0, picked).tolist(), lengths.tolist(), strict=True)
@@ -127,7 +127,7 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on another device."""
+        """Return a copy on another device."""
         moved = {
             k: getattr(self, k).to(device) for k in ("tokens", "lengths", "prompt_lengths", "group", "rollout", "index")
         }
@@ -136,9 +136,9 @@ class Batch:
 
 
 def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
-    """Make a batch of ``samples``; ``declared`` are the plugins' fields, core's own are always there.
+    """Make a batch of ``samples`` with core's fields and the plugins' fields ``declared``.
 
-    A declared field that no sample recorded gives no column; one that some recorded is padded for the others.
+    A declared field yields a column if at least one sample recorded it; the rows of samples without it are padded.
     """
     lengths = torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64)
     tokens = [np.asarray(s.tokens, np.int64) for s in samples]

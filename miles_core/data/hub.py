@@ -1,7 +1,7 @@
-"""Names of the Hugging Face hub where a path could stand: models as ``ORG/NAME``, files of data sets as ``hf://datasets/ORG/NAME/FILE``.
+"""Resolves names of the Hugging Face hub: models as ``ORG/NAME``, files of data sets as ``hf://datasets/ORG/NAME/FILE``.
 
-What is named is downloaded into the hub's cache on this machine, once, and used from there. With ``HF_HUB_OFFLINE=1``, or without a
-network, only what is in the cache can be used.
+Files are downloaded once to the hub's cache on this machine. With ``HF_HUB_OFFLINE=1``, or without a network, only cached files can
+be used.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.g
 
 
 def is_model(name: str) -> bool:
-    """Whether this is a name of the hub, and no path: nothing is there, and it is two words with a slash between them."""
+    """Return whether ``name`` is a name of the hub: it has the form ``ORG/NAME`` and is not an existing path."""
     return _MODEL.fullmatch(name) is not None and not Path(name).exists() and not Path(name).parent.exists()
 
 
 def model(name: str, flag: str, weights: bool = True) -> Path:
-    """The directory of a model of the hub on this machine.
+    """Download a model of the hub unless it is cached; return its local directory.
 
     Args:
         name: ``ORG/NAME``.
-        flag: what named it, for messages.
-        weights: also its safetensors weights; without them it says what a plan asks for.
+        flag: the option with the name, for messages.
+        weights: include the safetensors weights; without them, the directory holds the files that a plan needs.
 
     Raises:
-        CheckpointError: the hub has no such model, or cannot be reached and the model is not in the cache.
+        CheckpointError: the hub has no such model, or the hub cannot be reached and the model is not in the cache.
     """
     from huggingface_hub import snapshot_download
 
     left_out = [p for p in _WEIGHTS if not (weights and p == "*.safetensors")]
-    with _told(f"{flag} {name}", CheckpointError):
+    with _translate_errors(f"{flag} {name}", CheckpointError):
         return Path(snapshot_download(name, ignore_patterns=left_out))
 
 
 def file(address: str) -> Path:
-    """The file on this machine that ``hf://datasets/ORG/NAME[@REVISION]/FILE`` names.
+    """Download the file ``hf://datasets/ORG/NAME[@REVISION]/FILE`` unless it is cached; return its local path.
 
     Raises:
-        DataError: it is not an address of that form, the hub does not have it, or it cannot be reached.
+        DataError: the address does not have this form, the hub has no such file, or the hub cannot be reached.
     """
     found = FILE.fullmatch(address)
     if found is None:
         raise DataError(f"{address}: write hf://datasets/ORG/NAME/FILE, a file of a data set on the Hugging Face hub")
     from huggingface_hub import hf_hub_download
 
-    with _told(address, DataError):
+    with _translate_errors(address, DataError):
         return Path(
             hf_hub_download(found["repository"], found["file"], repo_type="dataset", revision=found["revision"])
         )
 
 
 @contextmanager
-def _told(what: str, kind: type[MilesError]) -> Iterator[None]:
+def _translate_errors(what: str, kind: type[MilesError]) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:

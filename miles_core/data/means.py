@@ -1,4 +1,4 @@
-"""Means as (sum, weight) pairs: what can still be added over micro-batches, steps and ranks, and is divided once at the end."""
+"""Means as (sum, weight) pairs, which can be added over micro-batches, steps and ranks before a single division at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def add(into: dict[str, tuple[T, T]], more: Mapping[str, tuple[T, T]]) -> None:
-    """Add ``more`` to the pairs of ``into``, name by name; sums and weights are floats, or tensors of one element."""
+    """Add the pairs of ``more`` to those of ``into`` by name; sums and weights are floats or one-element tensors."""
     pairs: dict[str, tuple[Any, Any]] = into
     for name, (total, weight) in more.items():
         old = pairs.get(name, (0.0, 0.0))
@@ -17,10 +17,10 @@ def add(into: dict[str, tuple[T, T]], more: Mapping[str, tuple[T, T]]) -> None:
 
 
 def as_floats(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[float, float]]:
-    """Pairs of tensors as plain floats, which waits for the device that holds them."""
+    """Convert (sum, weight) tensors to Python floats. Synchronises with the device."""
     return {name: (float(total), float(weight)) for name, (total, weight) in pairs.items()}
 
 
 def means(pairs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """name -> sum / weight; a quantity of weight 0 was not measured and has no entry."""
+    """Return name -> sum / weight, without entries of weight 0 (not measured)."""
     return {name: total / weight for name, (total, weight) in pairs.items() if weight}

@@ -1,7 +1,7 @@
-"""Images, video and sound in prompts, which no part of a run can show to a model: they are found, so that no run trains blind.
+"""Detects images, video and sound in prompts. Runs pass only text to a model, so such prompts are rejected.
 
-Chat messages carry them as typed parts of their content (``{"type": "image", ...}``), data sets as columns beside the prompt (``images``),
-and prepared data sets as what a processor made of them (``pixel_values``).
+Chat messages contain media as typed content parts (``{"type": "image", ...}``), data sets as additional columns (``images``), and
+preprocessed data sets as the outputs of a processor (``pixel_values``).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 _KIND = r"(?:images?|img|pictures?|photos?|videos?|audios?)"
-#: Types of content parts: ``image``, ``image_url``, ``input_audio``, ``video_file``; more words than in the names of columns, which may
-#: well be text ("speech").
+#: Types of content parts: ``image``, ``image_url``, ``input_audio``, ``video_file``. This matches more words than ``_KEY``, because
+#: a column with such a name may hold text ("speech").
 _TYPE = re.compile(
     rf"(?:input_|output_)?(?:{_KIND}|sounds?|speech|voice|clips?|frames?|media)(?:[_-]\w+)?", re.IGNORECASE
 )
-#: Columns and keys of a message or a part: the kinds themselves, where they are stored, and what processors make of them.
+#: Names of columns and of keys of messages or parts: media kinds, their storage locations, and outputs of processors.
 _KEY = re.compile(
     rf"(?:input_)?(?:{_KIND}|multi_?modal)(?:_(?:urls?|paths?|files?|bytes|base64|data|inputs?|features|sources?|content|arrays?))?"
     r"|pixel_values(?:_\w+)?|pixel_(?:attention_)?mask|(?:image|video)_grid_thw|(?:image|video|audio)_(?:sizes|embeds)"
@@ -28,12 +28,12 @@ _KEY = re.compile(
 
 @lru_cache(maxsize=1024)
 def is_media_key(name: str) -> bool:
-    """Whether a column or a key of this name holds images, video or sound."""
+    """Return whether a column or key of this name holds images, video or sound."""
     return _KEY.fullmatch(name) is not None
 
 
 def is_empty(value: Any) -> bool:
-    """Whether nothing is there: null, or an empty list, text or object, or a list or object of such."""
+    """Return whether ``value`` is null, an empty list, string or object, or a list or object of only such values."""
     if isinstance(value, list | tuple):
         return all(map(is_empty, value))
     if isinstance(value, Mapping):
@@ -42,14 +42,12 @@ def is_empty(value: Any) -> bool:
 
 
 def explain_media(place: str, what: str) -> str:
-    """The error of a row: where it is, what it holds, what to do."""
-    return (
-        f"{place}: {what}, and a run shows a model text only; remove such rows, or the images, video and sound in them"
-    )
+    """Return the error message for the row at ``place`` that holds ``what``."""
+    return f"{place}: {what}, but a run passes only text to a model; remove such rows, or the images, video and sound in them"
 
 
 def find_media(prompt: Any) -> str:
-    """Describe the first image, video or sound in chat messages, as words that follow "holds"; empty where there is none."""
+    """Describe the first image, video or sound in chat messages, as an object of "holds"; "" if there is none."""
     if isinstance(prompt, list):
         return next(filter(None, map(find_media, prompt)), "")
     if not isinstance(prompt, Mapping):

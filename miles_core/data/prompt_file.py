@@ -1,8 +1,8 @@
 """Prompt files: JSONL and parquet, read row by row.
 
-A JSONL file is scanned once to check every row and remember where it starts; rows are read from disk when they are
-needed, so the text is never in memory as a whole. Of a parquet file the columns that are used are kept as one Arrow
-table. ``file@[a:b]`` takes a part, as Python slices a list.
+A JSONL file is scanned once to check every row and record its offset; rows are read from disk on demand, so the text is never
+completely in memory. For a parquet file, the columns in use are kept in memory as an Arrow table. ``file@[a:b]`` selects a part
+with the semantics of Python slices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Check = Callable[[dict[str, Any], str], None]
 
 
 class PromptFile(Protocol):
-    """Rows as dicts, with the place each came from (``file:line``) and a digest of all of them."""
+    """Rows as dicts with their location (``file:line``), and a digest of all rows."""
 
     digest: str
 
@@ -74,8 +74,8 @@ def open_prompt_file(spec: str, columns: Sequence[str], check: Check) -> PromptF
 
 
 class JsonlFile:
-    """One JSON object a line, UTF-8; blank lines are skipped. The file stays open: it may be moved or deleted while a run reads it,
-    and one whose content changes is refused."""
+    """A file with one JSON object per line, in UTF-8; blank lines are skipped. The file stays open, so it may be moved or deleted
+    during a run; reading raises DataError if its content changes."""
 
     def __init__(self, path: Path, part: slice, check: Check) -> None:
         self.path = path
@@ -113,7 +113,7 @@ class JsonlFile:
         return len(self._starts)
 
     def read(self, index: int) -> tuple[dict[str, Any], str]:
-        """Row ``index`` and its place."""
+        """Return row ``index`` and its location."""
         if self._state() != self._seen:
             if self._digest() != self.digest:
                 raise DataError(
@@ -135,7 +135,10 @@ class JsonlFile:
         except json.JSONDecodeError as error:
             hint = "; write one object a line, not one array" if number == 1 and line.lstrip()[:1] == b"[" else ""
             raise DataError(f"{place}: malformed JSON: {error.msg} at column {error.colno}{hint}") from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # a number with thousands of digits, or nesting a thousand levels deep
             raise DataError(f"{place}: this JSON cannot be read ({error}); correct or remove the row") from error
         if not isinstance(row, dict):
             raise DataError(f"{place}: a row must be a JSON object with keys, this is {_kind(row)}")
@@ -143,8 +146,8 @@ class JsonlFile:
 
 
 class ParquetFile:
-    """A parquet file; values that JSON cannot express (dates, decimals) become their text. Columns of images are looked at only as far as
-    the first that is not empty, which is refused."""
+    """A parquet file; values that JSON cannot express (dates, decimals) become strings. Media columns are scanned only for the first
+    non-empty value, which is an error."""
 
     def __init__(self, path: Path, part: slice, columns: Sequence[str], check: Check) -> None:
         try:
@@ -181,7 +184,7 @@ class ParquetFile:
         return self._count
 
     def read(self, index: int) -> tuple[dict[str, Any], str]:
-        """Row ``index`` and its place; columns nobody asked for are named but hold None."""
+        """Return row ``index`` and its location; columns that were not requested are present with the value None."""
         place = f"{self.path} row {self._first + index}"
         row: dict[str, Any] = dict.fromkeys(self._names)
         for name in self._table.column_names:
@@ -191,7 +194,11 @@ class ParquetFile:
                 raise DataError(
                     f"{place}: the column {name!r} holds bytes that are not UTF-8 text; store it as a string"
                 ) from error
-            except (ValueError, TypeError, OverflowError) as error:  # times finer or further away than Python's
+            except (
+                ValueError,
+                TypeError,
+                OverflowError,
+            ) as error:  # timestamps outside the resolution or range of Python's
                 raise DataError(
                     f"{place}: the column {name!r} cannot be read ({error}); store it as a string"
                 ) from error
@@ -199,7 +206,7 @@ class ParquetFile:
 
 
 def _refuse_filled(file: Any, name: str, path: Path, rows: range) -> None:
-    """Raise DataError for the first of ``rows`` whose column ``name``, of images or the like, is not empty."""
+    """Raise DataError for the first of ``rows`` whose media column ``name`` is not empty."""
     index = 0
     for batch in file.iter_batches(batch_size=16, columns=[name]):
         for value in batch.column(0):
@@ -209,7 +216,7 @@ def _refuse_filled(file: Any, name: str, path: Path, rows: range) -> None:
 
 
 def _text(value: Any) -> str:
-    """A value that JSON cannot express, as text; a binary column usually holds some."""
+    """Convert a value that JSON cannot express to a string; binary columns usually hold UTF-8 text."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Where prompts come from: a file, a generator of tasks, an environment."""
+"""Interface of prompt sources: files, task generators, environments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Row:
 
     Attributes:
         prompt: a text, or chat messages with ``role`` and ``content``.
-        label: what the reward compares with; None where there is nothing.
-        metadata: travels with every sample of the prompt, as JSON through checkpoints.
+        label: ground truth for the reward; None if there is none.
+        metadata: copied to every sample of the prompt; saved as JSON in checkpoints.
         index: position in the data set.
-        place: where it is from (``file:line``), for messages.
-        policy: name of the policy that answers; "" is the first one that trains.
+        place: location (``file:line``), for messages.
+        policy: name of the policy that generates the response; "" for the first trained policy.
     """
 
     prompt: str | Chat
@@ -31,32 +31,32 @@ class Row:
 
 
 class PromptSource(ABC):
-    """Made by the provider of ``--prompts NAME``. It lives in the driver; the file is the default.
+    """Supplies prompts. The provider of ``--prompts NAME`` creates it in the driver process; the default reads files.
 
     Attributes:
-        length: how many rows there are until they repeat; None where they never end. Evaluation needs a number.
+        length: number of rows until they repeat; None for an endless source. Evaluation needs a finite source.
     """
 
     length: int | None = None
 
     async def start(self) -> None:
-        """Bring up what it needs. Called before anything else; again, after ``stop``, when the run recovers from a lost worker."""
+        """Acquire resources. Called before all other methods, and again after ``stop`` when the run recovers from a lost worker."""
 
     async def stop(self) -> None:
-        """Release it, also where ``start`` failed. Called last, whatever ended the run."""
+        """Release resources. Called last however the run ends, and also if ``start`` failed."""
 
     @abstractmethod
     def next(self, n: int) -> list[Row]:
-        """The next ``n`` rows; a finite source begins again at its end. Called between requests, so it must not block."""
+        """Return the next ``n`` rows; a finite source starts again at its end. Called between requests, so it must not block."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """The position, as JSON: checkpoints keep it."""
+        """Return the position as JSON, for checkpoints."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken: ``next`` returns the rows that followed it then.
+        """Restore a position: ``next`` then returns the rows that followed when ``state`` was called.
 
         Raises:
-            DataError: the rows are not those that the state is a position in.
+            DataError: the state belongs to different rows.
         """

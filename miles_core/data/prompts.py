@@ -1,4 +1,4 @@
-"""Prompts in files: the rows of one or more files in a fixed order, epoch after epoch, resumable at any row."""
+"""Reads prompts from files in a deterministic order over many epochs, resumable at any row."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from miles_core.errors import DataError
 class Prompts(PromptSource):
     """The rows of JSONL and parquet files, epoch after epoch.
 
-    Every row is checked when the files are opened: a missing key, a null label or a malformed line is an error then,
-    not hours later. With ``shuffle`` the order of epoch e depends on (seed, e) alone.
+    Every row is checked when the files are opened, so that a missing key, a null label or a malformed line is reported immediately
+    and not hours later. With ``shuffle`` the order of epoch e depends only on (seed, e).
 
     Args:
         paths: files, each ``path`` or ``path@[a:b]``.
         input_key, label_key, metadata_key: names of the columns; without ``label_key`` labels are None.
-        shuffle: a new order each epoch; else the order of the files.
-        seed: of the shuffle.
+        shuffle: use a new random order in each epoch instead of the order of the files.
+        seed: seed of the shuffle.
 
     Raises:
-        DataError: a file is missing or malformed, a key is missing, there is no row at all.
+        DataError: a file is missing or malformed, a key is missing, or there are no rows.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Prompts(PromptSource):
         return len(self._chosen)
 
     def __getitem__(self, index: int) -> Row:
-        """Row ``index`` in the order of the files."""
+        """Return row ``index`` in the order of the files."""
         at = self._chosen[index]
         file = bisect_right(self._ends, at)
         row, place = self._files[file].read(at - (self._ends[file - 1] if file else 0))
@@ -74,16 +74,16 @@ class Prompts(PromptSource):
         )
 
     def __iter__(self) -> Iterator[Row]:
-        """All rows once, in the order of the files; does not move the position."""
+        """Iterate over all rows once in the order of the files; does not change the position."""
         return (self[index] for index in range(len(self)))
 
     @property
     def epoch(self) -> int:
-        """The epoch of the row that comes next."""
+        """The epoch of the next row."""
         return self._epoch
 
     def next(self, n: int) -> list[Row]:
-        """The next ``n`` rows, over the end of an epoch if need be."""
+        """Return the next ``n`` rows, which may span several epochs."""
         rows = []
         for _ in range(n):
             if self._order is None:
@@ -95,7 +95,7 @@ class Prompts(PromptSource):
         return rows
 
     def restrict(self, indices: Sequence[int]) -> None:
-        """Restrict the data set to these positions, in this order; call it before the first ``next``."""
+        """Restrict the data set to the rows with these indices, in this order; call it before the first ``next``."""
         if not indices:
             raise DataError("no prompt is left: the data set would be empty")
         self._chosen = [self._chosen[i] for i in indices]
@@ -103,14 +103,14 @@ class Prompts(PromptSource):
         self._epoch, self._offset, self._order = 0, 0, None
 
     def state(self) -> dict[str, Any]:
-        """The position and what it is a position in, as JSON."""
+        """Return the position and the identity of the rows, as JSON."""
         return {"epoch": self._epoch, "offset": self._offset, **self._identity()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue exactly where ``state`` was taken.
+        """Restore a position.
 
         Raises:
-            DataError: the rows, or the way they are shuffled, are not those of the saved run.
+            DataError: the rows or their shuffling differ from those of the saved run.
         """
         meaning = {
             "rows": "the number of prompts",
@@ -154,7 +154,7 @@ class Prompts(PromptSource):
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of one epoch: [rows] int64, the same on every machine and numpy version.
+    """Return the permutation of one epoch, int64 [rows], which is the same on every machine and numpy version.
 
     ``RandomState`` is used because numpy freezes its streams (NEP 19); those of ``Generator`` may change.
     """
@@ -163,18 +163,18 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _check_text(value: Any, key: str, place: str) -> None:
-    """Refuse half of a surrogate pair (``"\\ud83d"`` alone), which no tokenizer takes, and numbers that are not finite, which Python reads
-    as JSON and no comparison holds for."""
+    """Raise DataError for an unpaired surrogate (``"\\ud83d"`` alone), which no tokenizer accepts, and for non-finite numbers, which
+    Python's JSON reader accepts although NaN equals nothing."""
     try:
         (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)).encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: {key!r} holds half of a surrogate pair (character {error.start} of it), which is no text; correct or "
+            f"{place}: {key!r} holds half of a surrogate pair (character {error.start}), which is not valid text; correct or "
             "remove the row"
         ) from error
     except ValueError as error:
         raise DataError(
-            f"{place}: {key!r} holds NaN or an infinite number, which is no JSON and equals nothing; correct or remove the row"
+            f"{place}: {key!r} holds NaN or an infinite number, which is not valid JSON; correct or remove the row"
         ) from error
 
 
@@ -191,7 +191,7 @@ def _check_prompt(prompt: Any, key: str, place: str) -> None:
 
 
 def _without_nulls(prompt: str | Chat) -> str | Chat:
-    """Parquet gives every message all keys any message has; a chat template must not see the absent ones."""
+    """Remove null entries from chat messages: parquet adds all keys to every message, but a chat template must not see absent ones."""
     if isinstance(prompt, str):
         return prompt
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in prompt]

@@ -1,13 +1,13 @@
-"""Chat messages to token ids, and the continuation of token ids by further messages.
+"""Converts chat messages to token ids, and continues token ids with further messages.
 
-``extend`` never tokenizes text again that a model generated: it keeps the tokens and appends what the chat template writes
-between the end of an assistant turn and the next generation. That text is found by rendering a placeholder conversation with
-and without the new messages, so it does not depend on what the model wrote.
+``extend`` never re-tokenizes text that a model generated: it keeps the tokens and appends the text that the chat template writes
+between the end of an assistant turn and the next generation. It determines this text by rendering a placeholder conversation with
+and without the new messages, so it does not depend on the model's output.
 
-A template can also change earlier text when messages are appended: several families remove the reasoning of earlier turns
-once a user message follows. Then no continuation of the tokens is what the template would render. The rule: ``extend``
-refuses (``CannotExtend``) and the conversation has to be rendered as a whole, as another branch. ``examine`` finds out which
-roles this concerns, from the template alone.
+A template may also change earlier text when messages are appended: several families remove the reasoning of earlier turns when a
+user message follows. Then no continuation of the tokens equals the rendered conversation. In this case ``extend`` raises
+``CannotExtend``, and the whole conversation must be rendered, as a new branch. ``examine`` determines from the template which
+roles cause this.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-#: What appending messages of a role does to the text before them: nothing; remove reasoning; change it in any case; or the
-#: template raises an error.
+#: Effect of appending a message of a role on earlier text: none; removal of reasoning; other changes; or the template raises an
+#: error.
 Effect = Literal["appends", "drops reasoning", "rewrites", "refuses"]
 
-#: Stands for an assistant's answer in conversations that are rendered to look at the template.
+#: Placeholder for an assistant's answer in conversations that are rendered to examine the template.
 _ANSWER = "qzjAnswerqzj"
 _REASONING = "qzjReasonqzj"
-#: Stand for a special token that is written in a message. Private-use characters, which no template treats specially.
+#: Delimiters of the placeholder for a special token written in a message: private-use characters, which no template treats specially.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
 
 class CannotExtend(DataError):
-    """These messages cannot be appended to these tokens; render the whole conversation, as another branch.
+    """Raised if messages cannot be appended to tokens; render the whole conversation instead, as a new branch.
 
     Attributes:
-        reason: ``reasoning``, ``rewrites`` or ``stop token``, for counting.
+        reason: ``reasoning``, ``rewrites`` or ``stop token``, for statistics.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -49,20 +49,20 @@ class CannotExtend(DataError):
 class Renderer:
     """The chat template of a tokenizer.
 
-    Special tokens that are written inside of a message become ordinary text: a tool's output cannot end a turn.
+    Special tokens written in a message are encoded as ordinary text, so that a tool's output cannot end a turn.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
 
     Raises:
-        ConfigError: it has no chat template.
+        ConfigError: the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
             name = tokenizer.name_or_path or "this model"
             raise ConfigError(
-                f"the tokenizer of {name} has no chat template; add chat_template.jinja to the checkpoint, or do without chat messages"
+                f"the tokenizer of {name} has no chat template; add chat_template.jinja to the checkpoint, or use no chat messages"
             )
         self.tokenizer = tokenizer
         self._special = sorted(map(str, tokenizer.all_special_tokens), key=len, reverse=True)
@@ -70,10 +70,10 @@ class Renderer:
         self._effects: dict[str, Effect] = {}
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, generate: bool = True) -> str:
-        """What the template makes of ``messages``; with ``generate``, up to where the model answers.
+        """Render ``messages`` to text; with ``generate``, including the generation prompt.
 
         Raises:
-            DataError: the template refuses them.
+            DataError: the template rejects the messages.
         """
         import jinja2
 
@@ -89,10 +89,10 @@ class Renderer:
         return str(rendered)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer.
+        """Render a conversation to token ids, including the generation prompt.
 
         Raises:
-            DataError: the template refuses it, or there is no token.
+            DataError: the template rejects the conversation, or the result has no token.
         """
         literals: list[str] = []
         tokens = self._encode(self.text(self._without_control(messages, literals), tools), literals)
@@ -103,25 +103,25 @@ class Renderer:
     def extend(
         self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> list[int]:
-        """``tokens``, which end with the model's answer, continued by ``messages`` and the beginning of the next answer.
+        """Append ``messages`` and a generation prompt to ``tokens``, which end with the model's answer.
 
         Args:
-            tokens: prompt and answer as the engine returned it, with or without the token that ends a turn.
-            messages: what follows; no assistant messages. Names of called functions that a template needs are taken from
-                ``name`` and ``tool_call_id`` of tool messages.
-            tools: as for the beginning of the conversation.
+            tokens: prompt and answer as returned by the engine, with or without the end-of-turn token.
+            messages: the messages to append, without assistant messages. If a template needs the names of called functions, they
+                come from ``name`` and ``tool_call_id`` of tool messages.
+            tools: the same tool schemas as at the beginning of the conversation.
 
         Returns:
             token ids that start with ``tokens``.
 
         Raises:
-            CannotExtend: the template changes earlier text when these messages follow, or the answer ended with a token
-                that the template does not write there.
-            DataError: the template refuses the messages, or there is none.
+            CannotExtend: the template changes earlier text when these messages follow, or the answer ended with another token
+                than the template's.
+            DataError: the template rejects the messages, or ``messages`` is empty.
         """
         roles = [str(message.get("role")) for message in messages]
         if not messages or "assistant" in roles:
-            raise DataError(f"extend takes at least one message and no assistant's, got the roles {roles}")
+            raise DataError(f"extend takes at least one message and no assistant messages, got the roles {roles}")
         self._check_effects(tokens, roles)
         literals: list[str] = []
         calls_and_closing, new = self._tail(self._without_control(messages, literals), tools)
@@ -138,12 +138,12 @@ class Renderer:
         return [*tokens, *following]
 
     def examine(self, role: str) -> Effect:
-        """What appending a message of ``role`` after an answer does to the text before it."""
+        """Determine how appending a message of ``role`` after an answer affects the earlier text."""
         if role not in self._effects:
-            self._effects[role] = self._examined(role)
+            self._effects[role] = self._determine_effect(role)
         return self._effects[role]
 
-    def _examined(self, role: str) -> Effect:
+    def _determine_effect(self, role: str) -> Effect:
         try:
             plain = self._keeps(role, _ANSWER)
             reasoned = self._keeps(role, f"<think>\n{_REASONING}\n</think>\n\n{_ANSWER}")
@@ -152,7 +152,7 @@ class Renderer:
         return "appends" if plain and reasoned else "drops reasoning" if plain else "rewrites"
 
     def _keeps(self, role: str, answer: str) -> bool:
-        """Whether prompt, answer and continuation are what the template renders for the whole conversation."""
+        """Return whether prompt, answer and continuation together equal the rendered whole conversation."""
         user, new = {"role": "user", "content": "question"}, _probe(role)
         prompt = self.text([user])
         history = self.text([user, _assistant([new], answer), new])
@@ -178,7 +178,7 @@ class Renderer:
 
     @cached_property
     def _closing(self) -> str:
-        """What the template writes after an answer."""
+        """The text that the template writes after an answer."""
         text = self.text(
             [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}], generate=False
         )
@@ -189,13 +189,15 @@ class Renderer:
         return text.partition(_ANSWER)[2]
 
     def _closing_in(self, text: str) -> str:
-        """The end of ``text``, which holds the calls of an answer and what closes it: a call may end with a token of its own."""
+        """Return the part of ``text`` that closes an answer. ``text`` holds the answer's calls and its end; a call may also end with a
+        special token."""
         if text.endswith(self._closing):
             return self._closing
         return text[max((text.rfind(special) for special in self._special if special in text), default=len(text)) :]
 
     def _tail(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, str]:
-        """What the template writes after an answer's text: its calls and what closes it; and ``messages`` up to the next answer."""
+        """Return the texts that the template writes after an answer's content: its calls and end; and ``messages`` up to the next
+        answer."""
         before = [{"role": "user", "content": "question"}, _assistant(messages, _ANSWER)]
         base = self.text(before, tools, generate=False)
         whole = self.text([*before, *messages], tools)
@@ -208,7 +210,7 @@ class Renderer:
         return base.partition(_ANSWER)[2], whole[len(base) :]
 
     def _without_control(self, messages: Sequence[Message], literals: list[str]) -> list[Message]:
-        """``messages`` with special tokens in their texts replaced by placeholders; ``literals`` collects the originals."""
+        """Replace special tokens in the texts of ``messages`` with placeholders; append the originals to ``literals``."""
 
         def placeholder(found: re.Match[str]) -> str:
             literals.append(found[0])
@@ -226,7 +228,7 @@ class Renderer:
         ]
 
     def _encode(self, text: str, literals: Sequence[str]) -> list[int]:
-        """Token ids of rendered text; the placeholders become their originals, as ordinary text."""
+        """Encode rendered text to token ids, with placeholders encoded as the ordinary text of their originals."""
         tokens: list[int] = []
         rest = text
         for number, literal in enumerate(literals):
@@ -241,7 +243,7 @@ class Renderer:
 
 
 def _assistant(following: Sequence[Message], answer: str) -> Message:
-    """An assistant's message with the calls that ``following`` tool messages answer."""
+    """Make an assistant message with the calls to which the tool messages in ``following`` respond."""
     calls = [
         {
             "id": str(message.get("tool_call_id", "call00000")),
@@ -260,5 +262,5 @@ def _probe(role: str) -> Message:
 
 
 def _shared(prompt: str, answer: str) -> str:
-    """The beginning of ``answer`` that ``prompt`` ends with: some generation prompts open the reasoning."""
+    """Return the longest prefix of ``answer`` that is a suffix of ``prompt``: some generation prompts open the reasoning."""
     return next((answer[:n] for n in range(len(answer), 0, -1) if prompt.endswith(answer[:n])), "")

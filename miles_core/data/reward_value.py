@@ -1,4 +1,4 @@
-"""The one number that a sample's reward stands for."""
+"""Extracts the scalar reward of a sample."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 from miles_core.errors import DataError
 
-#: Rewards are squared and summed (standard deviations, returns) in float64, and end in float32.
+#: Largest absolute reward: rewards are squared and summed (standard deviations, returns) in float64 and stored in float32.
 LARGEST = 1e30
 
 
 def number(reward: Any, reward_key: str | None) -> float:
-    """The finite number in ``reward``: a number (bool, numpy and 0-d tensor too), or a dict holding it.
+    """Convert ``reward`` to a finite float. It may be a number (including bool, numpy and 0-d tensors), or a dict with the entry
+    ``reward_key``.
 
     Raises:
-        DataError: not a number, NaN or infinite, a dict without ``reward_key``; the message is the second half of a
-            sentence about the reward ("is nan, ...").
+        DataError: not a number, NaN or infinite, or a dict without ``reward_key``. The message is a predicate ("is nan; ..."); the
+            caller prepends the subject.
     """
     value = reward
     if isinstance(reward, Mapping):
@@ -37,7 +38,7 @@ def number(reward: Any, reward_key: str | None) -> float:
     try:
         found = float(value)
     except OverflowError as error:
-        raise DataError("is a whole number of hundreds of digits; a reward must be a finite number") from error
+        raise DataError("is an integer with hundreds of digits; a reward must be a finite number") from error
     if not math.isfinite(found):
         raise DataError(f"is {reward!r}; a reward must be finite")
     if abs(found) > LARGEST:
@@ -48,7 +49,7 @@ def number(reward: Any, reward_key: str | None) -> float:
 
 
 def reward_value(sample: Any, reward_key: str | None = None) -> float:
-    """The number to train ``sample`` on: its ``reward``, or ``reward[reward_key]`` where that is a dict.
+    """Return the scalar reward of ``sample``: its ``reward``, or ``reward[reward_key]`` if that is a dict.
 
     Raises:
         DataError: the sample has no usable reward; names the sample.

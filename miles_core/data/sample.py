@@ -1,7 +1,7 @@
-"""A sample: one prompt, what the engine answered, and what was recorded on the way.
+"""A sample: a prompt, the engine's response, and the data recorded with it.
 
-``response`` is always the suffix of ``tokens``: ``tokens[:-response_length]`` is the prompt. Tokens are what the engine
-saw and produced; they are never re-tokenised from text.
+The response is always a suffix of ``tokens``: ``tokens[:-response_length]`` is the prompt. Tokens are exactly the engine's input and
+output; they are never re-tokenised from text.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from miles_core.errors import DataError
 
 
 class Status(StrEnum):
-    """What became of a sample."""
+    """State of a sample."""
 
     PENDING = "pending"
     COMPLETED = "completed"
     TRUNCATED = "truncated"  # the response reached its length limit
-    ABORTED = "aborted"  # stopped from outside; tokens so far are kept
+    ABORTED = "aborted"  # aborted by the run; the tokens generated so far are kept
     FAILED = "failed"  # a tool or environment failed; not trained on
 
 
@@ -40,12 +40,12 @@ class Sample:
         loss_mask: [response_length] of 0/1; None means all ones. Tool text is 0.
         rollout_log_probs: [response_length] log-probability of each response token under the distribution it was
             sampled from (temperature and sampling support included); 0.0 where ``loss_mask`` is 0.
-        weight_versions: (first token index it holds for, weight version), in order.
-        group_index: samples of one prompt in one rollout share it.
-        index: running number over the whole run; its random numbers depend on it and on the number of the engine call.
-        rollout_id: siblings made by one custom generation share it and count as one rollout in the loss.
-        remove_sample: keep it in every normaliser but give it no gradient.
-        policy: name of the policy that generates it and learns from it; "" is the first one that trains.
+        weight_versions: (index of the first token of the version, weight version), in order.
+        group_index: number of the group; all samples of one prompt in one rollout share it.
+        index: number of the sample in the run; random numbers depend on it and on the index of the engine call.
+        rollout_id: siblings from one custom generation share it and count as one rollout in the loss.
+        remove_sample: include the sample in every normaliser but give it no gradient.
+        policy: name of the policy that generates it and is trained on it; "" for the first trained policy.
         fields: declared extra fields, name -> numpy array (or list of arrays when ragged).
     """
 
@@ -87,7 +87,7 @@ class Sample:
         return self.loss_mask if self.loss_mask is not None else [1] * self.response_length
 
     def reward_value(self, key: str | None = None) -> float:
-        """The scalar reward; ``key`` picks an entry of a dict reward. DataError when there is none."""
+        """Return the scalar reward; ``key`` selects an entry of a dict reward. Raises DataError if there is none."""
         return reward_value(self, key)
 
     def validate(self, declared: tuple[Field, ...] = ()) -> None:
@@ -125,5 +125,5 @@ class Sample:
 
 
 def rows(spec: Field, total: int, response_length: int) -> int:
-    """How many rows a field has for a sample of ``total`` tokens."""
+    """Return the number of rows of a field for a sample of ``total`` tokens."""
     return {"response": response_length, "token": total, "token-1": max(total - 1, 0), "sample": 1}[spec.align]

@@ -1,4 +1,4 @@
-"""JSON without what Python's reader lets pass: two entries of one name in an object, where it keeps the last one."""
+"""Parses JSON and rejects duplicate keys, of which Python's parser would silently keep the last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def load_strict_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: malformed, or an object has two entries of one name; the message names it.
+        ValueError: the text is malformed, or an object has a duplicate key; the message names it.
         RecursionError: nested too deeply.
     """
     return json.loads(text, object_pairs_hook=_object)

@@ -1,4 +1,4 @@
-"""From a prompt to token ids, once: nothing is tokenised again afterwards."""
+"""Converts a prompt to token ids. This happens once per prompt; nothing is re-tokenised later."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ if TYPE_CHECKING:
 class PromptTemplate:
     """``template(prompt) -> token ids``.
 
-    With the chat template, a text becomes one user message and the special tokens are those the template writes.
-    Without it, a text gets the special tokens the tokenizer adds by itself, except an end-of-sequence token after the
-    text, which a prompt to be continued must not have.
+    With the chat template, a text becomes one user message, and the template writes the special tokens. Without it, the tokenizer
+    adds its default special tokens, except a final end-of-sequence token, because the model must continue the prompt.
 
     Attributes:
-        renderer: the chat template, for rollout functions too; None where the tokenizer has none.
+        renderer: the chat template, also used by rollout functions; None if the tokenizer has none.
 
     Args:
-        tokenizer: of the model that is trained.
+        tokenizer: tokenizer of the trained model.
         apply_chat_template: ``--apply-chat-template``.
 
     Raises:
-        ConfigError: the chat template is asked for and the tokenizer has none.
+        ConfigError: ``apply_chat_template`` is set but the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool = False) -> None:
@@ -40,10 +39,10 @@ class PromptTemplate:
         self.renderer = Renderer(tokenizer) if tokenizer.chat_template else None
 
     def __call__(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """Token ids of ``prompt``, never empty.
+        """Convert ``prompt`` to token ids; the result is never empty.
 
         Raises:
-            DataError: a chat without the chat template, messages the template refuses, or no token at all.
+            DataError: chat messages without a chat template, messages that the template rejects, or an empty result.
         """
         if self.apply_chat_template:
             assert self.renderer is not None  # checked

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face checkpoint."""
+"""Loads the tokenizer of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from miles_core.errors import CheckpointError, ConfigError, first_line
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any:
-    """The checkpoint's tokenizer; CheckpointError when there is none or it has no end token."""
+    """Load the checkpoint's tokenizer; CheckpointError if there is none or it has no end-of-sequence token."""
     from transformers import AutoTokenizer
 
     if not path:
@@ -18,7 +18,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(f"--hf-checkpoint {path}: no such directory; give a local Hugging Face checkpoint")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # it reads config.json too, which Transformers checks in many ways
+    except Exception as error:  # Transformers also reads and validates config.json here
         raise CheckpointError(
             f"--hf-checkpoint {path}: its tokenizer cannot be loaded ({first_line(error)})"
         ) from error

@@ -1,4 +1,4 @@
-"""What travels at a weight sync.
+"""Data types of a weight sync.
 
 A trainer yields ``Unit``s: full, unsharded tensors under their checkpoint names and in the checkpoint's layout, in a
 deterministic order. Tensors that a number format must encode together (gate and up of one expert) share a unit. Core
@@ -20,8 +20,8 @@ from torch import Tensor
 
 @dataclass
 class Unit:
-    """Tensors of the model copy, checkpoint name -> tensor. Storage may be reused after the iterator moves on, unless they are
-    ``lasting``: views of the trainer's own parameters, which stay where they are and which its next step changes."""
+    """Tensors of the model copy, checkpoint name -> tensor. Their storage may be reused when the iterator advances, unless they are
+    ``lasting``: views of the trainer's parameters, which keep their addresses and change only with the next training step."""
 
     tensors: dict[str, Tensor]
     lasting: bool = False
@@ -42,12 +42,12 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """Number of bytes to transfer."""
         return sum([t.nbytes for t in self.parts.values()])
 
     def write(self, data: bytearray) -> None:
-        """Append to ``data`` as bytes that any process reads: a description in JSON and the tensors behind it. Not pickle, which
-        does not know the newer number types. Waits for the device that holds the tensors."""
+        """Append a process-independent encoding to ``data``: a description in JSON, followed by the tensors' bytes. It does not use
+        pickle, which lacks the newer number types. Synchronises with the tensors' device."""
         parts = [
             [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in self.parts.items()
         ]
@@ -58,8 +58,8 @@ class Encoded:
 
     @classmethod
     def read(cls, data: bytes | bytearray | memoryview) -> Iterator[Encoded]:
-        """Inverse of ``write``, for any number of them one after the other. The tensors share memory with ``data``, which
-        may be read-only: they are to be copied from, not changed."""
+        """Inverse of ``write``, for any number of concatenated encodings. The tensors share memory with ``data``, which may be
+        read-only: copy them, do not modify them."""
         view, start = memoryview(data), 0
         while start < len(view):
             head, body = _HEAD.unpack_from(view, start)
@@ -71,7 +71,7 @@ class Encoded:
             yield cls(said["name"], parts, said["format"])
 
 
-#: How many bytes the description has, and the tensors.
+#: Header: the sizes in bytes of the description and of the tensors.
 _HEAD = struct.Struct("<QQ")
 
 
@@ -87,8 +87,8 @@ def _tensors(parts: Iterable[tuple[str, str, list[int]]], data: memoryview) -> I
 
 
 def _as_tensor(piece: np.ndarray) -> Tensor:
-    """Bytes as a tensor on the same memory where its address allows every type; a copy elsewhere."""
+    """Convert bytes to a tensor: a view if the address is aligned for every type, otherwise a copy."""
     aligned = piece if piece.ctypes.data % 16 == 0 else piece.copy()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the memory is read-only: nobody writes there
+        warnings.simplefilter("ignore")  # warns about read-only memory, which is never written
         return torch.from_numpy(aligned)

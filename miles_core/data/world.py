@@ -1,4 +1,4 @@
-"""Where a process stands among those that train one policy, and how samples are shared among them."""
+"""Position of a process among the trainer ranks of a policy, and the distribution of samples among replicas."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from miles_core.data.sample import Sample
 class World:
     """One rank of a trainer.
 
-    All ranks of one replica (tensor, pipeline, context parallel) hold parts of one copy of the model and are given the
-    same samples; replicas (data parallel) are given different ones.
+    All ranks of one replica (tensor, pipeline, context parallel) hold parts of the same copy of the model and receive the same
+    samples; data-parallel replicas receive different samples.
 
     Attributes:
-        rank: this process's number, from 0.
-        size: how many ranks there are.
-        replica: the copy of the model this rank belongs to, from 0.
-        replicas: how many copies there are.
+        rank: index of this process, from 0.
+        size: number of ranks.
+        replica: index of this rank's copy of the model, from 0.
+        replicas: number of copies of the model.
     """
 
     rank: int = 0
@@ -31,8 +31,8 @@ class World:
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.replica < self.replicas <= self.size):
             raise ValueError(
-                f"rank {self.rank} of {self.size} in replica {self.replica} of {self.replicas} is no place in a world: "
-                "numbers start at 0, and there are no more replicas than ranks"
+                f"rank {self.rank} of {self.size} in replica {self.replica} of {self.replicas} is not a valid world: "
+                "indexes start at 0, and there are at most as many replicas as ranks"
             )
 
 
@@ -43,17 +43,17 @@ ALONE = World()
 def shares(samples: Sequence[Sample], step_of: Sequence[int], replicas: int) -> list[list[int]]:
     """Divide the samples of a rollout among replicas.
 
-    A group stays on one replica, because advantages compare its members. Replicas should be done with each optimiser step at
-    about the same time: groups go, the longest first, to the replica that has the fewest tokens in the steps they belong to
-    (Graham's rule: with one step the largest share is at most 4/3 of the best possible one).
+    A group stays on one replica, because advantages compare its members. To balance each optimiser step, groups are assigned in
+    order of decreasing length to the replica with the fewest tokens in the group's steps (Graham's rule: with one step the largest
+    share is at most 4/3 of the optimum).
 
     Args:
         samples: whole groups.
-        step_of: the optimiser step each sample belongs to; a group may reach into two.
-        replicas: how many there are; some get no sample where there are fewer groups.
+        step_of: the optimiser step of each sample; a group may extend over two steps.
+        replicas: number of replicas; some receive no sample if there are fewer groups.
 
     Returns:
-        for each replica the positions of its samples, in their order.
+        for each replica, the indexes of its samples in ascending order.
     """
     members: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):
@@ -65,7 +65,7 @@ def shares(samples: Sequence[Sample], step_of: Sequence[int], replicas: int) -> 
     load = [Counter[int]() for _ in range(replicas)]
     mine: list[list[int]] = [[] for _ in range(replicas)]
     for group in sorted(members, key=lambda g: (min(tokens[g]), -tokens[g].total(), g)):
-        # with equal loads the replica with fewer samples in all, so that small rollouts reach every replica
+        # with equal loads, prefer the replica with fewer samples, so that small rollouts reach every replica
         target = min(range(replicas), key=lambda r: (max(load[r][s] for s in tokens[group]), len(mine[r]), r))
         load[target].update(tokens[group])
         mine[target] += members[group]

@@ -1,5 +1,5 @@
-"""What a run tells: metrics, progress, time, hints, the report.
+"""Observability of a run: metrics, progress, timing, hints.
 
-Numbers go to ``metrics.jsonl`` and to sinks, a person sees progress and hints, and ``report`` draws one page from a run's
-directory. Reads what a run wrote and never asks the run itself.
+Metrics are written to ``metrics.jsonl`` and to sinks; progress and hints are shown to the user. Reports use only the files in the run
+directory, never a running process.
 """

@@ -1,7 +1,7 @@
-"""Where a program runs: versions, processor, memory, GPUs.
+"""Detects the environment of the program: versions, processor, memory, GPUs.
 
-GPUs are asked through NVML, never through ``torch.cuda``: the driver process must not initialise CUDA. Nothing here
-imports torch or transformers; their versions come from their distributions' metadata.
+GPUs are queried through NVML, never through ``torch.cuda``, because the driver process must not initialise CUDA. This module does not
+import torch or transformers; their versions come from the metadata of their distributions.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Environment:
-    """What was found here.
+    """Software and hardware of this machine.
 
     Attributes:
-        python, platform, processor: as they call themselves.
+        python, platform, processor: versions and names as reported by the system.
         cpus: logical processors this process may use.
-        memory: bytes of RAM (of this process's control group, where that is less); 0 when unknown.
-        packages: distribution -> version, of those installed.
+        memory: bytes of RAM, or the limit of this process's control group if that is lower; 0 if unknown.
+        packages: installed distribution -> version.
         gpus: NVIDIA GPUs.
-        no_gpu: why there are none.
+        no_gpu: reason why there are none.
     """
 
     python: str
@@ -60,7 +60,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Look around; takes milliseconds."""
+    """Detect the environment. Takes milliseconds."""
     gpus, no_gpu = detect_gpus()
     return Environment(
         python=platform.python_version(),
@@ -81,7 +81,7 @@ def write_environment(run_dir: Path | str) -> None:
 
 
 def installed(distribution: str) -> str:
-    """The version of a distribution, or an empty string."""
+    """Return the version of a distribution, or "" if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -89,7 +89,7 @@ def installed(distribution: str) -> str:
 
 
 def detect_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The NVIDIA GPUs NVML sees, or why it sees none."""
+    """Return the NVIDIA GPUs that NVML reports, or the reason why there are none."""
     try:
         import pynvml
     except ImportError:
@@ -115,7 +115,7 @@ def detect_gpus() -> tuple[tuple[Gpu, ...], str]:
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes as people read it: ``1.5 GiB``."""
+    """Format a number of bytes: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -128,7 +128,7 @@ def _text(value: str | bytes) -> str:
 
 
 def cpu_info() -> str:
-    """``/proc/cpuinfo``; empty where there is none."""
+    """Return the content of ``/proc/cpuinfo``; "" if it does not exist."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -145,7 +145,7 @@ def _processor() -> str:
 def _memory() -> int:
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):  # not a POSIX system, or it does not say
+    except (ValueError, OSError, AttributeError):  # not a POSIX system, or the value is unavailable
         return 0
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"

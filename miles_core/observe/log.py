@@ -1,7 +1,7 @@
 """Log output: a terminal handler and ``run.log`` in the run directory.
 
-Modules log through ``logging.getLogger(__name__)``. Only our own loggers (and those of the plugins named to
-``configure``) speak below WARNING, so a library's chatter does not drown the run.
+Modules log through ``logging.getLogger(__name__)``. Only our own loggers (and those of the plugins passed to ``configure``) emit
+records below WARNING, so that messages of libraries do not obscure those of the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LEVELS = ("debug", "info", "warning", "error")
 _MARK = "miles"
-#: ``extra`` of a record that goes to ``run.log`` and not to the terminal, where the same is shown in another way.
+#: ``extra`` of a record for ``run.log`` only; the terminal shows the same information in another form.
 FILE_ONLY = {"file_only": True}
 
 
@@ -38,13 +38,13 @@ class RedactingFormatter(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """``run.log``; where it cannot be written (a full disk) that is said once, without a traceback for every line."""
+    """Handler of ``run.log``. If the file cannot be written (a full disk), it prints one warning instead of a traceback per line."""
 
-    _told = False
+    _warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
 
 
@@ -54,14 +54,13 @@ def configure(
     console: Console | None = None,
     loggers: Iterable[str] = (),
 ) -> Console:
-    """Set the program's log output up; a later call replaces an earlier one.
+    """Configure the program's log output; a later call replaces an earlier one.
 
     Args:
         level: one of ``LEVELS``; ``MILES_DEBUG=1`` makes it ``debug``.
-        run_dir: where ``run.log`` is appended to, with times and module names, at ``level`` but never above info.
-        console: where the terminal output goes, nowhere where it is quiet; standard error by default, and shared with the live
-            progress.
-        loggers: further top-level logger names (plugins' modules) that speak at ``level``.
+        run_dir: directory of ``run.log``, which receives records with times and module names at ``level``, at least at info.
+        console: console for terminal output, shared with the live progress; standard error by default, no output if it is quiet.
+        loggers: further top-level logger names (plugins' modules) that log at ``level``.
 
     Returns:
         The console, for ``Progress``.
@@ -95,7 +94,7 @@ def configure(
 
 
 def _terminal(console: Console) -> logging.Handler:
-    """What a person reads: marked up on a terminal, plain lines elsewhere, nothing on a quiet console."""
+    """Return the terminal handler: formatted text on a terminal, plain lines otherwise, nothing on a quiet console."""
     from rich.logging import RichHandler
 
     if console.quiet:

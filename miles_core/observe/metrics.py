@@ -1,9 +1,8 @@
-"""The metric log: one JSON object a step, appended to ``metrics.jsonl``.
+"""The metric log: one JSON object per step, appended to ``metrics.jsonl``.
 
-A record is ``{"step": 12, "time": 1767225600.0, "reward/mean": 0.41, ...}``. Step 0 is what was measured before
-training. A value that is not finite is written as ``null`` and named in the record's ``"nonfinite"`` entry, so every
-line is valid JSON for any reader. A process that dies while it writes leaves a torn last line, which readers skip and
-the next writer removes.
+A record is ``{"step": 12, "time": 1767225600.0, "reward/mean": 0.41, ...}``. Step 0 holds the measurements before training. A
+non-finite value is written as ``null`` and listed in the record's ``"nonfinite"`` entry, so that every line is standard JSON. A
+process that dies while writing leaves an incomplete last line, which readers skip and the next writer removes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ RESERVED = ("step", "time", "nonfinite")
 
 
 class Sink(Protocol):
-    """A further place metrics go to (``miles_core.observe.sinks``)."""
+    """An additional destination of metrics (``miles_core.observe.sinks``)."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -36,12 +35,12 @@ class Sink(Protocol):
 
 
 class MetricLog:
-    """Appends records to ``path``; every line is on its way to the disk when ``append`` returns.
+    """Appends records to ``path``; each line is passed to the operating system before ``append`` returns.
 
     Args:
-        path: the file, created with its directory when missing. A torn last line is removed.
-        resume_step: drop the records of later steps: a run that continues at step 40 writes 41 again.
-        sinks: where the same metrics go as well.
+        path: the file, created with its directory if missing. An incomplete last line is removed.
+        resume_step: drop the records of later steps: a run that continues from step 40 writes step 41 again.
+        sinks: additional destinations of the metrics.
     """
 
     def __init__(self, path: Path | str, resume_step: int | None = None, sinks: Iterable[Sink] = ()) -> None:
@@ -51,13 +50,13 @@ class MetricLog:
         dropped = _repair(self.path, resume_step)
         if dropped:
             log.info("%s: dropped %d records after step %s, from where this run continues", path, dropped, resume_step)
-        self._file = self._opened()
+        self._file = self._open()
 
     def roll_back(self, step: int) -> None:
         """Drop the records of steps after ``step``; sinks keep what they have."""
         self._file.close()
         _repair(self.path, step)
-        self._file = self._opened()
+        self._file = self._open()
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Write one record and return its finite metrics; the others are logged as warnings by name.
@@ -72,7 +71,7 @@ class MetricLog:
             log.warning("step %d: not a finite number: %s", step, ", ".join(f"{k} = {v}" for k, v in bad.items()))
         try:
             line = json.dumps(record, allow_nan=False).encode() + b"\n"
-            if self._file.write(line) != len(line):  # the part that is there is cut off by who writes next
+            if self._file.write(line) != len(line):  # the next writer removes the incomplete line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise MilesError(
@@ -82,8 +81,8 @@ class MetricLog:
             sink.write(step, finite)
         return finite
 
-    def _opened(self) -> FileIO:
-        """Unbuffered, so that nothing is left to be written, and to fail, when it is closed."""
+    def _open(self) -> FileIO:
+        """Open the file unbuffered, so that closing it cannot fail on pending writes."""
         return FileIO(self.path, "a")
 
     def close(self) -> None:
@@ -100,11 +99,11 @@ class MetricLog:
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:
-    """The records of ``path``, one a step in step order; [] when there is no file.
+    """Return the records of ``path``, one per step in order of steps; [] if there is no file.
 
-    Several records of one step (a warm start and an evaluation before step 1) are merged, later values winning.
+    Several records of one step (a warm start and an evaluation before step 1) are merged; later values take precedence.
 
-    A torn last line is skipped. Any other line that is not a record raises MilesError with its number.
+    An incomplete last line is skipped. Any other line that is not a record raises MilesError with its number.
     """
     path = Path(path)
     if not path.exists():
@@ -117,12 +116,12 @@ def read(path: Path | str) -> list[dict[str, Any]]:
 
 
 def names(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Every metric's name, in order of first appearance."""
+    """Return the names of all metrics, in order of first occurrence."""
     return list(dict.fromkeys(name for record in records for name in record if name not in RESERVED))
 
 
 def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric where it was measured; a value that was not finite is NaN."""
+    """Return the steps and values of one metric; non-finite values are NaN."""
     steps, values = [], []
     for record in records:
         if name in record:
@@ -146,7 +145,7 @@ def _split(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]
 
 
 def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Records and the number of bytes that hold them; a last line without its newline is torn and not counted."""
+    """Return the records and their size in bytes, without an incomplete last line (one without a newline)."""
     records: list[dict[str, Any]] = []
     size = 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
@@ -170,7 +169,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _repair(path: Path, resume_step: int | None) -> int:
-    """Cut a torn tail and the records after ``resume_step``; returns how many records were dropped."""
+    """Remove an incomplete last line and the records after ``resume_step``; return the number of dropped records."""
     if not path.exists():
         return 0
     records, size = _parse(path)

@@ -1,8 +1,8 @@
-"""Progress a person can watch: bars on a terminal, one line a step elsewhere.
+"""Live progress of a run: bars on a terminal, otherwise one line per step.
 
-On a terminal two bars live at the bottom and the log scrolls above them: steps (with reward, response length, time a
-step and what remains) and, below, the samples of the rollout in progress or the name of the current phase. In a file, a
-CI log or under nohup, a line is logged for each of the first steps and then as often as ``every`` says.
+A terminal shows two bars below the scrolling log: the steps (with reward, response length, time per step and remaining time), and the
+samples of the current rollout or the name of the current phase. In a file, a CI log or under nohup, each of the first steps logs a
+line, later steps at intervals of at least ``every`` seconds.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What a step's line shows, in this order: metric -> (label, format). Others are in metrics.jsonl.
+#: Metrics in a step's line, in this order: metric -> (label, format, width). All metrics are in metrics.jsonl. Evaluations come last: not
+#: every step has one, and the columns before them keep their places.
 SHOWN = {
-    "reward/mean": ("reward", "{:.3f}"),
-    "eval/accuracy": ("eval", "{:.1%}"),
-    "rollout/length_mean": ("length", "{:.1f}"),
-    "train/loss": ("loss", "{:.4f}"),
-    "mismatch/kl_k3": ("mismatch", "{:.2g}"),
-    "train/grad_norm": ("grad", "{:.2g}"),
+    "reward/mean": ("reward", "{:.3f}", 6),
+    "rollout/length_mean": ("length", "{:.1f}", 7),
+    "train/loss": ("loss", "{:.4f}", 8),
+    "mismatch/kl_k3": ("mismatch", "{:.2g}", 7),
+    "train/grad_norm": ("grad", "{:.2g}", 7),
+    "eval/accuracy": ("eval", "{:.1%}", 6),
+    "eval/reward": ("eval reward", "{:.3f}", 6),
 }
-#: On the bar there is room for these.
-ON_BAR = ("reward/mean", "eval/accuracy", "rollout/length_mean")
-#: Steps the remaining time is estimated from.
+#: Metrics on the bar, which has less space.
+ON_BAR = ("reward/mean", "eval/accuracy", "eval/reward", "rollout/length_mean")
+#: Number of recent steps from which the remaining time is estimated.
 WINDOW = 20
 
 
@@ -39,11 +41,11 @@ class Progress:
     """Shows one run's steps. A context manager.
 
     Args:
-        total: the step the run ends at.
-        console: the console ``miles_core.observe.log.configure`` returned.
-        start: the step it starts from (resume).
-        every: seconds between two lines where there is no terminal; the first 3 steps, the last, and a step with an
-            evaluation are always logged.
+        total: number of the last step.
+        console: the console returned by ``miles_core.observe.log.configure``.
+        start: number of completed steps at the start (resume).
+        every: minimum seconds between two lines without a terminal; the first 3 steps, the last, and steps with an evaluation are
+            always logged.
     """
 
     def __init__(self, total: int, console: Console | None = None, start: int = 0, every: float = 10.0) -> None:
@@ -61,7 +63,7 @@ class Progress:
         self._activity: Callable[[], Mapping[str, int]] = dict
 
     def watch(self, activity: Callable[[], Mapping[str, int]]) -> None:
-        """Show live beside the bar of the phase how many calls each worker has to answer, where there are workers."""
+        """Show the number of calls in flight at each worker next to the phase's bar."""
         self._activity = activity
 
     def __enter__(self) -> Progress:
@@ -80,26 +82,26 @@ class Progress:
             self._bars = None
 
     def begin(self) -> None:
-        """The first step begins: what came before is no part of its time."""
+        """Start timing the first step; earlier time is not counted."""
         self._last_step = time.monotonic()
 
     def phase(self, name: str, total: int | None = None) -> None:
-        """A phase of the step begins; ``total`` items (samples, batches) are expected in it, if that is known."""
+        """Start a phase of the step with ``total`` expected items (samples, batches); None if unknown."""
         log.debug("step %d: %s%s", self.done + 1, name, f" ({total})" if total else "")
         if self._bars is not None:
             self._bars.reset(self._work, total=total, description=name, visible=True, text="")
 
     def advance(self, count: int = 1) -> None:
-        """``count`` more items of the phase are finished."""
+        """Advance the phase by ``count`` finished items."""
         if self._bars is not None:
             self._bars.advance(self._work, count)
 
     def step(self, metrics: Mapping[str, float], done: int | None = None) -> None:
-        """A step is complete: show its metrics. ``done`` sets the number of completed steps, else it goes up by one."""
+        """Show the metrics of a completed step. ``done`` sets the number of completed steps; by default it increases by one."""
         now = time.monotonic()
         took, self._last_step = now - self._last_step, now
         before, self.done = self.done, self.done + 1 if done is None else done
-        if self.done > before:  # what comes before the first step (warm start, evaluation) tells nothing about pace
+        if self.done > before:  # the time before the first step (warm start, evaluation) is not representative
             self._durations.append(took)
         self._shown |= {name: metrics[name] for name in SHOWN if name in metrics}
         if self._bars is not None:
@@ -114,28 +116,36 @@ class Progress:
             log.info("%s", self.line(metrics, took))
 
     def remaining(self) -> float:
-        """Seconds the remaining steps take at the median pace of the last ones; 0 before the first."""
+        """Return the estimated seconds for the remaining steps, from the median of recent steps; 0 before the first step."""
         if not self._durations:
             return 0.0
         pace = sorted(self._durations)[len(self._durations) // 2]
         return pace * max(self.total - self.done, 0)
 
     def line(self, metrics: Mapping[str, float], took: float) -> str:
-        """The step in one line: number, metrics, seconds it ``took`` and those by phase, time that remains."""
+        """Format a step as one line: number, metrics, duration ``took`` in seconds, durations of phases, remaining time."""
         seconds = {k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/") and k != "time/step"}
         phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items())
         parts = [
-            f"step {self.done}/{self.total}",
-            _brief({k: metrics[k] for k in SHOWN if k in metrics}),
+            f"step {self.done:>{len(str(self.total))}}/{self.total}",
+            _brief(metrics, aligned=True),
             f"{took:.2f} s" + (f" ({phases})" if phases else ""),
             f"eta {_duration(self.remaining())}" if self._durations and self.done < self.total else "",
         ]
         return "  ".join(part for part in parts if part)
 
 
-def _brief(metrics: Mapping[str, float]) -> str:
+def graded(metrics: Mapping[str, float]) -> bool:
+    """Whether held-out rewards are more than right or wrong, so that their mean says more than the share of right answers."""
+    return "eval/reward" in metrics and metrics["eval/reward"] != metrics.get("eval/accuracy")
+
+
+def _brief(metrics: Mapping[str, float], aligned: bool = False) -> str:
+    hidden = "eval/accuracy" if graded(metrics) else "eval/reward"
     return "  ".join(
-        f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items() if name in metrics
+        f"{label} {form.format(metrics[name]):>{width if aligned else 0}}"
+        for name, (label, form, width) in SHOWN.items()
+        if name in metrics and name != hidden
     )
 
 
@@ -151,7 +161,7 @@ def _bars(console: Console, activity: Callable[[], Mapping[str, int]]) -> Bars:
     from rich.text import Text
 
     class Workers(ProgressColumn):
-        """On the bar of the phase: each worker and its calls, the idle ones dim."""
+        """Column of the phase's bar: each worker with its number of calls; idle workers are dim."""
 
         def render(self, task: Task) -> Text:
             pairs = activity().items() if task.description != "step" else ()

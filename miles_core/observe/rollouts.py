@@ -1,8 +1,8 @@
-"""Rollouts on disk: where the samples of each step are, and how they are read.
+"""Locates and reads the samples of each step on disk.
 
-``RUN/rollouts/train/00000012.jsonl.gz`` holds the samples that step 12 trained on, ``RUN/rollouts/eval/00000012.jsonl.gz`` the answers
-to the held-out prompts after it: one JSON object a line, compressed with gzip. A file is there with all samples of its step or not at
-all. ``miles_core.run.rollouts`` writes them.
+``RUN/rollouts/train/00000012.jsonl.gz`` holds the samples that step 12 trained on, ``RUN/rollouts/eval/00000012.jsonl.gz`` the
+evaluation samples after it: one JSON object per line, compressed with gzip. A file always holds all samples of its step.
+``miles_core.run.rollouts`` writes these files.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ SUFFIX = ".jsonl.gz"
 
 
 def rollout_file(run_dir: Path | str, kind: str, step: int) -> Path:
-    """Where the samples of a step are or would be."""
+    """Return the path of a step's samples, whether it exists or not."""
     return Path(run_dir) / DIRECTORY / kind / f"{step:08d}{SUFFIX}"
 
 
 def rollout_files(run_dir: Path | str, kind: str = "train") -> dict[int, Path]:
-    """Step -> file of the steps whose samples are on disk, ascending."""
+    """Return step -> file for all steps with samples on disk, in ascending order."""
     found = (Path(run_dir) / DIRECTORY / kind).glob(f"*{SUFFIX}")
     steps = {int(number): path for path in found if (number := path.name.removesuffix(SUFFIX)).isdigit()}
     return dict(sorted(steps.items()))
 
 
 def read_rollouts(run_dir: Path | str, kind: str = "train", step: int | None = None) -> Iterator[dict[str, Any]]:
-    """The samples that a run kept on disk, one mapping each, in the order of their steps.
+    """Yield the saved samples of a run as mappings, in order of steps.
 
     Args:
-        run_dir: the run directory, the one ``--save`` named.
-        kind: ``train``, or ``eval`` for the answers to held-out prompts.
-        step: only this one; by default every step that is there.
+        run_dir: the run directory (``--save``).
+        kind: ``train``, or ``eval`` for evaluation samples.
+        step: read only this step; by default all steps on disk.
 
     Raises:
         MilesError: no such kind, or no samples of that step on disk.
@@ -60,10 +60,10 @@ def read_rollouts(run_dir: Path | str, kind: str = "train", step: int | None = N
 
 
 def read_file(path: Path) -> list[dict[str, Any]]:
-    """The samples of one file; none, with a warning, where a machine that lost its power left it damaged."""
+    """Return the samples of one file; [] with a warning if the file is damaged, as after a power loss."""
     try:
         with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
             return [dict(json.loads(line)) for line in file]
     except (OSError, EOFError, zlib.error, ValueError, TypeError, RecursionError) as error:
-        log.warning("%s cannot be read (%s); the samples of that step are left out", path, error)
+        log.warning("%s cannot be read (%s); the samples of that step are skipped", path, error)
         return []

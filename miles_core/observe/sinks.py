@@ -1,7 +1,9 @@
-"""Optional places for metrics: TensorBoard and Weights & Biases. Their packages are imported only when asked for."""
+"""Optional metric sinks: TensorBoard and Weights & Biases. Their packages are imported only if the sink is enabled."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,10 @@ from typing import Any
 from miles_core.errors import MilesError
 from miles_core.redact import redact_values
 
-#: Keeps the id that a run has at Weights & Biases.
+_LOGIN = "run wandb login, set WANDB_API_KEY, or set WANDB_MODE=offline to keep the metrics on this machine"
+#: Variables that give Weights & Biases a login, or a mode without one.
+_LOGIN_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_DISABLED", "WANDB_ANONYMOUS")
+#: File with the id of a run at Weights & Biases.
 WANDB_ID = "wandb_id"
 
 
@@ -37,10 +42,10 @@ class WeightsAndBiases:
     """Sends scalars to a run of Weights & Biases. Raises MilesError without the package.
 
     Args:
-        directory: where its local files go, and the id that the run has there: one that is continued goes on in the same.
-        name: the run's name there.
+        directory: directory for local files and the run's id, with which a resumed run continues the same W&B run.
+        name: name of the W&B run.
         config: the effective configuration.
-        project, group: where it is listed.
+        project, group: project and group of the W&B run.
     """
 
     def __init__(
@@ -52,15 +57,19 @@ class WeightsAndBiases:
             raise _missing("--use-wandb", "wandb", error) from error
         file = directory / WANDB_ID
         known = file.read_text(encoding="utf-8").strip() if file.is_file() else None
-        self._run = wandb.init(
-            project=project,
-            group=group,
-            name=name,
-            id=known or None,
-            dir=str(directory),
-            config=redact_values(dict(config)),
-            resume="allow",
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                group=group,
+                name=name,
+                id=known or None,
+                dir=str(directory),
+                config=redact_values(dict(config)),
+                resume="allow",
+            )
+        except Exception as error:  # whatever the package raises: no key, no network, no permission
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise MilesError(f"--use-wandb: Weights & Biases did not start the run ({reason}); {_LOGIN}") from error
         file.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -68,8 +77,24 @@ class WeightsAndBiases:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Finish the run there."""
+        """Finish the W&B run."""
         self._run.finish()
+
+
+def check_wandb_login() -> None:
+    """Look for a login of Weights & Biases without a connection: variables, its settings files and the netrc file.
+
+    Raises:
+        MilesError: there is none, and no terminal on which the package could ask for a key.
+    """
+    home = Path.home()
+    base = os.environ.get("WANDB_CONFIG_DIR", home / ".config" / "wandb")
+    settings = [Path(os.environ.get("WANDB_DIR", ".")) / "wandb" / "settings", Path(base) / "settings"]
+    logins = [Path(os.environ["NETRC"])] if "NETRC" in os.environ else [home / ".netrc", home / "_netrc"]
+    if any(os.environ.get(name) for name in _LOGIN_VARIABLES) or sys.stdin.isatty():
+        return
+    if not any(file.is_file() for file in (*settings, *logins)):
+        raise MilesError(f"--use-wandb: no login of Weights & Biases was found on this machine; {_LOGIN}")
 
 
 def _missing(flag: str, package: str, error: ImportError) -> MilesError:

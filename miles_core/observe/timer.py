@@ -1,4 +1,4 @@
-"""Where a step's time goes: phases on a clock, and the profiler behind ``--profile``."""
+"""Measures the time of a step's phases, and implements the profiler of ``--profile``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ log = logging.getLogger(__name__)
 
 
 class Clock:
-    """Adds up the wall time of named phases between two calls of ``metrics``.
+    """Accumulates the wall time of named phases between two calls of ``metrics``.
 
-    A phase inside another one counts for itself only, so the phases of a step never sum to more than the step. Phases
-    belong to the thread that runs the loop; work that overlaps it is timed where it happens and given with ``add``.
+    The time of a nested phase is not counted for the outer phase, so the phases of a step never sum to more than the step. Phases are
+    used only in the loop's thread; overlapping work is measured elsewhere and reported with ``add``.
 
     Args:
-        synchronize: called at the start and end of each phase (``torch.cuda.synchronize`` when kernels run behind
-            the host, so that a phase pays for its own kernels).
+        synchronize: called at the start and end of each phase (``torch.cuda.synchronize`` if kernels run asynchronously, so that
+            their time is counted for the phase that launched them).
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
@@ -40,11 +40,12 @@ class Clock:
             self._open.pop()
 
     def add(self, name: str, seconds: float) -> None:
-        """Count ``seconds`` for a phase that was timed elsewhere."""
+        """Add ``seconds`` to a phase that was measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def waited(self, elsewhere: Mapping[str, float]) -> None:
-        """Give seconds that the innermost open phase spent waiting to the phases that took them in another process."""
+        """Move waiting time of the innermost open phase to the phases that used it in another process; ``elsewhere`` maps these to
+        seconds."""
         self._switch()
         for name, seconds in elsewhere.items():
             self.add(name, seconds)
@@ -52,7 +53,7 @@ class Clock:
                 self.add(self._open[-1], -seconds)
 
     def metrics(self) -> dict[str, float]:
-        """``time/<phase>`` and ``time/step`` in seconds since the last call (or the clock's making); starts anew."""
+        """Return ``time/<phase>`` and ``time/step`` in seconds since the last call (or since creation), and reset the clock."""
         self._switch()
         now = self._mark
         result = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
@@ -62,7 +63,7 @@ class Clock:
         return result
 
     def _switch(self) -> None:
-        """Give the time since the last switch to the innermost open phase."""
+        """Add the time since the last switch to the innermost open phase."""
         if self._synchronize is not None:
             self._synchronize()
         now = time.perf_counter()
@@ -74,14 +75,14 @@ class Clock:
 class Profiler:
     """Profiles chosen steps with ``torch.profiler``.
 
-    For each one, ``directory`` gets ``step_00000003.trace.json`` (open it in chrome://tracing or ui.perfetto.dev) and
-    ``step_00000003.txt``, the operators by their own time.
+    For each step it writes ``step_00000003.trace.json`` (for chrome://tracing or ui.perfetto.dev) and ``step_00000003.txt``, the
+    operators sorted by self time, to ``directory``.
 
     Args:
-        directory: where the files go.
-        first: the first profiled step, counted as the run does: completed steps when it begins. 1 is the second
-            step; the one before it warms caches up.
-        count: how many steps in a row; 0 turns the profiler off.
+        directory: output directory.
+        first: the first profiled step, as the number of completed steps at its start. 1 is the second step; the first step warms up
+            caches.
+        count: number of consecutive steps; 0 disables the profiler.
     """
 
     def __init__(self, directory: Path | str, first: int = 1, count: int = 1) -> None:
@@ -90,7 +91,8 @@ class Profiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Wrap one step; does nothing for a step that was not chosen."""
+        """Context of one step: profile it if it is selected."""
+
         if step not in self.steps:
             yield
             return

@@ -177,7 +177,7 @@ def _selected(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tuple[s
     chosen += [(kind, facts.lookup(kind)) for kind in BACKENDS]
     for kind, fact in chosen:
         owner = provider(kind, fact.value, manifests) if fact.state is State.KNOWN else None
-        if owner is not None and owner.name != "core":
+        if owner is not None and owner.name != "core" and not owner.standard:
             yield owner.name, f"{fact.name} = {show(fact.value)} ({fact.origin})"
 
 

@@ -21,7 +21,7 @@ from miles_core.plugin.facts import COMES_WITH, PACKAGE, Facts, State
 from miles_core.plugin.installed import ASSUMED, installed
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.memory import Usage, review_memory
-from miles_core.plugin.model_config import model_config
+from miles_core.plugin.model_config import MOST_LAYERS, model_config
 from miles_core.plugin.plan import Active, Deferred, HookTarget, Plan, Setting, plain
 from miles_core.plugin.problem import Problem, Review, described
 from miles_core.plugin.rule import Compare, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
@@ -29,8 +29,6 @@ from miles_core.version import __version__
 
 #: Kinds of parts that no option chooses among.
 UNNAMED = ("model", "decoder")
-#: Layers of a model beyond which ``config.json`` is taken to be wrong.
-MOST_LAYERS = 10_000
 
 
 @dataclass

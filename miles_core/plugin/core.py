@@ -1,6 +1,6 @@
 """What core declares about itself, in the form every plugin uses.
 
-The inline runtime, the schedules and the in-process transport are parts like any other; ``core`` is always active, comes last in every
+The schedules and the in-process transport are parts like any other; ``core`` is always active, comes last in every
 chain and cannot be named after ``--plugins``.
 """
 
@@ -67,7 +67,6 @@ CORE = Plugin(
     core=f"=={__version__}",
     fields=CORE_FIELDS,
     provides={
-        "runtime": {"inline": "miles_core.remote.inline:make_runtime"},
         "schedule": {
             "sync": "miles_core.schedule.sync:make_schedule",
             "ahead": "miles_core.schedule.ahead:make_schedule",
@@ -76,12 +75,7 @@ CORE = Plugin(
         "generate": {"turn": "miles_core.rollout.function:make_turn"},
         "optimizer": dict.fromkeys(("adamw", "adam"), "miles_core.train.adamw:make_optimizer"),
         "transport": {"copy": "miles_core.sync.copy:make_transport"},
-        "check": {
-            "first_sync": "miles_core.mismatch.first_sync:make_check",
-            "verify_logprobs": "miles_core.mismatch.at_sync:make_check",
-        },
     },
-    capabilities={"runtime": ()},
     pairs=(Pair("bf16", "bf16"),),
     aliases={"--bf16": {"model.dtype": "bfloat16"}, "--fully-async": {"run.schedule": "async"}},
 )

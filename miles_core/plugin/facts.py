@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.option import METADATA_KEY
+from miles_core.plugin.options import METADATA_KEY
 
 if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin

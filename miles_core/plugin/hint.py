@@ -66,7 +66,7 @@ class Hint:
         behaviour: what the metric's values so far do (NaN where one was not finite): ``above(2e-3)``, ``jumped(10)``, ...
         seen: what happened, with ``{metric}``, ``{value}`` (the last one), ``{percent}`` (the same of a fraction) and ``{step}``.
         advice: what usually helps, most likely first.
-        unless: (metric, behaviour) that makes the hint silent, e.g. a task that is solved.
+        unless: pairs (metric, behaviour), each of which silences the hint, e.g. a task that is solved.
         when: a condition on the facts of the run (``miles_core.plugin.rule``), e.g. ``"model.moe"``; the hint is silent
             where it is not known to hold.
         trouble: one of ``TROUBLES``, whose remedies are shown after the advice; empty when the advice is complete.
@@ -77,7 +77,7 @@ class Hint:
     behaviour: Behaviour
     seen: str
     advice: str
-    unless: tuple[str, Behaviour] | None = None
+    unless: tuple[tuple[str, Behaviour], ...] = ()
     when: str = ""
     trouble: str = ""
 

@@ -92,28 +92,45 @@ class Hooks:
         Raises:
             PluginError: no active plugin provides it, or it cannot be imported.
         """
+        plugin, build = self.builder(kind, name)
+        hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
+        try:
+            made = build(**accepted(build, arguments))
+        except Exception as error:
+            note(error, "" if plugin is CORE or plugin.standard else plugin.name, hook)
+            raise
+        if boundary.part is not None and (wrong := boundary.part(made)):
+            raise refuse(plugin.name, hook, wrong)
+        if boundary.call is not None:
+            return checked(made, plugin.name, hook, boundary)
+        # errors inside a function are noted too; objects are used in too many ways
+        return guarded(made, plugin.name, hook) if inspect.isfunction(made) else made
+
+    def builder(self, kind: str, name: str) -> tuple[Plugin, Callable[..., Any]]:
+        """Who provides the part ``name`` of a kind, and the callable that builds it.
+
+        Raises:
+            PluginError: no active plugin provides it, or it cannot be imported.
+        """
         for plugin in self._active:
-            target = plugin.provides.get(kind, {}).get(name)
-            if target is None:
-                continue
-            build = import_target(plugin.name, target)
-            hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
-            try:
-                made = build(**accepted(build, arguments))
-            except Exception as error:
-                note(error, "" if plugin is CORE else plugin.name, hook)
-                raise
-            if boundary.part is not None and (wrong := boundary.part(made)):
-                raise refuse(plugin.name, hook, wrong)
-            if boundary.call is not None:
-                return checked(made, plugin.name, hook, boundary)
-            # errors inside a function are noted too; objects are used in too many ways
-            return guarded(made, plugin.name, hook) if inspect.isfunction(made) else made
+            if name in plugin.provides.get(kind, {}):
+                return plugin, import_target(plugin.name, plugin.provides[kind][name])
         raise PluginError(f"no active plugin provides the {kind} {name!r}; {_known(self.provided(kind), name)}")
 
     def provider(self, kind: str, name: str) -> str:
         """The plugin that ``make`` takes the part ``name`` of a kind from; "" where none has it."""
         return next((p.name for p in self._active if name in p.provides.get(kind, {})), "")
+
+    def takes(self, kind: str, name: str, argument: str) -> bool:
+        """Whether the callable that makes the part ``name`` of a kind has an argument of that name.
+
+        Raises:
+            PluginError: it cannot be imported.
+        """
+        for plugin in self._active:
+            if target := plugin.provides.get(kind, {}).get(name):
+                return bool(accepted(import_target(plugin.name, target), {argument: None}))
+        return False
 
     def provided(self, kind: str) -> tuple[str, ...]:
         """Names of the parts of a kind (``format`` for number formats) that active plugins provide; core's come

@@ -111,7 +111,7 @@ class Plugin:
         summary: one line for ``miles plugins``.
         version: the distribution's version.
         core: the range of miles-core versions it works with, e.g. ``"~=0.1"``.
-        config: a dataclass whose fields are made with ``miles_core.plugin.option``; its fields become flags and the
+        config: a dataclass whose fields are made with ``miles_core.plugin.options``; its fields become flags and the
             table ``[name]`` of a configuration file. ``None`` when the plugin has no options.
         hooks: condition -> ``"module:Class"`` or several of them; only those whose condition holds are imported. In a
             single-file plugin ``"Class"`` is a class of that file.

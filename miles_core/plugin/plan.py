@@ -144,8 +144,12 @@ class Plan:
 
     def record(self) -> dict[str, Any]:
         """The plan as a run keeps it and compares it with later ones: without credentials."""
-        found: dict[str, Any] = redact_values(json.loads(self._text))
+        found: dict[str, Any] = json.loads(self._redacted)
         return found
+
+    @cached_property
+    def _redacted(self) -> str:
+        return json.dumps(redact_values(json.loads(self._text)))
 
     @cached_property
     def _text(self) -> str:

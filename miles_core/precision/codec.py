@@ -1,8 +1,8 @@
-"""Encoding the export stream with the run's number format, and reading it back.
+"""Encodes the export stream with the run's number format, and decodes it.
 
 The same codec serves the weight sync (trainer encodes, engine decodes) and the trainer's own fake-quantised forward,
-so both sides compute with the same codes. What is quantised is the BF16 model copy: a weight held in another dtype is rounded
-to BF16 here, for every side. Weights are encoded again at every sync; nothing is kept between two.
+so that both sides compute with the same codes. It quantises the BF16 model copy: a weight in another dtype is first rounded to
+BF16, on every side. Weights are encoded again at every sync; no state is kept between syncs.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from miles_core.precision.selector import Selector, Shape
 
 log = logging.getLogger(__name__)
 
-#: The model copy's dtype: what every number format quantises, whatever dtype a weight is held or stored in.
+#: Dtype of the model copy, which every number format quantises, regardless of the dtype in which a weight is held or stored.
 COPY = torch.bfloat16
 
-#: Bytes of weights that are encoded together: those that a GPU is given first, so that it is busy while the host finds the next ones, and at
-#: most; twice as many each time.
+#: Bytes of weights that are encoded together: the first batch, which is small so that the GPU is busy while the host prepares the next
+#: one, and the maximum. The size doubles with each batch.
 _FIRST, _MOST = 256 << 20, 2 << 30
 
-#: Bytes of weights that are encoded together into new memory, at most.
+#: Maximum bytes of weights that are encoded together into newly allocated memory.
 _ANEW = 256 << 20
 
-#: Where a weight's codes are to be written: stored name -> tensor; None makes new tensors. Given its name and what it is stored as.
+#: Returns the output tensors of a weight, stored name -> tensor, given the weight's name and its stored tensors' specification; None to
+#: allocate new tensors.
 Room = Callable[[str, Mapping[str, Stored]], dict[str, Tensor] | None]
 
 
@@ -43,9 +44,9 @@ class Codec:
 
     Args:
         format: the number format; None sends every tensor as it is.
-        selector: which checkpoint tensors the format applies to.
+        selector: selects the checkpoint tensors to which the format applies.
 
-    Experts that a checkpoint has in one tensor are taken apart and encoded one by one; ``settle`` says whose they are.
+    Experts that a checkpoint stores in one tensor are split and encoded separately; ``settle`` sets the model family.
     """
 
     def __init__(self, format: Format | None = None, selector: Selector | None = None) -> None:
@@ -58,16 +59,16 @@ class Codec:
         self.family = Family()
         self._apart = True
         self._checked = False
-        #: every tensor of the model, where it is known: one rank's stream may hold a part of them
+        #: every tensor of the model, if known; the stream of one rank may hold only a part of them
         self._model: Mapping[str, Shape] = {}
 
     def settle(self, shapes: Mapping[str, Shape], family: Family) -> None:
-        """Decide for a whole model whether its joined experts are taken apart: all are when any is quantised, none
-        otherwise, because an engine that has seen one kind of name reads no other.
+        """Decide for a whole model whether its joined experts are split. If any of them is quantised, all are split, otherwise none,
+        because an engine accepts only one naming scheme.
 
         Args:
-            shapes: every tensor of the model's checkpoints as they are stored in BF16; none when they are not known.
-            family: how they join experts.
+            shapes: every tensor of the model's BF16 checkpoint; empty if unknown.
+            family: the family's layout of joined experts.
 
         Raises:
             CheckpointError: see ``experts``.
@@ -80,34 +81,35 @@ class Codec:
         self._apart = not experts or any(self.selector(x.name, x.shape) for x in experts)
 
     def experts(self, name: str, shape: Shape) -> list[Expert]:
-        """The matrices that a joined tensor is encoded as; none for any other tensor, which keeps its name.
+        """Return the matrices as which a joined tensor is encoded; [] for any other tensor, which keeps its name.
 
         Raises:
-            CheckpointError: nobody knows how the family joins experts, and they are not left alone.
+            CheckpointError: the family's layout of joined experts is unknown, and no selector excludes them.
         """
         return self._experts(name, shape) if self._apart else []
 
     def reason(self, name: str, shape: Shape) -> str | None:
-        """Why a tensor keeps its precision; None when it is quantised."""
+        """Return the reason why a tensor keeps its precision; None if it is quantised."""
         inside = [] if self._apart else self._experts(name, shape)
         return self.selector.reason(inside[0].name, inside[0].shape) if inside else self.selector.reason(name, shape)
 
     def quantises(self, name: str, shape: Shape) -> bool:
-        """Whether the format applies to a tensor, of those that are encoded under a name of their own."""
+        """Return whether the format applies to a tensor that is encoded under its own name."""
         return self.reason(name, shape) is None
 
     def encode(self, units: Iterable[Unit], room: Room | None = None) -> Iterator[Encoded]:
-        """Encoded tensors in the order of the stream.
+        """Yield encoded tensors in the order of the stream.
 
         Args:
             units: the export stream.
-            room: asked for each weight that is quantised, just before; for several where they are encoded together.
+            room: returns output tensors; called for each quantised weight just before encoding, or for several if they are encoded
+                together.
 
         Raises:
             MilesError: a weight that holds NaN or Inf, or that the format cannot store; names the tensor. Some weights after it may
                 have been yielded by then.
-            ConfigError: a selector that matches none of the model's tensors; before the first stream where the model's
-                checkpoint is known, else at its end, and then the stream must be the whole model's.
+            ConfigError: a selector matches none of the model's tensors. This is checked before the first stream if the model's
+                checkpoint is known, otherwise at the end of the stream, which must then contain the whole model.
         """
         seen: dict[str, Shape] = {}
         finite = Finite()
@@ -118,7 +120,7 @@ class Codec:
             if not self._checked:
                 seen |= {name: tuple(tensor.shape) for name, tensor in unit.tensors.items()}
             for part in self.parts(unit):
-                together = self._together(part)
+                together = self._batch_limit(part)
                 if together:
                     waiting.add(part)
                 if len(waiting) >= together or waiting.nbytes >= waiting.enough:
@@ -132,8 +134,7 @@ class Codec:
         self.check(seen)
 
     def check(self, shapes: Mapping[str, Shape]) -> list[str]:
-        """Hold the selectors against all tensors of the checkpoint, once; see ``Selector.check``. Returns its notes,
-        which are logged too."""
+        """Check the selectors against all tensors of the checkpoint, once; see ``Selector.check``. Logs and returns its notes."""
         notes = []
         if self.format is not None and not self._checked:
             single: dict[str, Shape] = {}
@@ -147,7 +148,7 @@ class Codec:
         return notes
 
     def parts(self, unit: Unit) -> Iterator[Unit]:
-        """The unit with joined experts apart: what is encoded together."""
+        """Split the joined experts of a unit; yield units whose tensors are encoded together."""
         if self.format is None or not any(is_joined(n, t.shape) for n, t in unit.tensors.items()):
             yield unit
             return
@@ -162,7 +163,7 @@ class Codec:
             yield Unit(rest, unit.lasting)
 
     def encode_unit(self, unit: Unit) -> list[Encoded]:
-        """One unit's tensors, in its order; each is rounded to BF16 before, coupled weights share their statistics."""
+        """Encode one unit's tensors, in its order. Each is first rounded to BF16; coupled weights share their statistics."""
         finite = Finite(all_stay=True)
         found = [encoded for part in self.parts(unit) for encoded in self._encode(part, finite)]
         finite.look()
@@ -171,10 +172,10 @@ class Codec:
     def _encode(self, unit: Unit, finite: Finite, room: Room | None = None) -> list[Encoded]:
         if self.format is None:
             return [_plain(unit, name) for name in unit.tensors]
-        return self._coded(self.format, unit, finite, room)
+        return self._encode_weights(self.format, unit, finite, room)
 
     @torch.no_grad()
-    def _coded(self, format: Format, unit: Unit, finite: Finite, room: Room | None) -> list[Encoded]:
+    def _encode_weights(self, format: Format, unit: Unit, finite: Finite, room: Room | None) -> list[Encoded]:
         tensors = unit.tensors
         chosen = {n: t.to(COPY) for n, t in tensors.items() if self.quantises(n, tuple(t.shape))}
         for name, tensor in chosen.items():
@@ -189,8 +190,8 @@ class Codec:
                 finite.add(name, weight, unit.lasting and weight is tensors[name], shows)
         return found
 
-    def _together(self, unit: Unit) -> int:
-        """How many weights, a unit's among them, are encoded at once; 0 where it is not to wait for others."""
+    def _batch_limit(self, unit: Unit) -> int:
+        """Return how many weights may be encoded in one batch with this unit; 0 if the unit is encoded on its own."""
         format = self.format
         if format is None or format.together == 1:
             return 0
@@ -198,7 +199,7 @@ class Codec:
         return format.together if may else 0
 
     def _encode_all(self, waiting: _Waiting, finite: Finite, room: Room | None) -> Iterator[Encoded]:
-        """What waits, in as few launches as the format makes, and as there is room; nothing waits then."""
+        """Encode all waiting weights in as few kernel launches as the format and the room allow."""
         format = self.format
         while waiting.weights and format is not None:
             names, weights, outs = waiting.take(format, room)
@@ -214,7 +215,7 @@ class Codec:
         waiting.lasting = True
 
     def _experts(self, name: str, shape: Shape) -> list[Expert]:
-        """What is in a joined tensor, whether or not it is taken apart."""
+        """Return the matrices in a joined tensor, whether or not it is split."""
         if self.format is None or not is_joined(name, shape):
             return []
         try:
@@ -225,7 +226,7 @@ class Codec:
             raise
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """The values an encoded tensor stands for: FP32, or the tensor itself where it travels as it is."""
+        """Decode a tensor: FP32 values, or the tensor itself if it was not quantised."""
         if not encoded.format:
             return encoded.parts[encoded.name]
         if self.format is None or encoded.format != self.format.name:
@@ -238,7 +239,7 @@ class Codec:
 
 
 def named(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A format's parts under the names they are stored by."""
+    """Rename a format's parts from suffixes to stored names."""
     return {part_name(name, suffix): tensor for suffix, tensor in parts.items()}
 
 
@@ -247,7 +248,8 @@ def _plain(unit: Unit, name: str) -> Encoded:
 
 
 class _Waiting:
-    """Weights in ``COPY`` to be encoded together, so many bytes, which are ``enough`` at some number. ``lasting``: all of them stay as they are."""
+    """Queue of weights in ``COPY`` to be encoded together, with their total bytes and the threshold ``enough``. ``lasting``: the memory
+    of all of them stays unchanged."""
 
     def __init__(self) -> None:
         self.weights: list[tuple[str, Tensor]] = []
@@ -264,8 +266,8 @@ class _Waiting:
         self.lasting &= unit.lasting
 
     def take(self, format: Format, room: Room | None) -> tuple[list[str], list[Tensor], list[Parts | None]]:
-        """The first of them, with their room: as many as there is room for, or one for which there is none; without any room as many as
-        take no more than ``_ANEW`` bytes."""
+        """Remove the first weights from the queue and return them with their room: as many as have room, or one without room; if ``room``
+        is None, up to ``_ANEW`` bytes of weights."""
         outs: list[Parts | None] = []
         nbytes = 0
         for name, weight in self.weights:
@@ -287,7 +289,7 @@ def _quantized(format: Format, name: str, weight: Tensor, stats: Tensor | None, 
 
 
 def _room(format: Format, name: str, weight: Tensor, room: Room | None) -> Parts | None:
-    """Where a weight's parts are to be written; None is anywhere."""
+    """Return the output tensors for a weight's parts; None to allocate new ones."""
     if room is None:
         return None
     stored = _stored(format, name, weight.shape[0], weight.shape[1])
@@ -297,19 +299,19 @@ def _room(format: Format, name: str, weight: Tensor, room: Room | None) -> Parts
 
 @lru_cache(1 << 16)
 def _stored(format: Format, name: str, rows: int, columns: int) -> Mapping[str, Stored]:
-    """What a weight is stored as, under which names: the same at every sync."""
+    """Return the stored tensors of a weight by stored name; they are the same at every sync."""
     return {part_name(name, s.suffix): s for s in format.storage((rows, columns))}
 
 
 def _check(format: Format, name: str, weight: Tensor) -> None:
-    """Refuse what the format cannot store."""
+    """Raise ConfigError if the format cannot store the weight."""
     why = format.refuse((weight.shape[0], weight.shape[1]))
     if why is not None:
         raise ConfigError(f"{name} {list(weight.shape)} cannot be stored as {format.name}: {why}")
 
 
 def _shared_stats(format: Format, chosen: dict[str, Tensor], present: list[str]) -> dict[str, Tensor | None]:
-    """Each weight's statistics, reduced over the weights it is coupled with."""
+    """Return each weight's statistics, reduced over its coupled weights."""
     stats: dict[str, Tensor | None] = {name: format.stats(tensor) for name, tensor in chosen.items()}
     for name in chosen:
         members = coupled(format, name)
@@ -327,7 +329,7 @@ def _shared_stats(format: Format, chosen: dict[str, Tensor], present: list[str])
 
 
 def coupled(format: Format, name: str) -> list[str]:
-    """Names of the weights that are encoded with ``name``, itself included; empty when it stands alone."""
+    """Return the names of the weights that are encoded with ``name``, including itself; [] if it is encoded on its own."""
     stem, _, leaf = name.rpartition(".")
     parent, _, last = stem.rpartition(".")
     group = next((group for group in format.couple if last in group), ())

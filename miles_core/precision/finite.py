@@ -1,4 +1,4 @@
-"""Weights that hold NaN or Inf are refused when they are quantised, or with the stream they are in."""
+"""Rejects weights with NaN or Inf during quantisation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from miles_core.errors import MilesError
 
-#: How many weights are looked at together.
+#: Number of weights that are checked together.
 TOGETHER = 64
 
 
 class Finite:
-    """Refuses what is not finite.
+    """Checks weights for NaN and Inf in batches.
 
-    A look waits for the GPU that holds a weight, which has nothing to do meanwhile: so those of one GPU are looked at together. Who is done
-    calls ``look``. One that does not stay where it is can be named then, and no more said of it.
+    Reading a result synchronises with the GPU, which is idle meanwhile; therefore the weights of one GPU are checked together. Call
+    ``look`` at the end. If a weight's memory does not stay valid until the check, the error contains only its name.
 
     Args:
-        all_stay: all of them stay.
+        all_stay: the memory of all weights stays valid.
     """
 
     def __init__(self, all_stay: bool = False) -> None:
@@ -30,16 +30,17 @@ class Finite:
         self._device: torch.device | None = None
 
     def add(self, name: str, weight: Tensor, stays: bool = False, shows: Tensor | None = None) -> None:
-        """The next weight, which ``stays`` as it is until all were looked at. What is not finite ``shows`` in a smaller tensor, if there is one.
+        """Add a weight. ``stays``: its memory stays valid until the check. ``shows``: a smaller tensor that is not finite if the weight is
+        not, if there is one.
 
         Raises:
-            MilesError: it, or one of those before it, holds NaN or Inf.
+            MilesError: this weight, or one added before, holds NaN or Inf.
         """
         if weight.numel():
             self._add({name: weight}, weight if shows is None else shows, stays)
 
     def add_all(self, names: Sequence[str], weights: Sequence[Tensor], stay: bool, shows: Sequence[Tensor]) -> None:
-        """Several weights of one device, as by ``add``, whose smaller tensors are looked at in one go."""
+        """Add several weights of one device as ``add`` does; their smaller tensors are checked together."""
         alike = len({each.shape[1:] for each in shows}) == 1
         together = torch.cat(shows if alike else [each.flatten() for each in shows])  # type: ignore[arg-type]
         self._add(dict(zip(names, weights, strict=True)), together, stay)
@@ -56,7 +57,7 @@ class Finite:
             self.look()
 
     def look(self) -> None:
-        """Raises MilesError where one of the weights that wait is not finite."""
+        """Check all pending weights; raise MilesError if one is not finite."""
         waiting, ends = self._waiting, self._ends
         self._waiting, self._ends = [], []
         if not waiting:
@@ -68,16 +69,16 @@ class Finite:
 
 
 def _refuse(weights: dict[str, Tensor | None]) -> None:
-    """One of these is not finite."""
+    """Raise the error for weights of which at least one is not finite."""
     found = next(((n, w) for n, w in weights.items() if w is not None and not w.isfinite().all()), None)
     first, last = next(iter(weights)), next(reversed(weights))
     if found is not None:
         which, what = found[0], _bad(found[1])
-    else:  # they are gone
+    else:  # their memory is no longer valid
         which = first if first == last else f"one of {len(weights)} weights from {first} to {last}"
         what = "values that are NaN or Inf"
     raise MilesError(
-        f"{which} holds {what}; it cannot be quantised. The weights went wrong in training or in the checkpoint: look at the last "
+        f"{which} holds {what}; it cannot be quantised. Training diverged or the checkpoint is damaged: look at the last "
         "gradient norms, or resume from an earlier step with a lower --lr"
     )
 

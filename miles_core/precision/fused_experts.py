@@ -1,11 +1,11 @@
 """Experts that a checkpoint stores in one tensor.
 
-Most families have a matrix for each expert and projection, and that is also what engines read from a quantised
-checkpoint: ``experts.7.gate_proj.weight``, with its scales beside it. Some families join them in BF16: every expert's
-gate and up in ``experts.gate_up_proj``, every down in ``experts.down_proj``. Blocks of a number format run along K, the
-input features, and each expert is quantised apart, gate apart from up; so joined tensors are taken apart before they are
-quantised, and put together again when a checkpoint is dequantised. Which rows are gate and which way round an expert is
-stored cannot be seen from a shape, so families are listed by name and any other is refused. Biases stay as they are.
+Most families have a separate matrix per expert and projection, ``experts.7.gate_proj.weight``, and engines expect this layout in a
+quantised checkpoint. Some families join the experts in BF16: gate and up of all experts in ``experts.gate_up_proj``, down in
+``experts.down_proj``. Blocks of a number format extend along K, the input features, and each expert's gate and up are quantised
+separately. Therefore joined tensors are split before quantisation and joined again when a checkpoint is dequantised. The rows of
+gate and the orientation of an expert cannot be inferred from shapes, so supported families are listed by name, and all others are
+rejected. Biases are not changed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from miles_core.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Joining:
-    """How a family joins its experts.
+    """A family's layout of joined experts.
 
     Attributes:
-        transposed: an expert is [inputs, outputs]: gate_up_proj [E, H, 2I] and down_proj [E, I, H], not [E, 2I, H] and
+        transposed: an expert is [inputs, outputs]: gate_up_proj [E, H, 2I] and down_proj [E, I, H], instead of [E, 2I, H] and
             [E, H, I].
-        interleaved: the outputs of gate and up take turns; otherwise all of gate come first.
-        caution: what users of a quantised checkpoint should know.
+        interleaved: the outputs of gate and up alternate; otherwise all outputs of gate come first.
+        caution: warning for users of a quantised checkpoint.
     """
 
     transposed: bool
@@ -44,7 +44,7 @@ _GPT_OSS = Joining(
     "experts can be trained and served here; leave the experts alone to serve it elsewhere",
 )
 
-#: ``model_type`` -> how its published checkpoints join experts.
+#: ``model_type`` -> layout of joined experts in its published checkpoints.
 JOININGS = {
     "gemma4": Joining(False),
     "gemma4_text": Joining(False),
@@ -63,11 +63,11 @@ _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weig
 
 @dataclass(frozen=True)
 class Family:
-    """What must be known of a model to take its experts apart.
+    """Properties of a model that determine how to split its experts.
 
     Attributes:
-        model_type: as in its configuration; of its language model where only that joins experts.
-        hidden: the model's width, which tells the two ways round apart where a family is found in both; 0 unknown.
+        model_type: from the model's configuration, or from its language model's if only that joins experts.
+        hidden: hidden size, which identifies the orientation if a family exists in both; 0 if unknown.
     """
 
     model_type: str = ""
@@ -75,7 +75,7 @@ class Family:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Family:
-        """From a ``config.json``."""
+        """Create from the content of a ``config.json``."""
         text = config.get("text_config")
         text = text if isinstance(text, Mapping) else {}
         names = [str(part.get("model_type", "")) for part in (config, text)]
@@ -84,7 +84,7 @@ class Family:
 
     @property
     def joining(self) -> Joining | None:
-        """How it joins experts; None when it does not, or nobody knows."""
+        """The family's layout of joined experts; None if it does not join them or the layout is unknown."""
         return JOININGS.get(self.model_type)
 
 
@@ -93,11 +93,11 @@ class Expert:
     """The matrix of one expert inside a joined tensor.
 
     Attributes:
-        name: as a tensor of its own.
+        name: name as a separate tensor.
         shape: [outputs, inputs].
-        source: the joined tensor.
-        index: which expert.
-        half: 0 gate, 1 up, None the whole slab.
+        source: name of the joined tensor.
+        index: index of the expert.
+        half: 0 for gate, 1 for up, None for the whole slab.
         transposed, interleaved: as in ``Joining``.
     """
 
@@ -110,7 +110,7 @@ class Expert:
     interleaved: bool
 
     def within(self, stride: tuple[int, ...]) -> tuple[tuple[int, int], int]:
-        """Strides and offset (elements) of the matrix in its expert's slab, which has ``stride``."""
+        """Return strides and offset (in elements) of the matrix in its expert's slab, which has ``stride``."""
         row, column = (stride[1], stride[0]) if self.transposed else (stride[0], stride[1])
         if self.half is None:
             return (row, column), 0
@@ -119,21 +119,21 @@ class Expert:
         return (row, column), self.half * self.shape[0] * row
 
     def of(self, slab: Tensor) -> Tensor:
-        """The matrix, a view of its expert's slab ``source[index]``."""
+        """Return the matrix as a view of its expert's slab ``source[index]``."""
         stride, offset = self.within(slab.stride())
         return slab.as_strided(self.shape, stride, slab.storage_offset() + offset)
 
 
 def is_joined(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a checkpoint tensor holds all experts of a layer."""
+    """Return whether a checkpoint tensor holds all experts of a layer."""
     return len(shape) > 2 and "experts" in name
 
 
 def take_apart(name: str, shape: tuple[int, ...], family: Family) -> list[Expert]:
-    """The matrices in a joined tensor: expert by expert, gate before up.
+    """Return the matrices in a joined tensor, ordered by expert, gate before up.
 
     Raises:
-        CheckpointError: a family, a name or a shape that is not known.
+        CheckpointError: the family, name or shape is not supported.
     """
     found, joining = _JOINED.fullmatch(name), family.joining
     if joining is None or found is None or len(shape) != 3:
@@ -157,9 +157,9 @@ def take_apart(name: str, shape: tuple[int, ...], family: Family) -> list[Expert
 
 
 def _transposed(name: str, shape: tuple[int, ...], family: Family, joining: Joining, down: bool) -> bool:
-    """Whether this tensor is stored transposed: as the family does, unless only the other way fits the model's width.
+    """Return whether this tensor is stored transposed: as usual for the family, unless only the other orientation fits ``hidden``.
 
-    Transformers saves qwen3_vl_moe the other way round than its published checkpoints are."""
+    Transformers saves qwen3_vl_moe in the opposite orientation of its published checkpoints."""
     if not family.hidden:
         return joining.transposed
     fits = {way: shape[1 if way != down else 2] == family.hidden for way in (True, False)}
@@ -173,7 +173,7 @@ def _transposed(name: str, shape: tuple[int, ...], family: Family, joining: Join
 
 @dataclass(frozen=True)
 class Joined:
-    """A joined tensor to be made: ``members[e]`` are the matrices of expert e, gate before up."""
+    """A joined tensor to create: ``members[e]`` are the matrices of expert e, gate before up."""
 
     name: str
     shape: tuple[int, int, int]
@@ -181,7 +181,7 @@ class Joined:
     joining: Joining
 
     def slab(self, matrices: list[Tensor]) -> Tensor:
-        """The slab of one expert from its members."""
+        """Build the slab of one expert from its matrices."""
         if len(matrices) > 1:
             whole = torch.stack(matrices, 1).flatten(0, 1) if self.joining.interleaved else torch.cat(matrices)
         else:
@@ -190,7 +190,7 @@ class Joined:
 
 
 def put_together(shapes: dict[str, tuple[int, ...]], family: Family) -> list[Joined]:
-    """The joined tensors that this family's own checkpoints have in place of single experts' matrices.
+    """Return the joined tensors that this family's checkpoints have instead of separate experts.
 
     Args:
         shapes: plain names and shapes of all tensors.

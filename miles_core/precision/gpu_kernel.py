@@ -1,9 +1,8 @@
-"""When a number format's GPU kernel runs in place of its reference.
+"""Selects between a number format's GPU kernel and its reference implementation.
 
-A format states its rule once, in tensor operations that run anywhere: the reference. It may also have a kernel that
-reads a weight once and writes its codes, many times faster on a GPU. A kernel is only admissible when it returns the
-same bytes as the reference for every input, so which of the two ran is never visible in a result; ``FormatContract``
-compares them. Formats call ``usable`` for the choice; nothing else decides it.
+A format has a reference implementation in tensor operations that run on every device. It may also have a GPU kernel, which reads a
+weight once and writes its codes, many times faster. A kernel must return the same bytes as the reference for every input, so that
+the choice never affects results; ``FormatContract`` compares both. Formats call ``usable`` to choose.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from miles_core.precision.format import Format, Parts
 
-#: Dtypes a kernel widens to FP32 while it reads; anything else is converted before.
+#: Dtypes that a kernel converts to FP32 while reading; tensors of other dtypes are converted beforehand.
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 
 
 def usable(tensor: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:
-    """Whether a Triton kernel may read this tensor: on an NVIDIA GPU of at least this compute capability, with Triton
-    installed, not empty, no gradient to record, and not inside ``reference_only``."""
+    """Return whether to use a Triton kernel for this tensor: it is on an NVIDIA GPU of at least this compute capability, Triton is
+    installed, the tensor is not empty and needs no gradient, and ``reference_only`` is not active."""
     if not tensor.is_cuda or _reference_only.get() or torch.version.hip is not None or tensor.numel() == 0:
         return False
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -44,7 +43,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @contextmanager
 def reference_only() -> Iterator[None]:
-    """Inside, every format runs its reference: what tests and benchmarks compare a kernel with."""
+    """Context in which every format uses its reference implementation, for tests and benchmarks."""
     token = _reference_only.set(True)
     try:
         yield
@@ -53,12 +52,12 @@ def reference_only() -> Iterator[None]:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The tensor in a dtype a kernel reads, the same FP32 numbers."""
+    """Convert the tensor to a dtype that kernels read, without changing its FP32 values."""
     return tensor if tensor.dtype in READABLE else tensor.float()
 
 
 def room(format: Format, shape: tuple[int, int], device: torch.device, out: Parts | None) -> Parts:
-    """Where a kernel writes a weight [N, K]: ``out`` where it can, else new tensors for ``store`` to copy from."""
+    """Return a kernel's output tensors for a weight [N, K]: ``out`` if possible, else new tensors that ``store`` copies to ``out``."""
     if out is not None and all(t.is_contiguous() and t.device == device for t in out.values()):
         return out
     return {s.suffix: torch.empty(s.shape, dtype=s.dtype, device=device) for s in format.storage(shape)}
@@ -66,5 +65,5 @@ def room(format: Format, shape: tuple[int, int], device: torch.device, out: Part
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed."""
+    """Return whether Triton is installed."""
     return find_spec("triton") is not None

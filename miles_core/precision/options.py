@@ -1,4 +1,4 @@
-"""The codec that options describe: one rule for runs and for ``miles convert``."""
+"""Builds codecs from options, for runs and for ``miles convert``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def codec_for(format: type[Format], config: Config, checkpoint: str | None = None) -> Codec:
-    """The codec of a number format with the options of ``config``: one rule for runs and for ``miles convert``.
+    """Create the codec of a number format with the options of ``config``.
 
     Args:
-        format: the number format.
-        config: its own options, and core's of precision.
-        checkpoint: the model's, whose ``config.json`` says how many layers there are and how experts are joined.
+        format: class of the number format.
+        config: contains the format's options and core's precision options.
+        checkpoint: the model's checkpoint; its ``config.json`` gives the number of layers and the layout of experts.
 
     Raises:
-        ConfigError: a layer range that does not fit the model.
+        ConfigError: a layer range does not fit the model.
     """
     made = format.from_config(config)
     excluded = exclusions(config.precision, checkpoint)
@@ -39,8 +39,8 @@ def codec_for(format: type[Format], config: Config, checkpoint: str | None = Non
 
 
 def _stored_shapes(checkpoint: str) -> dict[str, Shape]:
-    """Every tensor of a checkpoint in BF16 and its shape, read from the headers; none where they are not those of the
-    model: a quantised checkpoint, or one without weights."""
+    """Return name -> shape of all tensors of a BF16 checkpoint, read from the headers; empty for a quantised checkpoint, whose
+    tensors differ from the model's, and for one without weights."""
     if "quantization_config" in read_json(Path(checkpoint) / CONFIG) or not any(Path(checkpoint).glob("*.safetensors")):
         return {}
     entries = CheckpointFiles(checkpoint, "--hf-checkpoint").entries.values()
@@ -48,7 +48,7 @@ def _stored_shapes(checkpoint: str) -> dict[str, Shape]:
 
 
 def exclusions(options: Precision, checkpoint: str | None) -> tuple[Exclusion, ...]:
-    """What core's options leave alone; ``checkpoint`` and errors as for ``codec_for``."""
+    """Return the exclusions that core's options define; ``checkpoint`` and errors as for ``codec_for``."""
     found = []
     if options.extra_high_precision_layers:
         found.append(Exclusion("--extra-high-precision-layers-hf", tuple(options.extra_high_precision_layers)))

@@ -1,15 +1,13 @@
-"""The matrix product of a quantised layer: by tensor cores that read codes, or emulated.
+"""Matrix products of quantised layers: native products, in which tensor cores read codes, and emulated products.
 
-Emulated, a product dequantises both operands to the model's dtype and multiplies them there: any device can, and two
-sides on one machine then call the same function with the same numbers. Tensor cores of some GPUs read the codes
-themselves and apply each block's scale to its partial sum, which is faster and rounds less: the operands are not
-rounded to BF16 once more after dequantisation. The codes are the same bytes either way; the result is not, so a format
-declares how far its native product may be from the emulated one, and every run measures that before its first step
-(``mismatch.product_probe``).
+An emulated product dequantises both operands to the model's dtype and multiplies them in that dtype. It runs on every device, and both
+sides on one machine call the same function with the same numbers. Tensor cores of some GPUs read the codes directly and apply each
+block's scale to its partial sum. This is faster and rounds less, because operands are not rounded to BF16 after dequantisation. The
+codes are the same bytes in both cases, but the results differ. Therefore a format declares a bound on the distance between its native
+and its emulated product, and every run measures it before the first step (``mismatch.product_probe``).
 
-Which of the two runs is decided once for a model, by what the user asked for, the device and its libraries; never by
-the number of rows, because then a token's result would depend on who else is in the batch. Engine and trainer of a
-unified run decide alike.
+The kind of product is chosen once per model from the user's options, the device and its libraries. It never depends on the number of
+rows, because a token's result would then depend on the rest of the batch. Engine and trainer of a unified run make the same choice.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ FLAG = "--quantized-product"
 
 
 class NoProduct(Exception):
-    """A format has no native product for this device or dtype. The message says why and continues ``because``."""
+    """Raised if a format has no native product for a device or dtype. The message is the reason, worded to follow "because"."""
 
 
 class Product(ABC):
-    """One format's native product on one device.
+    """A format's native product on a device.
 
     Attributes:
-        device, dtype: of what it multiplies; the result has the dtype too.
-        eps: bound of its distance from the emulated product: the root mean square of the differences over that of the
-            values.
+        device, dtype: device and dtype of the operands; the result has the same dtype.
+        eps: declared bound on the distance from the emulated product: the root mean square of the differences divided by that of
+            the values.
     """
 
     eps: float
@@ -53,48 +51,48 @@ class Product(ABC):
         self.device, self.dtype = device, dtype
 
     def takes(self, shape: tuple[int, int]) -> bool:
-        """Whether a weight [N, K] can be multiplied so; one that cannot is emulated."""
+        """Return whether the product supports a weight [N, K]; other weights use the emulated product."""
         return True
 
     @abstractmethod
     def prepare(self, parts: Mapping[str, Tensor]) -> Parts:
-        """A stored weight (``Format.storage``) -> the same codes and scales as the tensor cores want them laid out, views
-        or copies; what is kept of them has the same strides."""
+        """Convert a stored weight (``Format.storage``) to the layout of codes and scales that the tensor cores need, as views or copies.
+        Tensors that the caller stores keep these strides."""
 
     @abstractmethod
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
-        """x [M, K] in ``dtype``, M >= 1, times a prepared weight [N, K] -> [M, N].
+        """Multiply x [M, K] in ``dtype``, M >= 1, by a prepared weight [N, K]; return [M, N].
 
-        ``x`` is quantised here, to the codes that ``Format.fake_quantize_activation`` dequantises; a row of it never
-        depends on the others. ``bias`` is [N] in ``dtype``."""
+        Quantises ``x`` to the codes that ``Format.fake_quantize_activation`` dequantises; each row is quantised independently.
+        ``bias`` is [N] in ``dtype``."""
 
 
 def emulated(format: Format, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
-    """The product of x [M, K] and a stored weight [N, K] without tensor cores that read codes -> [M, N] in x's dtype."""
+    """Compute the emulated product of x [M, K] and a stored weight [N, K]; return [M, N] in x's dtype."""
     return nn.functional.linear(format.fake_quantize_activation(x), format.dequantize(weight).to(x.dtype), bias)
 
 
 @dataclass(frozen=True)
 class Products:
-    """Which product the quantised layers of a backend use.
+    """Selects the product of the quantised layers of a backend.
 
     Attributes:
-        wanted: ``native`` or a refusal, ``emulated``, or ``auto``: native where it can be had.
+        wanted: ``native`` (an error if unavailable), ``emulated``, or ``auto`` (native if available).
     """
 
     wanted: Literal["auto", "native", "emulated"] = "emulated"
 
     @classmethod
     def from_config(cls, config: Config) -> Products:
-        """As the run's options ask: ``--emulate-precision`` means without a format's tensor cores."""
+        """Create from the run's options; ``--emulate-precision`` selects emulated products."""
         wanted = config.precision.quantized_product
         return cls("emulated" if wanted == "auto" and config.train.emulate_precision else wanted)
 
     def of(self, format: Format | None, model: nn.Module) -> Product | None:
-        """The native product for ``model``'s layers; None where they are emulated.
+        """Return the native product for ``model``'s layers; None for emulated products.
 
         Raises:
-            ConfigError: ``native`` is wanted and cannot be had.
+            ConfigError: ``native`` is configured but unavailable.
         """
         if format is None or self.wanted == "emulated":
             return None
@@ -104,8 +102,8 @@ class Products:
         except NoProduct as why:
             if self.wanted == "native":
                 raise ConfigError(
-                    f"{FLAG} native: the product of {format.name} codes cannot run here, because {why}; leave the flag "
-                    "away or give emulated, which multiplies the dequantised codes"
+                    f"{FLAG} native: the product of {format.name} codes cannot run here, because {why}; remove the flag "
+                    "or give emulated, which multiplies the dequantised codes"
                 ) from None
             log.info("%s: products are emulated, because %s", format.name, why)
             return None

@@ -1,9 +1,9 @@
-"""Projecting weights onto a format's grid, for backends that quantise inside.
+"""Projects weights onto a format's grid, for backends that quantise internally.
 
-A backend with a quantiser of its own (a library inside a trainer, an engine that quantises again while it loads)
-never sees our codes. If what it is given already lies on the grid of the format, its quantiser finds the same codes up
-to its declared parity, and the weight it trains with, the one that is exported and the one that is served agree:
-``bf16(dequantise(quantise(w)))``. Masters are not touched: the projection is of the model copy, and makes new tensors.
+A backend with its own quantiser (a library inside a trainer, an engine that quantises while loading) never receives our codes. If its
+input is already on the grid of the format, its quantiser produces the same codes up to its declared parity. The trained, exported
+and served weights then agree: ``bf16(dequantise(quantise(w)))``. The projection applies to the model copy and allocates new tensors;
+master weights are not changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from miles_core.precision.codec import COPY, Codec
 
 
 def project(codec: Codec, unit: Unit) -> Unit:
-    """One unit of the export stream with its quantised weights on the grid, BF16 numbers in their own dtype; the others as they are.
+    """Project the quantised weights of a unit onto the grid: BF16 values in the weights' own dtype. Other tensors are unchanged.
 
     Raises:
         MilesError, ConfigError: as ``Codec.encode_unit``.

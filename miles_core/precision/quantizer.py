@@ -1,9 +1,9 @@
-"""A backend's own code for a number format, and how close to the format it declares to be.
+"""A backend's quantiser for a number format, and its declared distance from the format.
 
-Engine and trainer may quantise with code of their own: a kernel that multiplies by a reciprocal where the format
-divides, a library that rounds a scale up. A backend declares for each format how close its results are (``bytes``,
-``values``, or within ``bounded(eps)``), for weights and for activations apart; the declaration is measured before the
-first step (``mismatch.parity``). A backend that calls the format itself declares ``bytes``.
+Engine and trainer may have their own quantisers: a kernel that multiplies by a reciprocal where the format divides, a library that
+rounds a scale up. A backend declares for each format how close its results are (``bytes``, ``values``, or within ``bounded(eps)``),
+separately for weights and activations; the run verifies the declaration before the first step (``mismatch.parity``). A backend that
+calls the format itself declares ``bytes``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from miles_core.precision.product import Product
 
 @dataclass(frozen=True)
 class Parity:
-    """How close two quantisers are: the same bytes, the same values (other codes may mean them), or values within
-    ``eps``, the root mean square of the differences over that of the values."""
+    """Distance between two quantisers: the same bytes, the same values (possibly with different codes), or values within ``eps``, the root
+    mean square of the differences divided by that of the values."""
 
     kind: Literal["bytes", "values", "bounded"]
     eps: float = 0.0
 
     def covers(self, other: Parity) -> bool:
-        """Whether ``other`` is at least as close as this."""
+        """Return whether ``other`` is at least as close as this parity."""
         order = ("bytes", "values", "bounded")
         if self.kind == other.kind == "bounded":
             return other.eps <= self.eps
@@ -42,31 +42,31 @@ BYTES, VALUES = Parity("bytes"), Parity("values")
 
 
 def bounded(eps: float) -> Parity:
-    """Values within ``eps``; see ``Parity``."""
+    """Return the parity of values within ``eps``; see ``Parity``."""
     return Parity("bounded", eps)
 
 
 class Quantizer(ABC):
-    """A backend's own code for one format, and what it declares about it."""
+    """A backend's quantiser for one format, with its declared parity."""
 
     weights: Parity = BYTES
     activations: Parity = BYTES
-    #: the backend's own product of codes, which declares its distance itself; None where dequantised codes are multiplied
+    #: the backend's product of codes, which declares its own distance; None if dequantised codes are multiplied
     product: Product | None = None
     #: [N, K] of the weights that ``product`` multiplies in the run's model
     shapes: tuple[tuple[int, int], ...] = ()
 
     @abstractmethod
     def weight(self, weight: Tensor) -> Parts:
-        """weight [N, K] as the backend stores it: suffix -> tensor, as ``Format.storage`` declares."""
+        """Quantise a weight [N, K]; return suffix -> tensor, as ``Format.storage`` declares."""
 
     @abstractmethod
     def activation(self, x: Tensor) -> Tensor:
-        """x [tokens, K] as the backend's products read it, dequantised, in x's dtype."""
+        """Quantise and dequantise x [tokens, K] as the backend's products do; return it in x's dtype."""
 
 
 class FormatItself(Quantizer):
-    """A backend that has no code of its own; ``product`` is the format's."""
+    """Quantiser of a backend that calls the format itself; ``product`` is the format's."""
 
     def __init__(self, format: Format, product: Product | None = None, shapes: Iterable[tuple[int, int]] = ()) -> None:
         self.format, self.product, self.shapes = format, product, tuple(shapes)
@@ -78,13 +78,13 @@ class FormatItself(Quantizer):
         return self.format.fake_quantize_activation(x)
 
 
-#: The kinds of tensors that are measured apart.
+#: The kinds of tensors that are measured separately.
 TENSORS = ("weights", "activations")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The worst probe of one kind of tensor: its name, how close it was, and the share of values that differ."""
+    """The worst probe of one kind of tensor: its name, parity, and fraction of different values."""
 
     probe: str
     parity: Parity
@@ -93,14 +93,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class SideParity:
-    """One side of a run against its format: what it declares and what was measured, for (weights, activations)."""
+    """Declared and measured parity of one side of a run, for (weights, activations)."""
 
     backend: str
     format: str
     probes: tuple[str, ...]
     declared: tuple[Parity, Parity]
     measured: tuple[Measured, Measured]
-    #: (declared, measured) of products that read codes, against the emulated ones; None where they are emulated
+    #: (declared, measured) distance of native products from the emulated ones; None if products are emulated
     products: tuple[Parity, Parity] | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Whether torch's scaled matrix product, ``torch.nn.functional.scaled_mm``, can run: what formats with native products ask.
+"""Checks whether torch's scaled matrix product, ``torch.nn.functional.scaled_mm``, is available, for formats with native products.
 
-It hands block-scaled operands to cuBLAS, which has each combination of block sizes for some GPUs only.
+The function passes block-scaled operands to cuBLAS, which supports each combination of block sizes on some GPUs only.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from miles_core.precision.product import NoProduct
 
 
 def need_scaled_mm(device: torch.device, dtype: torch.dtype, majors: range, cuda: tuple[int, int]) -> None:
-    """Refuse where block-scaled products with BF16 results cannot run.
+    """Check that block-scaled products with BF16 results are available.
 
     Args:
-        device: of the operands.
-        dtype: of the result.
-        majors: compute capabilities, without the minor number, that have the product.
-        cuda: the first version of CUDA that does.
+        device: device of the operands.
+        dtype: dtype of the result.
+        majors: major compute capabilities that support the product.
+        cuda: minimum version of CUDA, (major, minor).
 
     Raises:
-        NoProduct: and why.
+        NoProduct: the product is unavailable; the message gives the reason.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         raise NoProduct(f"it needs tensor cores of an NVIDIA GPU, and the model is on {_kind(device)}")

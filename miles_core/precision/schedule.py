@@ -1,8 +1,8 @@
-"""From when on a run computes in its number format: the warm-up.
+"""The precision warm-up: determines from which step a run uses its number format.
 
-Both sides start without quantisation and switch together when ``--warmup-steps`` optimiser steps are done. A rollout
-and the steps that learn from it share one precision, so the switch is made between two rollout steps. The phase follows
-from the number of optimiser steps alone, which every checkpoint holds.
+Both sides start without quantisation and switch together after ``--warmup-steps`` optimiser steps. A rollout and the training steps on
+its samples use the same precision, so the switch happens between two rollout steps. It depends only on the number of optimiser
+steps, which every checkpoint contains.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The model copy as it is: no number format.
+#: Precision without a number format: the BF16 model copy.
 PLAIN = "bf16"
 
 
 @dataclass(frozen=True)
 class Precisions:
-    """What each side computes in: a format's name or ``bf16``."""
+    """Precision of each side: a format's name or ``bf16``."""
 
     rollout: str
     train: str
 
 
 def precisions(config: Config, trained: int) -> Precisions:
-    """What both sides compute in after ``trained`` optimiser steps."""
+    """Return the precisions of both sides after ``trained`` optimiser steps."""
     if trained < config.precision.warmup_steps:
         return Precisions(config.precision.warmup_precision, config.precision.warmup_precision)
     return Precisions(config.rollout.precision, config.train.precision)

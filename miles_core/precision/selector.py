@@ -1,10 +1,10 @@
-"""Which weights a number format applies to.
+"""Selects the weights to which a number format applies.
 
 A number format applies to the matrices of linear layers and experts. Norms, embeddings, ``lm_head``, routers, biases,
-1-D tensors, MTP's ``eh_proj`` and the towers of other modalities always keep their precision; a run adds selectors and
-layer ranges of its own. One dialect, over Hugging Face parameter names: a selector with a ``*`` is a glob for the whole
-name, any other is a substring, and ``_`` does not count (``layer_norm`` finds ``input_layernorm``). Engine and trainer
-ask the same selector, so both leave the same weights alone.
+1-D tensors, MTP's ``eh_proj`` and the towers of other modalities always keep their precision; users can exclude more with selectors
+and layer ranges. Selectors match Hugging Face parameter names: one with a ``*`` is a glob for the whole name, any other is a
+substring, and ``_`` is ignored (``layer_norm`` matches ``input_layernorm``). Engine and trainer use the same selector, so both
+exclude the same weights.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from miles_core.nearest import nearest
 
 Shape = tuple[int, ...]
 
-#: What always keeps its precision. Routers are found by what they are where the whole model is known (``routers``); by name, one is
-#: called ``router`` with whatever under it (``router.layer``, ``modality_router``), or is a module ``gate``: a glob, because as a
-#: substring that would find every ``gate_proj``. ``altup`` predicts and mixes residual streams with matrices of a few numbers.
+#: Tensors that always keep their precision. If the whole model is known, routers are identified by shape (``routers``). By name, a router
+#: contains ``router`` (``router.layer``, ``modality_router``) or is a module ``gate``; the latter is a glob, because as a substring it
+#: would match every ``gate_proj``. ``altup`` predicts and mixes residual streams with matrices of a few numbers.
 #: ``shared_head`` is the ``lm_head`` of an MTP layer; ``weights_proj`` of the sparse-attention indexer is BF16 in engines.
 NEVER = (
     "norm",
@@ -37,7 +37,7 @@ NEVER = (
     "eh_proj",
 )
 
-#: Module of another modality, or what joins it to the language model: a part of a name outside of the decoder's layers.
+#: Modules of other modalities and their connectors to the language model: matched in names outside the decoder's layers.
 _TOWER = re.compile(
     r"(?:^|\.)("
     r"(?:vision|visual|image|video|audio|speech)"
@@ -47,11 +47,11 @@ _TOWER = re.compile(
     r")\."
 )
 
-#: Selectors people give by habit, which may match nothing (tied embeddings, another family's names).
+#: Common selectors that may match nothing without an error (tied embeddings, names of other families).
 _HABITS = ("lmhead", "embed", "layernorm")
 
 
-#: The number of a decoder layer; towers of other modalities have layers of their own, with a longer path.
+#: Matches the index of a decoder layer; layers in towers of other modalities have longer paths.
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 
 
@@ -61,12 +61,12 @@ _EXPERT = re.compile(r"(.*)\.experts\.(?:(\d+)\.|[^.]+(?:\.weight)?\Z)")
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Weights the user wants left alone: those that selectors find, or those of some decoder layers.
+    """Weights that the user excludes, by selectors or by decoder layers.
 
     Attributes:
-        origin: the flag it came from, for messages.
-        selectors: in the dialect of this module.
-        layers: numbers of decoder layers, counted from 0.
+        origin: the flag that set the exclusion, for messages.
+        selectors: selectors in the syntax of this module.
+        layers: indexes of decoder layers, from 0.
     """
 
     origin: str
@@ -78,7 +78,7 @@ class Exclusion:
             raise ConfigError(f"{self.origin} has an empty entry, which would match every tensor")
 
     def finds(self, name: str) -> str | None:
-        """What in it finds the parameter ``name``; None when nothing does."""
+        """Return the selector or layer range that matches the parameter ``name``; None if none does."""
         if self.layers and (layer := _LAYER.match(name)) and int(layer[1]) in self.layers:
             return f"layer {layer[1]}"
         return next((s for s in self.selectors if matches(s, name)), None)
@@ -89,28 +89,29 @@ class Exclusion:
 
 
 def matches(selector: str, name: str) -> bool:
-    """Whether a selector finds the parameter ``name``."""
+    """Return whether a selector matches the parameter ``name``."""
     if "*" in selector:
         return fnmatchcase(name, selector)
     return selector.replace("_", "") in name.replace("_", "")
 
 
-@lru_cache(1 << 16)  # asked for every tensor at every sync
+@lru_cache(1 << 16)  # called for every tensor at every sync
 def _never(name: str) -> str | None:
-    """The rule by which no run quantises a parameter of this name."""
+    """Return the rule in ``NEVER`` that matches a parameter's name; None if none does."""
     return next((rule for rule in NEVER if matches(rule, name)), None)
 
 
 @lru_cache(1 << 16)
 def tower(name: str) -> str | None:
-    """The module of another modality (``visual``, ``multi_modal_projector``, ...) that a parameter belongs to."""
+    """Return the module of another modality (``visual``, ``multi_modal_projector``, ...) that contains a parameter; None for the
+    language model."""
     found = None if _LAYER.match(name) else _TOWER.search(name)
     return found[1] if found else None
 
 
 def routers(shapes: Mapping[str, Shape]) -> frozenset[str]:
-    """The matrices of a whole checkpoint that score experts, whatever they are called: beside the experts of a block, in a module
-    whose matrices have one row an expert."""
+    """Return the names of the matrices of a whole checkpoint that score experts, regardless of their names: they are next to the experts
+    of a block, in a module whose matrices have one row per expert."""
     counts: dict[str, int] = {}
     for name, shape in shapes.items():
         found = _EXPERT.match(name)
@@ -136,8 +137,8 @@ def routers(shapes: Mapping[str, Shape]) -> frozenset[str]:
 
 
 def stacked(name: str, shape: Shape) -> bool:
-    """Whether a tensor holds matrices of several experts under a name that does not say so; a convolution's kernels of one input
-    channel are none."""
+    """Return whether a tensor holds matrices of several experts under an unknown name; convolution kernels with one input channel do
+    not count."""
     return (
         len(shape) == 3 and shape[1] > 1 and "experts" not in name and name.endswith(".weight") and tower(name) is None
     )
@@ -147,11 +148,11 @@ class Selector:
     """Decides for every checkpoint tensor whether the run's number format applies.
 
     Args:
-        skip: the user's selectors of weights to leave alone.
-        origin: the flag they came from, for messages.
-        only: selectors of what the format is for; empty is every matrix.
-        only_origin: what limits it to ``only``, for messages.
-        exclusions: more that is left alone, from other flags.
+        skip: the user's selectors of excluded weights.
+        origin: the flag that set ``skip``, for messages.
+        only: selectors of the weights to which the format applies; empty for every matrix.
+        only_origin: reason for the limit ``only``, for messages.
+        exclusions: further exclusions, from other flags.
     """
 
     def __init__(
@@ -167,22 +168,22 @@ class Selector:
         self.only = tuple(only)
         self.only_origin = only_origin
         self.exclusions = (Exclusion(origin, self.skip), *exclusions)
-        #: the matrices that score experts, where the whole model is known
+        #: names of the matrices that score experts, if the whole model is known
         self.routers: frozenset[str] = frozenset()
 
     def settle(self, shapes: Mapping[str, Shape]) -> None:
-        """Look at every tensor of a model's checkpoint, so that its routers are known."""
+        """Identify the routers of a model from all tensors of its checkpoint."""
         self.routers = routers(shapes)
 
     def __call__(self, name: str, shape: Shape) -> bool:
-        """Whether this tensor is quantised."""
+        """Return whether this tensor is quantised."""
         return self.reason(name, shape) is None
 
     def reason(self, name: str, shape: Shape) -> str | None:
-        """Why the tensor keeps its precision; None when it is quantised.
+        """Return the reason why the tensor keeps its precision; None if it is quantised.
 
         Raises:
-            ConfigError: experts stored in one tensor, which the codec did not take apart.
+            ConfigError: the tensor holds several experts and the codec did not split it.
         """
         left_alone = self._left_alone(name, shape)
         if left_alone is None and len(shape) > 2:
@@ -193,7 +194,7 @@ class Selector:
         return left_alone
 
     def spares(self, name: str, shape: Shape) -> bool:
-        """Whether the tensor keeps its precision under the name it has, be it one matrix or experts in one tensor."""
+        """Return whether the tensor, a matrix or several experts, keeps its precision under its current name."""
         return self._left_alone(name, shape) is not None
 
     def _left_alone(self, name: str, shape: Shape) -> str | None:
@@ -205,14 +206,14 @@ class Selector:
         return left_alone
 
     def _eligible(self, name: str, shape: Shape) -> bool:
-        """Whether the format would apply if the user had not said otherwise."""
+        """Return whether the format would apply without the user's exclusions."""
         return self._always(name, shape) is None and self._wanted(name)
 
     def _wanted(self, name: str) -> bool:
         return not self.only or any(matches(s, name) for s in self.only)
 
     def _always(self, name: str, shape: Shape) -> str | None:
-        """Why no run quantises this tensor; None when it may."""
+        """Return the reason why this tensor is never quantised; None if it may be quantised."""
         if (other := tower(name)) is not None:
             return f"never quantised: {other} is not of the language model"
         rule = _never(name)
@@ -238,7 +239,7 @@ class Selector:
         joined = [name for name, shape in shapes.items() if stacked(name, shape)]
         if joined:
             notes.append(
-                f"{len(joined)} tensors hold the experts of a layer in a way that no format takes apart, and keep their precision; "
+                f"{len(joined)} tensors hold the experts of a layer in a layout that is not supported, and keep their precision; "
                 f"the first is {joined[0]} {list(shapes[joined[0]])}"
             )
         for origin, selector in [(k.origin, s) for k in self.exclusions for s in k.selectors]:
@@ -266,7 +267,7 @@ class Selector:
 
 
 def _nearest(selector: str, names: Iterable[str]) -> str:
-    """``; nearest: a, b`` among whole names and their parts; nothing when none is like it."""
+    """Return ``; nearest: a, b`` with the closest whole names or name parts; "" if none is similar."""
     wanted = selector.replace("*", "").strip(".")
     pieces = {piece for name in names for piece in (name, *name.split(".")) if not piece.isdigit()}
     close = nearest(wanted, sorted(pieces))

@@ -1,4 +1,4 @@
-"""From a finished sample to a number.
+"""Computes the rewards of finished samples.
 
-Core's rewards by name, a user's function, a remote server, and the mathematics verifier in processes of its own.
+Rewards are core's rules by name, a user's function, and functions that plugins provide.
 """

@@ -1,6 +1,6 @@
-"""Functions that users write in a file of their own: ``f.py``, ``f.py:name``, or ``package.module:name``.
+"""Loads functions from users' files: ``f.py``, ``f.py:name``, or ``package.module:name``.
 
-A wrong path, name or signature is found before the run starts, with a sentence that says which.
+A wrong path, name or signature is reported before the run starts.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from typing import Any
 from miles_core.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A loaded function and where it came from; calling it calls the function.
+    """A loaded function with its origin; calling the object calls the function.
 
     Attributes:
         function: the callable itself.
         name: its name in the file.
-        origin: the file (or module) it came from, for messages.
-        is_async: calling it returns a coroutine.
-        home: the working directory that it is called in, and leaves as it was.
+        origin: file (or module) of the function, for messages.
+        is_async: whether calling it returns a coroutine.
+        home: working directory of calls; it is restored after each call.
     """
 
     function: Callable[..., Any]
@@ -47,18 +47,18 @@ class UserFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_async:
-            return self._awaited(*args, **kwargs)
-        with self._contained():
+            return self._await(*args, **kwargs)
+        with self._contain_errors():
             return self.function(*args, **kwargs)
 
-    async def _awaited(self, *args: Any, **kwargs: Any) -> Any:
-        with self._contained():
+    async def _await(self, *args: Any, **kwargs: Any) -> Any:
+        with self._contain_errors():
             return await self.function(*args, **kwargs)
 
     @contextmanager
-    def _contained(self) -> Iterator[None]:
-        """A call ends with a value or an error. What would end the program, or what a loop or thread cannot pass on, becomes a
-        DataError; and the working directory is as before, for the paths of the run are relative to it."""
+    def _contain_errors(self) -> Iterator[None]:
+        """Context of a call. Converts exceptions that would end the program, or that an event loop or thread cannot propagate, to
+        DataError, and restores the working directory, because the run's paths are relative to it."""
         try:
             yield
         except StopIteration as error:
@@ -66,17 +66,21 @@ class UserFunction:
         except Exception:
             raise
         except BaseException as error:
-            if _meant(error, self.is_async):
+            if _ends_program(error, self.is_async):
                 raise
-            what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {said(error)}"
-            raise DataError(f"it {what}; raise an error instead, or return what is asked for") from error
+            what = (
+                f"called sys.exit({error.code!r})"
+                if isinstance(error, SystemExit)
+                else f"raised {describe_error(error)}"
+            )
+            raise DataError(f"it {what}; raise an error instead, or return a result") from error
         finally:
             _return_to(self.home, f"{self.name} ({self.origin})")
 
 
-def _meant(error: BaseException, is_async: bool) -> bool:
-    """Whether it is the program that is being ended, and not the function that says so."""
-    if isinstance(error, KeyboardInterrupt):  # signals come to the main thread
+def _ends_program(error: BaseException, is_async: bool) -> bool:
+    """Return whether ``error`` ends the program or cancels the call from outside, as opposed to an error of the function itself."""
+    if isinstance(error, KeyboardInterrupt):  # only the main thread receives signals
         return threading.current_thread() is threading.main_thread()
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task() if is_async else None
@@ -87,11 +91,11 @@ def _meant(error: BaseException, is_async: bool) -> bool:
 def _return_to(home: str, who: str) -> None:
     try:
         there = os.getcwd()
-    except FileNotFoundError:  # it is deleted
-        there = "a directory that is gone"
+    except FileNotFoundError:  # the working directory was deleted
+        there = "a deleted directory"
     if there != home:
-        if who not in _told:
-            _told.add(who)
+        if who not in _warned:
+            _warned.add(who)
             log.warning(
                 "%s changes the working directory (to %s); it is put back to %s after each call", who, there, home
             )
@@ -103,13 +107,13 @@ def load_function(spec: str, *, flag: str, default: str, parameters: tuple[str, 
 
     Args:
         spec: ``path/to/f.py[:name]``, ``package.module:name`` or ``package.module.name``.
-        flag: where the user wrote it, for messages (``--custom-rm-path``).
-        default: the name looked for when ``spec`` is a file without ``:name``.
-        parameters: what it is called with, by position; shown when the signature does not accept them.
+        flag: the option with ``spec``, for messages (``--custom-rm-path``).
+        default: name of the function if ``spec`` is a file without ``:name``.
+        parameters: names of the positional arguments, to check the signature.
 
     Raises:
-        ConfigError: no such file or module, it fails to import, no such function, not callable, or its signature does
-            not accept the parameters.
+        ConfigError: the file, module or function does not exist, the import fails, the object is not callable, or its signature
+            does not accept the parameters.
     """
     module, name, origin = _load_module(spec, flag, default)
     if not hasattr(module, name):
@@ -124,7 +128,7 @@ def load_function(spec: str, *, flag: str, default: str, parameters: tuple[str, 
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling ``function`` (a function, or an object with ``__call__``) returns a coroutine."""
+    """Return whether calling ``function`` (a function, or an object with ``__call__``) returns a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -161,11 +165,11 @@ def _load_module(spec: str, flag: str, default: str) -> tuple[ModuleType, str, s
     except (Exception, SystemExit) as error:
         beside = Path(*path.split(".")).with_suffix(".py")
         hint = f"; there is a file {beside}: write {beside}:{name}" if beside.is_file() else ""
-        raise ConfigError(f"{flag} {spec}: importing {path} failed: {said(error)}{hint}") from error
+        raise ConfigError(f"{flag} {spec}: importing {path} failed: {describe_error(error)}{hint}") from error
 
 
-def said(error: BaseException) -> str:
-    """The kind of an error, and what it says if it says something."""
+def describe_error(error: BaseException) -> str:
+    """Return the type of an error and its message, if it has one."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -173,12 +177,14 @@ def _load_file(path: Path, spec: str, flag: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{flag} {spec}: there is no file {path} (looked in {Path.cwd()})")
     path = path.resolve()
-    # One file is one module, however often it is named: a reward and a filter in it share its globals.
+    # Load each file once, so that a reward and a filter in the same file share its globals.
     module_name = f"miles_user_{path.stem}_{sha256(str(path).encode()).hexdigest()[:12]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # helpers beside the file; last, so that they shadow nothing
+        sys.path.append(
+            str(path.parent)
+        )  # modules next to the file; appended last, so that they shadow no other module
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"{flag} {spec}: {path} cannot be loaded as a Python file")
@@ -189,7 +195,7 @@ def _load_file(path: Path, spec: str, flag: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         where = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        raise ConfigError(f"{flag} {spec}: loading {path} failed{where}: {said(error)}") from error
+        raise ConfigError(f"{flag} {spec}: loading {path} failed{where}: {describe_error(error)}") from error
     finally:
         _return_to(home, str(path))
     return module

@@ -1,4 +1,4 @@
-"""Scoring samples: which function, how many calls at once, and what counts as a reward."""
+"""Scores samples with the run's reward function: limits concurrent calls and validates the rewards."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from weakref import WeakKeyDictionary
 from miles_core.data.reward_value import number
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import UserFunction, load_function
-from miles_core.reward.math_verifier import MathVerifier
-from miles_core.reward.remote import RemoteReward
 from miles_core.reward.rules import RULES, Rule
 
-RM_TYPES = (*RULES, "math", "remote")
-#: Those that compare a response with a label.
-LABELLED = (*RULES, "math")
 DEFAULT_CONCURRENCY = 64
 
 #: What a reward function receives: one sample, or all samples of one prompt.
@@ -34,18 +29,27 @@ def group_reward(function: F) -> F:
     return function
 
 
+def compares_label(build: F) -> F:
+    """Declare that the reward that ``build`` makes compares a response with a label: a run without labels is refused before it starts.
+
+    ``build`` is what a manifest names under the kind ``reward``.
+    """
+    build.compares_label = True  # type: ignore[attr-defined]
+    return build
+
+
 class RewardFunction:
-    """How to call a reward function, and how many calls may run at once.
+    """A reward function with the way to call it and a limit on concurrent calls.
 
     A function with the scope ``sample`` is called as ``function(args, sample)`` and returns a number or a dict of numbers. One
     with the scope ``group`` is called as ``function(args, samples)`` and returns a sequence of those.
 
     Attributes:
-        name, origin: for messages: the function, and the file or flag it comes from.
-        how: ``async``, awaited; ``thread``, in a thread because it may block (several calls run at once); ``inline``,
+        name, origin: name of the function, and its file or flag, for messages.
+        how: ``async``: awaited; ``thread``: called in threads, because it may block (several calls run concurrently); ``inline``:
             fast and called directly.
-        concurrency: calls at once, over all callers of one event loop.
-        scope: what the function declares, with ``group_reward`` or as its attribute ``scope``.
+        concurrency: maximum number of concurrent calls in an event loop.
+        scope: the declared scope, from ``group_reward`` or the function's attribute ``scope``.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class RewardFunction:
         self.scope = _scope(function, f"the reward function {name} ({origin})")
         if how != "inline" and not isinstance(function, UserFunction):
             self.function = UserFunction(function, name, origin, how == "async")
-        # Threads start when needed. The default executor has only a few of them, too few for calls that wait.
+        # Threads start on demand. The default executor has too few threads for calls that mostly wait.
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="reward") if how == "thread" else None
         self._limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -86,16 +90,15 @@ def _scope(function: Any, who: str) -> Scope:
 def make_reward(
     rm_type: str | None,
     custom_path: str | None = None,
-    rm_url: str | None = None,
     concurrency: int = DEFAULT_CONCURRENCY,
 ) -> RewardFunction:
-    """The reward of a run: ``--custom-rm-path`` if given, else ``--rm-type``.
+    """Create the reward function of a run from ``--custom-rm-path``, or else from ``--rm-type``.
 
-    A custom function is ``async reward(args, sample) -> float | dict``, or the same without ``async``: then it runs in
-    threads and must allow several calls at once. With ``group_reward`` it scores whole groups.
+    A custom function is ``async reward(args, sample) -> float | dict``. Without ``async``, it runs in threads and must be
+    thread-safe. With ``group_reward`` it scores whole groups.
 
     Raises:
-        ConfigError: neither is given, or it cannot be loaded.
+        ConfigError: neither option is given, or the function cannot be loaded.
     """
     if custom_path is not None:
         function = load_function(custom_path, flag="--custom-rm-path", default="reward", parameters=("args", "sample"))
@@ -103,26 +106,22 @@ def make_reward(
         return RewardFunction(function, function.name, function.origin, how, concurrency)
     if rm_type in RULES:
         return RewardFunction(_on_sample(RULES[rm_type]), rm_type, f"--rm-type {rm_type}", "inline", concurrency)
-    if rm_type == "math":
-        return RewardFunction(_on_sample(MathVerifier()), "math", "--rm-type math", "thread", concurrency)
-    if rm_type == "remote":
-        return RewardFunction(RemoteReward(rm_url), "remote", f"--rm-url {rm_url}", "thread", concurrency)
-    choices = ", ".join(RM_TYPES)
+    choices = ", ".join(RULES)
     if rm_type is None:
         raise ConfigError(f"no reward is chosen; give --rm-type ({choices}) or --custom-rm-path f.py[:function]")
     raise ConfigError(f"--rm-type {rm_type} is not known; choose one of {choices}, or give --custom-rm-path")
 
 
 async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> None:
-    """Set ``sample.reward`` of every sample of a group that has none yet, and check it in all of them.
+    """Set the reward of every sample of a group that has none yet, and validate the rewards of all samples.
 
     A number is stored as a float; a dict stays a dict and must hold ``args.reward_key``. The first failure cancels the
     calls that are still waiting. A function with the scope ``group`` is called once, unless every sample has a reward.
 
     Args:
-        samples: of one group, with attributes ``response, label, metadata, reward, index, prompt``.
-        reward: what ``make_reward`` returned.
-        args: passed to the reward function.
+        samples: samples of one group, with attributes ``response, label, metadata, reward, index, prompt``.
+        reward: result of ``make_reward``.
+        args: first argument of the reward function.
 
     Raises:
         DataError: the function raised, or returned something that is not a finite number for each sample; names the
@@ -176,7 +175,7 @@ def _who(reward: RewardFunction) -> str:
 
 
 async def _call(reward: RewardFunction, args: Any, scored: Any, samples: list[Any], what: str) -> Any:
-    """Call the function on ``scored``, which holds ``samples``; their tokens must stay as they are."""
+    """Call the function with ``scored``, which contains ``samples``; DataError if it raises or changes their tokens."""
     tokens = [list(getattr(sample, "tokens", ())) for sample in samples]
     try:
         value = await reward(args, scored)
@@ -188,7 +187,7 @@ async def _call(reward: RewardFunction, args: Any, scored: Any, samples: list[An
     for sample, before in zip(samples, tokens, strict=True):
         if list(getattr(sample, "tokens", ())) != before:
             raise DataError(
-                f"{_who(reward)} changed the tokens of sample {sample.index}, which the engine's log-probs belong to; copy "
+                f"{_who(reward)} changed the tokens of sample {sample.index}, to which the engine's log-probs belong; copy "
                 "them first"
             )
     return value

@@ -1,7 +1,7 @@
-r"""Rule rewards: a response against a label, no model involved.
+r"""Rule-based rewards, which compare a response with a label without a model.
 
-Each rule is ``rule(response, label) -> float`` in [0, 1]. A label may be a string, a number, or a list of acceptable
-answers (the best counts). An empty response scores 0; a missing label is an error, never a 0.
+Each rule is ``rule(response, label) -> float`` in [0, 1]. A label may be a string, a number, or a list of acceptable answers (the
+best score counts). An empty response scores 0; a missing label is an error.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ Rule = Callable[[str | None, Any], float]
 
 
 def labels_of(label: Any) -> list[str]:
-    """The acceptable answers as strings.
+    """Return the acceptable answers as strings.
 
     Raises:
-        DataError: there is none, or all are empty.
+        DataError: there is no answer, or all are empty.
     """
     labels = list(label) if isinstance(label, (list, tuple)) else [label]
     texts = [str(item) for item in labels if item is not None]
     if not any(text.strip() for text in texts):
-        raise DataError(f"the label is {label!r}, and there is nothing to compare with; check --label-key and the data")
+        raise DataError(f"the label is {label!r}, so there is nothing to compare with; check --label-key and the data")
     return texts
 
 
 def exact(response: str | None, label: Any) -> float:
-    """1 if the response equals the label up to runs of white space and white space at the ends."""
+    """Return 1 if the response equals the label, ignoring differences in white space, else 0."""
     answer = _normalize_space(response or "")
     return float(any(answer == _normalize_space(text) for text in labels_of(label)))
 
 
 def boxed(response: str | None, label: Any) -> float:
-    r"""1 if the content of the last ``\boxed{...}`` equals the label (or its own box) up to white space."""
+    r"""Return 1 if the content of the last ``\boxed{...}`` equals the label (or the label's box) up to white space, else 0."""
     accepted = labels_of(label)
     answer = last_boxed(response or "")
     if answer is None:
@@ -48,15 +48,15 @@ def boxed(response: str | None, label: Any) -> float:
 
 
 def f1(response: str | None, label: Any) -> float:
-    """Token F1 as in the SQuAD evaluation: lower case, no punctuation, no articles, bags of words."""
+    """Return the token F1 of the SQuAD evaluation: bags of lower-case words without punctuation and articles."""
     answer = _squad_tokens(response or "")
     return max(_token_f1(answer, _squad_tokens(text)) for text in labels_of(label))
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete ``\boxed{...}``, braces nested to any depth; None without one.
+    r"""Return the content of the last complete ``\boxed{...}``, with braces nested to any depth; None if there is none.
 
-    ``\{`` and ``\}`` are characters of the content, not braces. A box that is never closed is not one.
+    ``\{`` and ``\}`` are part of the content and do not count as braces. An unclosed box is ignored.
     """
     open_braces: list[tuple[bool, int]] = []
     last: tuple[int, int] | None = None
@@ -72,7 +72,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def unboxed(text: str) -> str:
-    """The content of the last box of ``text``, or ``text`` itself."""
+    """Return the content of the last box in ``text``, or ``text`` itself if there is none."""
     inner = last_boxed(text)
     return text if inner is None else inner
 
@@ -94,4 +94,4 @@ def _token_f1(answer: list[str], gold: list[str]) -> float:
 
 
 RULES: dict[str, Rule] = {"exact": exact, "boxed": boxed, "f1": f1}
-"""The rules that need nothing but the two texts; ``math`` is in ``math_verifier``."""
+"""The rules that need nothing but the two texts."""

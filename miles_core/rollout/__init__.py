@@ -1,5 +1,5 @@
-"""From prompts to groups of rewarded samples.
+"""Turns prompts into groups of rewarded samples.
 
-Prompts leave a queue, requests go to an engine, what it reports is laid over the tokens of a sample, and groups are
-collected, filtered and counted. Knows the engine by its contract only.
+A queue supplies prompts, an engine generates responses, the reported values are aligned with the tokens of each sample, and
+groups are scored, filtered and collected. This package uses the engine only through its contract.
 """

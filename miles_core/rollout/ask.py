@@ -1,4 +1,4 @@
-"""How a rollout function talks to the engines: ``turn = await ask(...)`` continues the sample's transcript."""
+"""The interface of rollout functions to the engines: ``turn = await ask(...)`` adds a turn to the sample's transcript."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from miles_core.contracts.engine import Response, Sampling
 from miles_core.data.renderer import Message, Renderer
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError
-from miles_core.rollout.generated import sampling_of
+from miles_core.rollout.generated import merge_sampling
 from miles_core.rollout.transcript import Transcript, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: ``(tokens, sampling, policy) -> response``; the call takes its key for random numbers at once, the answer comes later.
+#: ``(tokens, sampling, policy) -> response``. The call reserves its request key immediately; the response is awaited.
 Generation = Callable[[list[int], Sampling, str], Awaitable[Response]]
 
 
 class Ask:
-    """The engines, as one sample's rollout function sees them.
+    """Sends the requests of one sample to the engines and records the turns.
 
     Attributes:
         sample: number of the sample.
         transcript: all turns so far.
-        sampling: the run's sampling parameters: those of training or of evaluation.
-        tokenizer: of the model.
-        policy: name of the policy that answers unless another one is named.
-        metrics: numbers about this rollout, NAME -> value; their means over a step are metrics of the run.
+        sampling: the run's sampling parameters, for training or for evaluation.
+        tokenizer: tokenizer of the model.
+        policy: name of the default policy.
+        metrics: metrics of this rollout, name -> value; the run reports their means over a step.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Ask:
 
     @property
     def renderer(self) -> Renderer:
-        """The chat template of the model.
+        """Renderer of the model's chat template.
 
         Raises:
-            ConfigError: the tokenizer has none.
+            ConfigError: the tokenizer has no chat template.
         """
         if self._renderer is None:
             raise ConfigError(
@@ -73,30 +73,30 @@ class Ask:
         sampling: Sampling | Mapping[str, Any] | None = None,
         policy: str = "",
     ) -> Awaitable[Turn]:
-        """Let an engine answer; the turn that it returns is part of ``transcript``.
+        """Request a response from an engine; the returned turn is added to ``transcript``.
 
         Args:
-            tokens: with ``after``, the token ids that follow that turn; without, all token ids from the beginning. They continue
-                the turn whose tokens they begin with, or begin another branch. Without ``tokens`` and ``messages``: the
-                sample's prompt.
-            messages: the same as chat messages, rendered by the model's chat template.
+            tokens: with ``after``, the token ids that follow that turn; otherwise all token ids from the beginning. In that case
+                they continue the longest recorded turn that is a prefix of them, or start a new branch. If ``tokens`` and
+                ``messages`` are both None, the request is the sample's prompt.
+            messages: chat messages instead of token ids, rendered with the model's chat template.
             after: the turn to continue.
             tools: tool schemas for the chat template.
-            sampling: entries that differ from ``self.sampling``.
-            policy: name of the policy that answers.
+            sampling: entries that override ``self.sampling``.
+            policy: name of the policy that generates; "" for the default policy.
 
         Raises:
-            CannotExtend: the chat template cannot append these messages to the turn (see ``Renderer.extend``); ask with all
-                messages of the conversation instead, which begins another branch.
-            DataError: arguments that contradict each other.
+            CannotExtend: the chat template cannot append these messages to the turn (see ``Renderer.extend``); pass all messages
+                of the conversation instead, which starts a new branch.
+            DataError: the arguments contradict each other.
         """
         if tokens is not None and messages is not None:
             raise DataError("ask takes token ids or messages, not both")
         if isinstance(tokens, str):
             raise DataError("ask takes token ids, not text: ask.tokenizer.encode(text)")
-        chosen = sampling_of(sampling, self.sampling)
+        chosen = merge_sampling(sampling, self.sampling)
         if messages is not None:
-            tokens = self._rendered(messages, after, tools)
+            tokens = self._render(messages, after, tools)
         elif tokens is None:
             if after is not None:
                 raise DataError("ask(after=turn) needs the tokens or messages that follow the turn")
@@ -113,11 +113,11 @@ class Ask:
         try:
             response = await answer
         except Exception as error:
-            self.failures.append(error)  # the engine's, not the rollout function's
+            self.failures.append(error)  # marks it as an error of the engine, not of the rollout function
             raise
         return self.transcript.add(parent, tokens[parent.end if parent else 0 :], response, policy)
 
-    def _rendered(self, messages: Sequence[Message], after: Turn | None, tools: Sequence[Any] | None) -> list[int]:
+    def _render(self, messages: Sequence[Message], after: Turn | None, tools: Sequence[Any] | None) -> list[int]:
         if after is None:
             return self.renderer.render(messages, tools)
         if after.response.finish == "length":

@@ -1,4 +1,4 @@
-"""Groups of samples on their way: in flight, finished, filtered, collected for a step in a fixed order."""
+"""Collects groups of samples for a training step: sends prompts, scores and filters finished groups, and orders them."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ Pairs = dict[str, tuple[float, float]]
 Score = Callable[[list[Sample]], Awaitable[None]]
 
 
-#: Seconds until a request to stop is noticed while no group finishes (a slow tool, a slow judge).
+#: Interval in seconds at which a stop request is checked while no group finishes (a slow tool, a slow judge).
 PATIENCE = 0.5
 
 
 class Interrupted(Exception):
-    """The user asked to stop while a rollout or the warm start was under way; what it had done is dropped."""
+    """Raised if the user requests a stop during a rollout or the warm start, whose partial result is discarded."""
 
 
 class Collector:
-    """Produces groups. A schedule decides when, and how many are under way.
+    """Produces groups of samples. The schedule decides when, and how many groups are in flight.
 
     Args:
-        run: for configuration, and whether the user asked to stop.
-        prompts: where they come from; unused ones go back.
+        run: for the configuration and stop requests.
+        prompts: supplies prompts; unused prompts are put back.
         generate: ``async (sample) -> [samples]``.
         score: ``async (samples) -> None``, sets rewards.
-        abort: ``async (samples) -> None``, makes the engines drop all requests of the samples with these numbers.
-        progress: told about every finished group.
-        accept: group filter, or None to take every group.
-        answers: numbers about requests and rollouts, metric -> (sum, count); read by ``metrics``.
+        abort: ``async (indexes) -> None``, makes the engines abort all requests of the samples with these indexes.
+        progress: display that advances with each finished group.
+        accept: group filter, or None to accept every group.
+        answers: statistics of requests and rollouts, metric -> (sum, count); ``metrics`` reads and clears them.
 
     Attributes:
-        pending: groups in flight and their prompts.
+        pending: task of each group in flight -> its prompt.
         ready: finished groups that passed the filter.
-        popped: prompts of the groups that were taken, until ``used``.
+        popped: prompts of the groups returned by ``pop`` and ``take_out``, until ``mark_used``.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Collector:
         self._done: list[asyncio.Task[Group]] = []
 
     async def rollout(self, step: int) -> list[Group]:
-        """``--rollout-batch-size`` groups that passed the filter, ordered by group number.
+        """Collect ``--rollout-batch-size`` groups that pass the filter, ordered by group number.
 
-        ``--over-sampling-batch-size`` prompts are in flight at first; as groups are refused, more are sent until enough
-        are accepted. Groups then unfinished are aborted and their prompts go back to the front of the queue; with
-        ``--partial-rollout`` they stay in flight, and finished ones that are too many wait for the next collection.
+        Starts with ``--over-sampling-batch-size`` prompts in flight and sends more as the filter rejects groups. When enough
+        groups are accepted, the remaining ones are aborted and their prompts return to the front of the queue. With
+        ``--partial-rollout`` they stay in flight instead, and surplus finished groups wait for the next collection.
         """
         options = self.run.config.rollout
         want = options.batch_size
@@ -110,7 +110,12 @@ class Collector:
         self._news.set()
 
     async def advance(self) -> None:
-        """Wait until some group in flight finishes (or a moment); those the filter accepts are ready then."""
+        """Wait until a group in flight finishes, at most ``PATIENCE`` seconds, and add the accepted groups to ``ready``.
+
+        Raises:
+            Interrupted: the user requested a stop.
+            DataError: the filter rejected too many groups in succession.
+        """
         if self.run.stop_requested:
             raise Interrupted
         try:
@@ -128,31 +133,31 @@ class Collector:
             if self.accept is None or self.accept(self.run.config.args, group):
                 self.ready.append((prompt, group))
             else:
-                self.prompts.used([prompt])
+                self.prompts.mark_used([prompt])
                 self._refused += 1
-                self._give_up_when_nothing_passes()
+                self._check_filter_accepts()
 
     def pop(self, count: int) -> list[Group]:
-        """Take the ``count`` ready groups with the lowest numbers."""
+        """Remove and return the ``count`` ready groups with the lowest numbers."""
         self._refused = 0
         self.ready.sort(key=lambda item: _number(item[0]))
         return self.take_out([_number(prompt) for prompt, _ in self.ready[:count]])
 
     def take_out(self, numbers: Collection[int]) -> list[Group]:
-        """Take the ready groups with these numbers."""
+        """Remove and return the ready groups with these numbers."""
         wanted = set(numbers)
         taken = [item for item in self.ready if item[0].group_index in wanted]
         self.ready = [item for item in self.ready if item[0].group_index not in wanted]
         self.popped += [prompt for prompt, _ in taken]
         return [group for _, group in taken]
 
-    def used(self) -> None:
-        """A step trains on everything that was taken so far."""
-        self.prompts.used(self.popped)
+    def mark_used(self) -> None:
+        """Mark the prompts of all groups returned so far as used: a step trains on them."""
+        self.prompts.mark_used(self.popped)
         self.popped = []
 
     async def drop(self) -> None:
-        """Stop what is in flight; its prompts, and those of groups that are ready, are generated first next time."""
+        """Abort the groups in flight and discard the ready ones. Their prompts return to the front of the queue."""
         if self.pending:
             gone, self.pending = self.pending, {}
             for task in gone:
@@ -165,15 +170,15 @@ class Collector:
         self.prompts.put_back(sorted(left, key=_number))
 
     def metrics(self) -> dict[str, float]:
-        """Means of the numbers about requests and rollouts since the last call: ``engine/NAME`` (``Response.metrics``) and those of
-        rollout functions."""
-        found = means(self.answers)
+        """Return the means of request and rollout statistics since the last call: ``engine/NAME`` (from ``Response.metrics``) and the
+        metrics of rollout functions."""
+        values = means(self.answers)
         self.answers.clear()
-        return found
+        return values
 
     def state(self, taken: Sequence[Group] = ()) -> Position:
-        """What a checkpoint keeps: ready groups, and ``taken`` ones that no step has trained on yet, with their samples;
-        every other prompt that is out is generated again."""
+        """Return the state for a checkpoint. It holds the samples of ready groups and of ``taken`` groups (returned, but not
+        trained on yet); all other prompts in use are generated again after a resume."""
         prompts = {p.group_index: p for p in (*self.popped, *(prompt for prompt, _ in self.ready))}
         groups = {g[0].group_index: g for g in (*taken, *(group for _, group in self.ready)) if g}
         data: dict[str, Any] = {"prompts": self.prompts.state(held=prompts)}
@@ -182,7 +187,7 @@ class Collector:
         return Position(data, tuple(sample for group in groups.values() for sample in group))
 
     def load_state(self, position: Position, keep: bool = False) -> None:
-        """Inverse of ``state``: groups whose samples were kept are ready with ``keep``, else they are generated again."""
+        """Inverse of ``state``. With ``keep``, saved groups become ready; otherwise their prompts are generated again."""
         self.ready, self.popped = [], []
         self.prompts.load_state(position.data["prompts"])
         groups: dict[int, Group] = {}
@@ -206,11 +211,12 @@ class Collector:
         self.progress.advance(len(group))
         return usable
 
-    def _give_up_when_nothing_passes(self) -> None:
+    def _check_filter_accepts(self) -> None:
+        """Raise DataError if the filter rejected 20 batches of groups and accepted none."""
         limit = 20 * self.run.config.rollout.batch_size
         if not self.ready and self._refused >= limit:
             raise DataError(
-                f"the group filter refused all of {self._refused} groups; loosen --dynamic-sampling-filter-path, use "
+                f"the group filter refused all of the last {self._refused} groups; loosen --dynamic-sampling-filter-path, use "
                 "easier or harder prompts, or raise --n-samples-per-prompt"
             )
 

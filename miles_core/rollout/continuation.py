@@ -1,8 +1,8 @@
-"""Continuing a response that an engine returned before it was complete.
+"""Continues responses that an engine aborted before they were complete.
 
-An aborted response is part of a sample: its tokens, log-probabilities and recorded rows stay, and the next request continues
-after them with the same key. Sampling keyed on (seed, key, position) then gives the tokens of a response that was never
-aborted, as long as the weights are the same.
+The tokens, log-probabilities and recorded rows of an aborted response are kept, and the next request continues after them
+with the same key. Because sampling is keyed on (seed, key, position), the result equals that of an uninterrupted response,
+as long as the weights are the same.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from miles_core.data.field import Field
 
 Decode = Callable[[list[int]], str]
 
-#: Replacement characters that the parts of a character at the ends of a piece of text can become.
+#: Upper bound on replacement characters that incomplete characters at both ends of a decoded piece can produce.
 _PARTIAL = 8
 
 
-def usable(response: Response, request: Request) -> bool:
-    """Whether another request can continue an aborted response. One that lacks a requested field cannot be continued: the
-    missing rows are unknown."""
+def can_continue(response: Response, request: Request) -> bool:
+    """Return whether another request can continue an aborted response. It cannot if the response has no tokens or lacks a
+    requested field, because the missing rows are unknown."""
     return bool(response.tokens) and request.extras <= response.extras.keys()
 
 
 def cut_at_stop(parts: list[Response], stop: Sequence[str], declared: Sequence[Field], decode: Decode) -> None:
-    """End the last part at the token that completes a stop string which began in a part before it: no engine saw it whole.
+    """Cut the last part after the token that completes a stop string which began in an earlier part.
 
-    Decodes a few tokens on each side of the boundary, so the cost does not depend on the length of the response.
+    The engine cannot detect such a stop string, because no single request generated all of it. Only a few tokens on each side of
+    the boundary are decoded, so the cost does not depend on the length of the response.
     """
     last = parts[-1]
     before = [token for part in parts[:-1] for token in part.tokens]
@@ -47,16 +48,16 @@ def cut_at_stop(parts: list[Response], stop: Sequence[str], declared: Sequence[F
 
 
 def _token_count(tokens: Sequence[int], characters: int, decode: Decode) -> int:
-    """How many of the first ``tokens`` surely hold more than ``characters`` characters of text: tokens may be parts of a
-    character, or special ones without text."""
+    """Return how many of the first ``tokens`` are needed to decode to more than ``characters`` characters. The count grows by
+    doubling, because a token may be a part of a character or a special token without text."""
     count = characters + 1
     while count < len(tokens) and len(decode(list(tokens[:count]))) <= characters + _PARTIAL:
         count *= 2
     return min(count, len(tokens))
 
 
-def joined(parts: Sequence[Response], stop: Sequence[str], declared: Sequence[Field], decode: Decode) -> Response:
-    """Join the parts of a response; each part begins where the one before it ended."""
+def join_parts(parts: Sequence[Response], stop: Sequence[str], declared: Sequence[Field], decode: Decode) -> Response:
+    """Concatenate the parts of a response; each part starts where the previous one ended."""
     last = parts[-1]
     if len(parts) == 1:
         return last
@@ -73,13 +74,13 @@ def joined(parts: Sequence[Response], stop: Sequence[str], declared: Sequence[Fi
         last.finish,
         text[: min((text.index(s) for s in stop if s in text), default=len(text))],
         versions,
-        {name: _joined_rows(name, parts, declared) for name in last.extras},
+        {name: _join_rows(name, parts, declared) for name in last.extras},
         last.metrics,
     )
 
 
 def first_tokens(response: Response, count: int, declared: Sequence[Field]) -> Response:
-    """``response`` as it was after ``count`` tokens, with the finish ``stop``."""
+    """Truncate ``response`` to its first ``count`` tokens and set its finish reason to ``stop``."""
     gone = len(response.tokens) - count
     aligned = {spec.name: spec.align for spec in declared}
     extras = {
@@ -97,11 +98,12 @@ def first_tokens(response: Response, count: int, declared: Sequence[Field]) -> R
     )
 
 
-def _joined_rows(name: str, parts: Sequence[Response], declared: Sequence[Field]) -> Any:
-    """Join a field's rows: ``response`` rows follow each other; of rows that several parts report, the earliest is kept."""
+def _join_rows(name: str, parts: Sequence[Response], declared: Sequence[Field]) -> Any:
+    """Concatenate the rows of a field. Rows aligned to the response are appended; if several parts report the same row of another
+    field, the earliest part wins."""
     aligned = next((spec.align for spec in declared if spec.name == name), "response")
-    found = parts[0].extras[name]
+    merged = parts[0].extras[name]
     for part in parts[1:]:
-        more = part.extras[name] if aligned == "response" else part.extras[name][len(found) :]
-        found = [*found, *more] if isinstance(found, list) else np.concatenate([found, more])
-    return found
+        more = part.extras[name] if aligned == "response" else part.extras[name][len(merged) :]
+        merged = [*merged, *more] if isinstance(merged, list) else np.concatenate([merged, more])
+    return merged

@@ -1,7 +1,7 @@
-"""``--custom-generate-function-path``: a user's function in a file of its own, as a rollout function.
+"""``--custom-generate-function-path``: adapts a function in a user's file to a rollout function.
 
-The function is ``async generate(args, sample, sampling_params) -> Sample | list[Sample]``. ``args`` reads like the command
-line's flat namespace, and ``await args.generate(tokens, sampling_params)`` asks the engine.
+The function is ``async generate(args, sample, sampling_params) -> Sample | list[Sample]``. The attributes of ``args`` are the
+options of the command line; ``await args.generate(tokens, sampling_params)`` sends a request to the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from miles_core.rollout.function import RolloutFunction
 
 
 class Args:
-    """The flat option namespace plus ``generate``, ``ask`` and the model's ``tokenizer``, one for every sample."""
+    """The flat option namespace plus ``generate``, ``ask`` and the model's ``tokenizer``. Each sample has its own instance."""
 
     def __init__(self, options: Any, ask: Ask) -> None:
         self._options, self.ask = options, ask
@@ -29,7 +29,7 @@ class Args:
         return getattr(self._options, name)
 
     def generate(self, tokens: list[int], sampling_params: Any = None, policy: str = "") -> Awaitable[Response]:
-        """The engine's answer to ``tokens``."""
+        """Request a response to ``tokens``; await the result. ``sampling_params`` overrides entries of the run's parameters."""
         if isinstance(tokens, str):
             raise DataError("args.generate takes token ids, not text: args.tokenizer.encode(text)")
         answer = self.ask(tokens, sampling=sampling_params, policy=policy)
@@ -41,10 +41,10 @@ class Args:
 
 
 class CustomGenerate(RolloutFunction):
-    """A user's function.
+    """Rollout function that calls a user's function.
 
     Args:
-        function: see the module.
+        function: has the signature given in the module's docstring.
         options: the flat option namespace.
     """
 
@@ -56,7 +56,11 @@ class CustomGenerate(RolloutFunction):
 
 
 def load_generate(spec: str) -> Callable[..., Any]:
-    """The function of ``--custom-generate-function-path``; ConfigError when it cannot be loaded or is not async."""
+    """Load the function of ``--custom-generate-function-path``.
+
+    Raises:
+        ConfigError: the function cannot be loaded or is not async.
+    """
     flag = "--custom-generate-function-path"
     function = load_function(spec, flag=flag, default="generate", parameters=("args", "sample", "sampling_params"))
     if not function.is_async:

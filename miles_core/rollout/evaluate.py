@@ -1,6 +1,6 @@
-"""Evaluation: held-out prompts through the same generation and reward, never trained on.
+"""Evaluation: generates and scores held-out prompts in the same way as training prompts; never trains on them.
 
-Every evaluation uses the same random numbers, so a change of the score is a change of the weights.
+Every evaluation uses the same random numbers, so only changed weights can change the score.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One evaluation: its metrics, and the answers by data set."""
+    """Result of one evaluation: its metrics, and the scored samples by name of the data set."""
 
     metrics: dict[str, float]
     samples: dict[str, list[Sample]]
@@ -37,10 +37,10 @@ class Evaluator:
 
     Args:
         run: for configuration and hooks.
-        sets: the data sets by name, each finite; the one without a name has the empty one.
-        render: row -> token ids, or None to leave the row out.
-        generate, score: as in training, with evaluation's sampling parameters.
-        progress: told about every finished group; None when it shows something else meanwhile.
+        sets: finite data sets by name; an unnamed data set has the name "".
+        render: row -> token ids, or None to skip the row.
+        generate, score: as in training; ``generate`` uses the sampling parameters of evaluation.
+        progress: display that advances with each finished group; None while it shows something else.
     """
 
     def __init__(
@@ -58,20 +58,23 @@ class Evaluator:
 
     @property
     def count(self) -> int:
-        """Samples of one evaluation."""
+        """Number of samples in one evaluation."""
         return sum(source.length or 0 for source in self.sets.values()) * self.run.config.evaluation.n_samples
 
     async def __call__(self) -> Evaluated:
-        """``eval/reward`` (mean over samples), ``eval/accuracy`` (fraction with reward >= 1) and ``eval/length_mean`` over
-        all samples, and ``eval/NAME/...`` for each named data set; with several policies also ``POLICY/eval/...``."""
+        """Evaluate all data sets.
+
+        The metrics are ``eval/reward`` (mean), ``eval/accuracy`` (fraction of samples with reward >= 1) and ``eval/length_mean``
+        over all samples, ``eval/NAME/...`` for each named data set and, with several policies, ``POLICY/eval/...``.
+        """
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         answers: dict[str, list[Sample]] = {}
         for name in self.sets:
             groups = await self._groups(name, first=FIRST_EVALUATION + len(samples))
-            answers[name] = found = [sample for group in groups for sample in group]
-            samples += found
-            own = self._metrics(found, f"eval/{name}" if name else "eval")
+            answers[name] = [sample for group in groups for sample in group]
+            samples += answers[name]
+            own = self._metrics(answers[name], f"eval/{name}" if name else "eval")
             self.run.hooks.on("on_evaluation", run=self.run, name=name, groups=groups, metrics=own)
             metrics |= own
         if set(self.sets) != {""}:
@@ -90,9 +93,10 @@ class Evaluator:
             groups.append(prompt.samples(count))
             for i, sample in enumerate(groups[-1]):
                 sample.index = first + number * count + i
-        return list(await asyncio.gather(*(self._one(group) for group in groups)))
+        return list(await asyncio.gather(*(self._complete(group) for group in groups)))
 
-    async def _one(self, group: Group) -> Group:
+    async def _complete(self, group: Group) -> Group:
+        """Generate and score one group; a failed sample has reward 0."""
         made = [s for siblings in await asyncio.gather(*(self.generate(s) for s in group)) for s in siblings]
         for sample in made:
             if sample.status is Status.FAILED:
@@ -104,11 +108,11 @@ class Evaluator:
 
     def _metrics(self, samples: list[Sample], prefix: str) -> dict[str, float]:
         rewards = [s.reward_value(self.run.config.reward.reward_key) for s in samples]
-        found = {
+        metrics = {
             f"{prefix}/reward": statistics.fmean(rewards),
             f"{prefix}/accuracy": sum(r >= 1.0 for r in rewards) / len(rewards),
             f"{prefix}/length_mean": statistics.fmean(s.response_length for s in samples),
         } | reward_parts(samples, prefix)
         for policy, own in by_policy(self.run, samples).items():
-            found |= {f"{policy}/{name}": value for name, value in self._metrics(own, prefix).items()}
-        return found
+            metrics |= {f"{policy}/{name}": value for name, value in self._metrics(own, prefix).items()}
+        return metrics

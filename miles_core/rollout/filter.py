@@ -1,7 +1,7 @@
-"""Group filters: which groups of rollouts are worth a gradient.
+"""Group filters: decide which groups of samples are used for training.
 
-A filter is ``keep(args, samples) -> bool``, where ``samples`` are all samples of one group with their rewards. DAPO's
-dynamic sampling (arXiv 2503.14476, section 3.2) is ``nonzero_std``.
+A filter is ``keep(args, samples) -> bool``; ``samples`` holds all samples of one group with their rewards. ``nonzero_std``
+implements DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ GroupFilter = Callable[[Any, Sequence[Any]], bool]
 
 
 def nonzero_std(args: Any, samples: Sequence[Any]) -> bool:
-    """Keep a group whose rewards are not all equal; the others have advantage 0 with every group estimator.
+    """Keep a group unless all its rewards are equal, because every group estimator then gives advantage 0.
 
-    Uses ``args.reward_key`` where rewards are dicts.
+    If rewards are dicts, the filter compares the entry ``args.reward_key``.
     """
     rewards = [reward_value(sample, getattr(args, "reward_key", None)) for sample in samples]
     return max(rewards) != min(rewards)
@@ -30,11 +30,12 @@ FILTERS: dict[str, GroupFilter] = {"nonzero_std": nonzero_std}
 
 
 def load_filter(spec: str) -> GroupFilter:
-    """The filter named by ``--dynamic-sampling-filter-path``: a name of ``FILTERS``, ``f.py[:keep]`` or a module path.
+    """Load the filter of ``--dynamic-sampling-filter-path``: a name in ``FILTERS``, ``f.py[:keep]`` or a module path.
+
+    The returned filter raises DataError if the user's function raises or does not return a bool.
 
     Raises:
-        ConfigError: it cannot be loaded.
-        DataError: (when called) the user's filter raised, or returned something that is not a bool.
+        ConfigError: the filter cannot be loaded.
     """
     if spec in FILTERS:
         return FILTERS[spec]
@@ -43,7 +44,7 @@ def load_filter(spec: str) -> GroupFilter:
     function = load_function(spec, flag=FLAG, default="keep", parameters=("args", "samples"))
     if function.is_async:
         raise ConfigError(
-            f"{FLAG} {spec}: {function.name} is async; a filter is called between requests, make it plain"
+            f"{FLAG} {spec}: {function.name} is async; a filter is called synchronously, define it with def"
         )
 
     def keep(args: Any, samples: Sequence[Any]) -> bool:
@@ -54,7 +55,7 @@ def load_filter(spec: str) -> GroupFilter:
             raise DataError(
                 f"the filter {function.name} ({function.origin}) raised {type(error).__name__} on {group}: {error}"
             ) from error
-        # numpy's bool is not a bool, but has the method that makes it one.
+        # numpy.bool_ is not a bool; its method item() converts it.
         answer = answer.item() if hasattr(answer, "item") else answer
         if not isinstance(answer, bool):
             raise DataError(

@@ -1,7 +1,7 @@
-"""Rollout functions: how the samples of one prompt are generated, from one turn to an agent with tools.
+"""Rollout functions generate the samples of a prompt: with a single turn, or as an agent with tools.
 
-The provider of ``--generate NAME`` returns a ``RolloutFunction`` or an async function with the same arguments. It is called
-once per sample and answers through ``ask``, which records every turn.
+The provider of ``--generate NAME`` returns a ``RolloutFunction`` or an async function with the same arguments. The function
+is called once per sample and sends its requests through ``ask``, which records every turn.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ class RolloutFunction(ABC):
     """Generates the samples of one prompt.
 
     Attributes:
-        roles: roles of the messages that it appends after the model's turns (``("tool",)``); before the run starts, the chat
-            template is checked for them.
+        roles: roles of the messages that the function appends after the model's turns, such as ``("tool",)``. The run checks at
+            start that the chat template supports them.
     """
 
     roles: tuple[str, ...] = ()
 
     async def start(self) -> None:
-        """Bring up what all samples share (a server, a pool of sandboxes). Called before the first sample; again, after ``stop``,
-        when the run recovers from a lost worker."""
+        """Start resources that all samples share (a server, a pool of sandboxes). Called before the first sample, and again after
+        ``stop`` when the run recovers from a lost worker."""
 
     async def stop(self) -> None:
-        """Release it, also where ``start`` failed. Called after the last sample, whatever ended the run."""
+        """Release the shared resources. Called after the last sample however the run ends, and also if ``start`` failed."""
 
     @abstractmethod
     async def __call__(self, sample: Sample, ask: Ask) -> Sample | list[Sample]:
-        """Generate; ``sample`` holds the prompt (``prompt``, ``tokens``, ``label``, ``metadata``).
+        """Generate the samples of one prompt; ``sample`` holds the prompt (``prompt``, ``tokens``, ``label``, ``metadata``).
 
-        Many calls run at once. A call is cancelled when its sample is dropped: release what belongs to the sample in
-        ``finally`` or with ``async with``; the run waits for that. Set ``status`` to FAILED where a tool failed, and the
-        sample is not trained on; an exception ends the run.
+        Many calls run concurrently. A call is cancelled when its sample is dropped: release the sample's resources in ``finally``
+        or with ``async with``; the run waits for the release. If a tool fails, set ``status`` to FAILED: the sample is then not
+        trained on. An exception ends the run.
 
         Returns:
-            ``ask.transcript.samples(sample)``, or samples whose tokens are made of the turns' tokens.
+            ``ask.transcript.samples(sample)``, or samples whose tokens are concatenated from the tokens of turns.
         """
 
 
 class PlainFunction(RolloutFunction):
-    """An async function ``(sample, ask) -> samples`` as a rollout function."""
+    """Adapts an async function ``(sample, ask) -> samples`` to a rollout function."""
 
     def __init__(self, function: Callable[[Sample, Ask], Awaitable[Any]]) -> None:
         self.function = function
@@ -67,7 +67,7 @@ class PlainFunction(RolloutFunction):
 
 
 class SingleTurn(RolloutFunction):
-    """``--generate turn``: one answer to the prompt."""
+    """``--generate turn``: generates one response to the prompt."""
 
     async def __call__(self, sample: Sample, ask: Ask) -> Sample:
         turn = await ask()
@@ -82,11 +82,11 @@ def make_turn() -> SingleTurn:
     return SingleTurn()
 
 
-def rollout_function(made: Any, name: str) -> RolloutFunction:
-    """What a provider of ``--generate`` returned, as a rollout function.
+def to_rollout_function(made: Any, name: str) -> RolloutFunction:
+    """Convert the value that the provider of ``--generate`` returned to a rollout function.
 
     Raises:
-        PluginError: it is neither a ``RolloutFunction`` nor an async function.
+        PluginError: the value is neither a ``RolloutFunction`` nor an async function.
     """
     if isinstance(made, RolloutFunction):
         return made
@@ -98,10 +98,10 @@ def rollout_function(made: Any, name: str) -> RolloutFunction:
 
 
 def check_roles(run: Run, name: str, function: RolloutFunction) -> None:
-    """The chat template can append the messages that ``function`` appends; what it does to earlier text is logged.
+    """Check that the chat template supports the roles of ``function``; log a warning if appending a message changes earlier text.
 
     Raises:
-        ConfigError: there is no chat template, or it has no such role.
+        ConfigError: the tokenizer has no chat template, or the template does not support a role.
     """
     renderer = run.render.renderer
     for role in function.roles:
@@ -119,8 +119,8 @@ def check_roles(run: Run, name: str, function: RolloutFunction) -> None:
         if effect != "appends":
             what = "removes the reasoning of earlier answers" if effect == "drops reasoning" else "changes earlier text"
             log.warning(
-                "the chat template %s when a message of the role %s follows: such messages begin another branch of the conversation, "
-                "which is rendered as a whole",
+                "the chat template %s when a message of the role %s follows: such a message starts a new branch, for which the "
+                "whole conversation is rendered again",
                 what,
                 role,
             )

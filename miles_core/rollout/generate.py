@@ -1,4 +1,4 @@
-"""Generating the samples of one prompt: a rollout function answers through ``ask``, and what engines reported is recorded."""
+"""Generates the samples of a prompt: calls a rollout function, sends its requests to engines and records their responses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from miles_core.contracts.returned import check_response
 from miles_core.data.means import add
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError
-from miles_core.reward.custom import said
+from miles_core.reward.custom import describe_error
 from miles_core.rollout.ask import Ask
-from miles_core.rollout.continuation import cut_at_stop, joined, usable
+from miles_core.rollout.continuation import can_continue, cut_at_stop, join_parts
 from miles_core.rollout.function import RolloutFunction, SingleTurn
 from miles_core.rollout.generated import check_samples
 from miles_core.rollout.keys import RequestKeys
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Generate = Callable[[Sample], Awaitable[list[Sample]]]
 
-#: Aborted answers in a row from which a request cannot continue, before the run gives up.
+#: The run stops after this many consecutive aborted responses from which a request cannot continue.
 FRUITLESS = 100
 
 
@@ -36,9 +36,9 @@ class Functions:
     """The rollout functions of a run.
 
     Attributes:
-        default: name of the one that generates samples which name no other.
-        by_name: all of them; the name is what a user wrote (``--generate NAME``, or a path).
-        key: entry of a sample's metadata that names its function (``--generate-key``); "" for none.
+        default: name of the function for samples that do not name one.
+        by_name: all functions by the name in the configuration (``--generate NAME``, or a path).
+        key: key of the metadata entry with the name of a sample's function (``--generate-key``); "" if there is none.
     """
 
     default: str
@@ -46,29 +46,29 @@ class Functions:
     key: str = ""
 
     def of(self, sample: Sample) -> tuple[str, RolloutFunction]:
-        """Name and function of a sample.
+        """Return the name and the function for a sample.
 
         Raises:
-            DataError: its metadata names a function that does not exist.
+            DataError: the sample's metadata names an unknown function.
         """
         name = sample.metadata.get(self.key, self.default) if self.key else self.default
         if not isinstance(name, str) or name not in self.by_name:
             raise DataError(
-                f"sample {sample.index}: its metadata names the rollout function {name!r:.80} (--generate-key {self.key}), and there "
-                f"are: {', '.join(self.by_name)}"
+                f"sample {sample.index}: its metadata names the rollout function {name!r:.80} (--generate-key {self.key}); the "
+                f"functions of this run are: {', '.join(self.by_name)}"
             )
         return name, self.by_name[name]
 
 
 class Generator:
-    """Turns a pending sample into finished ones.
+    """Generates one or more finished samples from a pending sample.
 
     Args:
         run: for hooks, fields and configuration.
-        engines: policy name -> where its requests go, for the policies that generate.
+        engines: name of a generating policy -> the engine for its requests.
         sampling: the default sampling parameters.
         functions: the rollout functions.
-        answers: takes numbers about requests and rollouts, metric -> (sum, count).
+        answers: collects statistics of requests and rollouts, metric -> (sum, count).
     """
 
     def __init__(
@@ -83,9 +83,10 @@ class Generator:
         self.answers = {} if answers is None else answers
         extras = {"sampling_support"} if sampling.truncated and not run.config.rollout.full_vocab_logprobs else set()
         self.extras, self.keys = extras, RequestKeys()
+        self.policies = {policy.name: policy for policy in run.policies}
 
     def release_keys(self, generate: Generate) -> Generate:
-        """``generate``, which calls this generator once or several times per sample, and after it the sample's keys are free."""
+        """Wrap ``generate``, which calls this generator one or more times per sample, to reset the sample's keys afterwards."""
 
         async def generate_and_release(sample: Sample) -> list[Sample]:
             number = sample.index
@@ -96,18 +97,18 @@ class Generator:
         return generate_and_release
 
     async def abort(self, samples: Collection[int]) -> None:
-        """Make the engines drop all requests of these samples, whose tasks have been cancelled."""
-        keys = self.keys.issued(samples)
+        """Make the engines abort all requests of these samples. The caller has cancelled the samples' tasks."""
+        keys = self.keys.keys_of(samples)
         for engine in self.engines.values():
             await engine.abort(keys)
         self.keys.forget(samples)
 
     async def __call__(self, sample: Sample) -> list[Sample]:
-        """Generate; every returned sample is validated and has been shown to ``on_sample``."""
+        """Generate the samples for ``sample``. Each returned sample is validated; ``on_sample`` runs for each complete one."""
         name, function = self.functions.of(sample)
         sample.policy = sample.policy or self.run.policy.name
         ask = self._ask(sample)
-        samples = await self._called(function, name, sample, ask)
+        samples = await self._call_function(function, name, sample, ask)
         for one in samples:
             ask.transcript.fill(one, self.run.fields)
             if self.run.config.rollout.mask_offpolicy_in_partial_rollout:
@@ -138,8 +139,8 @@ class Generator:
             lambda policy: roles.get(policy) == "train",
         )
 
-    async def _called(self, function: RolloutFunction, name: str, sample: Sample, ask: Ask) -> list[Sample]:
-        """What the function makes of ``sample``, checked; errors name the function and the sample."""
+    async def _call_function(self, function: RolloutFunction, name: str, sample: Sample, ask: Ask) -> list[Sample]:
+        """Call the rollout function and check the returned samples; errors name the function and the sample."""
         if type(function) is SingleTurn:
             return [await function(sample, ask)]
         number, group, label = sample.index, sample.group_index, f"the rollout function {name}"
@@ -148,9 +149,9 @@ class Generator:
         except DataError as error:
             raise DataError(f"{label}, on sample {number}: {error}") from error
         except Exception as error:
-            if any(error is each for each in ask.failures):  # the engine's, and not the function's
+            if any(error is failure for failure in ask.failures):  # raised by the engine, not by the function
                 raise
-            raise DataError(f"{label}, on sample {number}: it raised {said(error)}") from error
+            raise DataError(f"{label}, on sample {number}: it raised {describe_error(error)}") from error
         vocabulary = int(self.run.plan.fact("model.vocab_size") or len(self.run.tokenizer))
         samples = check_samples(made, number, label, vocabulary)
         for one in samples:
@@ -159,7 +160,7 @@ class Generator:
         return samples
 
     def _count(self, function: RolloutFunction, ask: Ask, samples: list[Sample]) -> None:
-        """Numbers about a rollout that can have several turns."""
+        """Record the statistics of a rollout, unless it has a single turn by definition."""
         if type(function) is SingleTurn:
             return
         transcript: Transcript = ask.transcript
@@ -173,27 +174,30 @@ class Generator:
     async def _answer(
         self, number: int, group: int, tokens: list[int], sampling: Sampling, policy: str, key: int
     ) -> Response:
-        """One response, whole also where the engine aborts it: what came back stays, and a further request continues it. With
-        ``--partial-rollout`` it may continue under new weights; else a response comes from one version, and a request whose
-        weights changed starts again. All of them draw their random numbers from ``key``. Plugins see every request first."""
+        """Generate one complete response, continuing it with further requests if the engine aborts it.
+
+        With ``--partial-rollout`` a response may continue under new weights. Otherwise all its tokens come from one weight version:
+        the response starts again if the weights changed. All requests draw their random numbers from ``key``. ``on_request`` runs
+        before each request is sent.
+        """
         engine = self._engine(number, policy)
         parts: list[Response] = []
         fruitless = 0
         while fruitless < FRUITLESS:
-            known = [token for part in parts for token in part.tokens]
+            generated = [token for part in parts for token in part.tokens]
             rest = (
-                dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(known))
-                if known
+                dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
+                if generated
                 else sampling
             )
-            request = Request([*tokens, *known], rest, key=key, group=group, extras=set(self.extras), policy=policy)
-            self.run.hooks.on("on_request", run=self.run, request=request)
+            request = Request([*tokens, *generated], rest, key=key, group=group, extras=set(self.extras), policy=policy)
+            self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
             response = await engine.generate(request)
             check_response(self.run, request, response)
             add(self.answers, {self._engine_metric(policy, n): (v, 1.0) for n, v in response.metrics.items()})
             if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
                 response.finish = "length"
-            if response.finish == "abort" and not usable(response, request):
+            if response.finish == "abort" and not can_continue(response, request):
                 fruitless += 1
                 continue
             parts.append(response)
@@ -203,18 +207,18 @@ class Generator:
                 parts.clear()
                 fruitless += 1
             elif parts[-1].finish != "abort":
-                return joined(parts, sampling.stop, self.run.fields, self._decode)
+                return join_parts(parts, sampling.stop, self.run.fields, self._decode)
             else:
                 fruitless = 0
         raise MilesError(
             f"the engine aborted the request of sample {number} {FRUITLESS} times in a row without a token to continue from; "
-            "look at its own log"
+            "see the engine's log"
         )
 
     def _engine(self, number: int, policy: str) -> Engine:
         if policy not in self.engines:
             raise DataError(
-                f"sample {number} asks the policy {policy!r}, and the policies of this run that generate are: {', '.join(self.engines)}"
+                f"sample {number} asks the policy {policy!r}; the policies of this run that generate are: {', '.join(self.engines)}"
             )
         return self.engines[policy]
 

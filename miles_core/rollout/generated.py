@@ -1,6 +1,6 @@
-"""What a custom generate function hands over: a sample it made, and the sampling parameters it asks with.
+"""Validates the samples and sampling parameters that a custom generate function provides.
 
-Both come from somebody's code, so each value is looked at before anything computes with it.
+Both come from user code, so every value is checked before it is used.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError
 
 
-def _whole(value: Any) -> bool:
+def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-#: entry of the sampling parameters -> (what it must be, the test); ranges are the engine's to say.
+#: sampling parameter -> (description of the valid type, predicate). Engines check the ranges.
 _PARAMETERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "max_new_tokens": ("a whole number", _whole),
-    "temperature": ("a number", _number),
-    "top_p": ("a number", _number),
-    "top_k": ("a whole number", _whole),
+    "max_new_tokens": ("a whole number", _is_whole),
+    "temperature": ("a number", _is_number),
+    "top_p": ("a number", _is_number),
+    "top_k": ("a whole number", _is_whole),
     "stop": ("texts of at least one character", lambda v: all(isinstance(x, str) and x for x in v)),
-    "stop_token_ids": ("token ids", lambda v: all(map(_whole, v))),
+    "stop_token_ids": ("token ids", lambda v: all(map(_is_whole, v))),
     "ignore_eos": ("True or False", lambda v: isinstance(v, bool)),
 }
 
 
-def sampling_of(params: Any, usual: Sampling) -> Sampling:
-    """``usual`` with what ``params`` says otherwise: a mapping of some of its entries, or a ``Sampling``.
+def merge_sampling(params: Any, usual: Sampling) -> Sampling:
+    """Return ``usual`` with the entries of ``params`` replaced. ``params`` is a mapping, a ``Sampling`` or None.
 
     Raises:
-        DataError: an entry that does not exist, or of a type that it cannot be.
+        DataError: an entry does not exist or has the wrong type.
     """
     if params is None:
         return usual
@@ -56,23 +56,23 @@ def sampling_of(params: Any, usual: Sampling) -> Sampling:
         if isinstance(values.get(name), Sequence):
             values[name] = tuple(values[name])
     for name, value in values.items():
-        wanted, right = _PARAMETERS[name]
-        if isinstance(getattr(usual, name), tuple) != isinstance(value, tuple) or not right(value):
+        wanted, is_valid = _PARAMETERS[name]
+        if isinstance(getattr(usual, name), tuple) != isinstance(value, tuple) or not is_valid(value):
             raise DataError(f"sampling_params: {name} is {params[name]!r}, and must be {wanted}")
     return dataclasses.replace(usual, **values)
 
 
 def check_samples(made: Any, number: int, where: str, vocabulary: int) -> list[Sample]:
-    """The samples that a function returned for sample ``number``.
+    """Validate what a generate function returned and convert it to a list of samples.
 
     Args:
-        made: a sample or a list of them.
-        number: of the sample that it was called with.
-        where: the function, for messages.
-        vocabulary: how many token ids the model knows.
+        made: the returned value: a sample or a list of samples.
+        number: number of the sample that the function was called with.
+        where: description of the function, for messages.
+        vocabulary: vocabulary size; token ids must be smaller.
 
     Raises:
-        DataError: it is something else, or a sample holds what it cannot.
+        DataError: the value is not a sample or list of samples, or a sample holds an invalid value.
     """
     samples = made if isinstance(made, list) else [made]
     if not samples or not all(isinstance(s, Sample) for s in samples):
@@ -86,27 +86,29 @@ def check_samples(made: Any, number: int, where: str, vocabulary: int) -> list[S
     for one in samples:
         if one.rollout_id not in (None, number):
             raise DataError(
-                f"{where} returned for sample {number} the Sample that it returned for sample {one.rollout_id} before; return the one "
-                "that it is given, or copies of that (copy.deepcopy)"
+                f"{where} returned for sample {number} the same Sample object as for sample {one.rollout_id}; return the Sample that "
+                "it was called with, or copies of it (copy.deepcopy)"
             )
-        if wrong := _wrong(one, vocabulary):
-            raise DataError(f"{where}: sample {one.index} has {wrong}")
+        if fault := _find_fault(one, vocabulary):
+            raise DataError(f"{where}: sample {one.index} has {fault}")
     return samples
 
 
-def _wrong(sample: Sample, vocabulary: int) -> str:
-    """What a sample holds and cannot, in words; empty where all is right. A status given as text becomes a ``Status``."""
+def _find_fault(sample: Sample, vocabulary: int) -> str:
+    """Describe the first invalid value of a sample; "" if all values are valid. Converts a status given as text to ``Status``."""
     tokens, length, mask, log_probs = sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs
     if not isinstance(tokens, list):
         return f"tokens of type {type(tokens).__name__}; give a list of token ids"
-    strange = [t for t in tokens if not _whole(t) or not 0 <= t < vocabulary]
-    if strange:
-        return f"the token {strange[0]!r}; token ids are 0 to {vocabulary - 1}"
-    if not _whole(length) or not 0 <= length <= len(tokens):
-        return f"a response_length of {length!r}; it is the number of its last tokens that are the response, of {len(tokens)}"
+    invalid = [t for t in tokens if not _is_whole(t) or not 0 <= t < vocabulary]
+    if invalid:
+        return f"the token {invalid[0]!r}; token ids are 0 to {vocabulary - 1}"
+    if not _is_whole(length) or not 0 <= length <= len(tokens):
+        return (
+            f"a response_length of {length!r}; it is the number of response tokens, at most {len(tokens)} (all tokens)"
+        )
     if mask is not None and not (isinstance(mask, list) and all(m in (0, 1) for m in mask)):
         return f"a loss_mask of {mask!r:.80}; it is None, or a list with 0 or 1 for each token of the response"
-    if log_probs is not None and not (isinstance(log_probs, list) and all(map(_number, log_probs))):
+    if log_probs is not None and not (isinstance(log_probs, list) and all(map(_is_number, log_probs))):
         return (
             f"rollout_log_probs of {log_probs!r:.80}; give a list with a number for each token of the response, or None"
         )

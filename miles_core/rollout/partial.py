@@ -1,4 +1,4 @@
-"""Whether responses go on under new weights."""
+"""Decides whether a response may continue under new weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def partial_rollout(config: Config) -> bool:
-    """``--partial-rollout``. Where nothing was said it is on with ``--schedule async``, which would otherwise wait for the longest
-    response before every push and be no faster than ``ahead``."""
+    """Return ``--partial-rollout``. The default is True with ``--schedule async``, which would otherwise wait for the longest
+    response before every weight push and be no faster than ``ahead``; with other schedules it is False."""
     chosen = config.rollout.partial_rollout
     return config.run.schedule == "async" if chosen is None else chosen

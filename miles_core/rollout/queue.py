@@ -1,4 +1,4 @@
-"""Prompts on their way into a rollout: rendered, numbered, remembered while they are out, given back when unused."""
+"""Queue of prompts: renders and numbers prompts, tracks those in use, and accepts unused prompts back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miles_core.data.prompt_source import PromptSource, Row
 from miles_core.data.sample import Sample
 from miles_core.errors import DataError
 
-#: Rows left out in succession until the run gives up.
+#: The run stops after this many consecutive rows were skipped.
 GIVE_UP = 1000
 
 
@@ -28,7 +28,7 @@ class Prompt:
     policy: str = ""
 
     def samples(self, count: int) -> list[Sample]:
-        """``count`` pending samples, numbered from ``group_index * count``."""
+        """Create ``count`` pending samples, numbered from ``group_index * count``."""
         return [
             Sample(
                 prompt=copy.deepcopy(self.text),
@@ -43,33 +43,33 @@ class Prompt:
         ]
 
     def indexes(self, count: int) -> range:
-        """The running numbers of its ``count`` samples."""
+        """Return the indexes of the ``count`` samples of this prompt."""
         return range(self.group_index * count, (self.group_index + 1) * count)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but its number."""
+        """Return all fields except ``group_index``."""
         data = {"text": self.text, "tokens": list(self.tokens), "label": self.label, "metadata": self.metadata}
         return data | ({"policy": self.policy} if self.policy else {})
 
     @classmethod
     def from_json(cls, data: dict[str, Any], group_index: int = -1) -> Prompt:
-        """Inverse of ``to_json``, under this number."""
+        """Inverse of ``to_json``, with the given ``group_index``."""
         tokens, policy = tuple(data["tokens"]), data.get("policy", "")
         return cls(data["text"], tokens, data["label"], data["metadata"], group_index, policy)
 
 
 class PromptQueue:
-    """Numbers prompts, and remembers each until it is used or given back.
+    """Numbers prompts and tracks each of them until it is used or put back.
 
     Args:
-        source: where rows come from.
-        render: row -> token ids, or None to leave the row out.
-        kind: name of the source (``--prompts``); a state of another one is refused.
+        source: supplies rows.
+        render: row -> token ids, or None to skip the row.
+        kind: name of the source (``--prompts``); ``load_state`` rejects the state of another kind.
 
     Attributes:
-        waiting: given back; handed out again first.
-        out: handed out, by number: neither used nor given back yet.
-        left_out: rows that ``render`` left out.
+        waiting: prompts that were put back; ``next`` returns them first.
+        out: prompts in use by group number: neither used up nor put back yet.
+        left_out: number of rows that ``render`` skipped.
     """
 
     def __init__(self, source: PromptSource, render: Callable[[Row], list[int] | None], kind: str = "file") -> None:
@@ -81,25 +81,25 @@ class PromptQueue:
         self._left_out_since = 0
 
     def next(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts, returned ones first; each gets a new group number."""
+        """Return the next ``count`` prompts, starting with those put back. Each gets a new group number."""
         again = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
         made = [replace(prompt, group_index=self._number()) for prompt in again]
         while len(made) < count:
-            made += self._rendered(count - len(made))
+            made += self._render_rows(count - len(made))
         self.out |= {p.group_index: p for p in made}
         return made
 
-    def _rendered(self, count: int) -> list[Prompt]:
-        """Prompts of the next ``count`` rows, fewer where rows are left out.
+    def _render_rows(self, count: int) -> list[Prompt]:
+        """Render the next ``count`` rows; skipped rows yield no prompt.
 
         Raises:
-            DataError: the source returned no rows, or a thousand rows in a row were left out.
+            DataError: the source did not return ``count`` rows, or ``GIVE_UP`` consecutive rows were skipped.
         """
         rows = self.source.next(count)
         if not isinstance(rows, list) or len(rows) != count or not all(isinstance(row, Row) for row in rows):
             raise DataError(
-                f"the prompt source {type(self.source).__name__} was asked for {count} rows and returned {rows!r:.80}; next(n) returns "
-                "a list of n miles_core.Row"
+                f"the prompt source {type(self.source).__name__} was asked for {count} rows and returned {rows!r:.80}; next(n) must "
+                "return a list of n miles_core.Row"
             )
         made = []
         for row in rows:
@@ -118,18 +118,18 @@ class PromptQueue:
         return made
 
     def put_back(self, prompts: list[Prompt]) -> None:
-        """Generate these first next time."""
-        self.used(prompts)
+        """Return prompts to the front of the queue."""
+        self.mark_used(prompts)
         self.waiting.extendleft(reversed(prompts))
 
-    def used(self, prompts: Iterable[Prompt]) -> None:
-        """These are done with: trained on, or refused by a filter."""
+    def mark_used(self, prompts: Iterable[Prompt]) -> None:
+        """Stop tracking prompts that were trained on or rejected by a filter."""
         for prompt in prompts:
             self.out.pop(prompt.group_index, None)
 
     def state(self, held: Collection[int] = ()) -> dict[str, Any]:
-        """Position, numbering and the prompts to hand out again, as JSON: those that are out come first, except the
-        numbers in ``held``, whose samples are kept elsewhere."""
+        """Return the source's position, the numbering and the prompts to generate again, as JSON. Prompts in use come first,
+        without the group numbers in ``held``, whose samples the caller stores."""
         out = [prompt for number, prompt in sorted(self.out.items()) if number not in held]
         waiting = [prompt.to_json() for prompt in (*out, *self.waiting)]
         return {"kind": self.kind, "source": self.source.state(), "next_group": self.next_group, "waiting": waiting}
@@ -138,7 +138,7 @@ class PromptQueue:
         """Inverse of ``state``.
 
         Raises:
-            DataError: the state is of another source.
+            DataError: the state belongs to another kind of source.
         """
         if (kind := state.get("kind", self.kind)) != self.kind:
             raise DataError(

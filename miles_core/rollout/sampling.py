@@ -1,4 +1,4 @@
-"""Sampling parameters of training rollouts and of evaluation, from the configuration."""
+"""Builds the sampling parameters of training rollouts and of evaluation from the configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def training_sampling(config: Config) -> Sampling:
-    """How training samples are drawn."""
+    """Return the sampling parameters of training rollouts."""
     options = config.rollout
     return Sampling(
         max_new_tokens=options.max_response_len,
@@ -24,7 +24,7 @@ def training_sampling(config: Config) -> Sampling:
 
 
 def evaluation_sampling(config: Config) -> Sampling:
-    """How evaluation samples are drawn: the rollout's parameters where evaluation has none of its own."""
+    """Return the sampling parameters of evaluation. An unset evaluation option takes the value used for training."""
     options, base = config.evaluation, training_sampling(config)
 
     def pick(value: float | int | None, default: float | int) -> float | int:

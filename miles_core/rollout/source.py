@@ -1,4 +1,4 @@
-"""Opening a file of prompts as the options say, and looking at every one of them before the run begins."""
+"""Opens prompt files as configured and validates every prompt before the run starts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model can take.
+    """Limits of the model.
 
     Attributes:
-        context: tokens of prompt and response together; None where it is not known.
-        origin: where that number comes from.
-        vocabulary: token ids are below this; None where it is not known.
+        context: maximum number of tokens of prompt and response together; None if unknown.
+        origin: source of ``context``, for messages.
+        vocabulary: vocabulary size; None if unknown.
     """
 
     context: int | None = None
@@ -32,7 +32,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config, context: int | None, origin: str, vocabulary: int | None) -> Limits:
-        """``--rollout-max-context-len``, else the model's own context (the fact ``model.context``)."""
+        """Build limits whose context is ``--rollout-max-context-len`` if set, otherwise the model's (the fact ``model.context``)."""
         if config.rollout.max_context_len:
             return cls(config.rollout.max_context_len, "--rollout-max-context-len", vocabulary)
         return cls(context, f"the model's context, {origin}", vocabulary)
@@ -44,35 +44,35 @@ NO_LIMITS = Limits()
 FILE = "file"
 
 
-def encoded(render: PromptTemplate, row: Row, limits: Limits) -> list[int]:
-    """Token ids of a row's prompt.
+def encode_prompt(render: PromptTemplate, row: Row, limits: Limits) -> list[int]:
+    """Return the token ids of a row's prompt.
 
     Raises:
-        DataError: the template or the tokenizer refuses it, or a token is not the model's; names the row.
+        DataError: the template or the tokenizer rejects the prompt, or a token id exceeds the vocabulary. Names the row.
     """
     try:
         tokens = render(row.prompt)
     except MilesError as error:
         raise DataError(f"{row.place}: {error}") from error
-    except Exception as error:  # tokenizers raise whatever they like
+    except Exception as error:  # tokenizers raise exceptions of any type
         raise DataError(
             f"{row.place}: the tokenizer cannot encode the prompt ({type(error).__name__}: {error}); correct or remove the row"
         ) from error
     if limits.vocabulary is not None and max(tokens) >= limits.vocabulary:
         raise DataError(
-            f"{row.place}: the tokenizer gives the prompt the token {max(tokens)}, and the model knows {limits.vocabulary} "
-            "(vocab_size in its config.json): tokenizer and model do not belong together"
+            f"{row.place}: the tokenizer gives the prompt the token {max(tokens)}, but the model's vocabulary has {limits.vocabulary} "
+            "tokens (vocab_size in its config.json): tokenizer and model do not match; use the tokenizer of this model"
         )
     return tokens
 
 
-def fitting(render: PromptTemplate, row: Row, config: Config, limits: Limits) -> list[int] | None:
-    """Token ids of a row's prompt; None where they are more than ``--rollout-max-prompt-len``.
+def encode_within_limits(render: PromptTemplate, row: Row, config: Config, limits: Limits) -> list[int] | None:
+    """Return the token ids of a row's prompt; None if it is longer than ``--rollout-max-prompt-len``.
 
     Raises:
-        DataError: see ``encoded``; no token of a response fits after it.
+        DataError: see ``encode_prompt``; or the prompt leaves no room for a response within the context.
     """
-    tokens = encoded(render, row, limits)
+    tokens = encode_prompt(render, row, limits)
     longest = config.rollout.max_prompt_len
     if longest is not None and len(tokens) > longest:
         return None
@@ -85,7 +85,7 @@ def fitting(render: PromptTemplate, row: Row, config: Config, limits: Limits) ->
 
 
 def open_prompts(config: Config, paths: Any, flag: str, shuffle: bool = False) -> Prompts:
-    """The rows of ``paths``, keys and values checked; ``flag`` is what names them, for messages."""
+    """Open the prompt files ``paths`` and check their keys and values. Messages name ``flag``, the option with the paths."""
     data = config.data
     if not paths:
         raise ConfigError(f"no prompts: give {flag} FILE (JSONL or parquet)")
@@ -107,26 +107,26 @@ def examine(
     flag: str,
     check: Callable[[Row], None] | None = None,
 ) -> None:
-    """Render every prompt once; those beyond ``--rollout-max-prompt-len`` are left out and counted.
+    """Render every prompt once, and drop prompts longer than ``--rollout-max-prompt-len`` from ``prompts``; log their number.
 
     Takes about as long as tokenising the files.
 
     Args:
-        prompts: as ``open_prompts`` made them.
+        prompts: result of ``open_prompts``.
         render: prompt -> token ids.
         config: for ``--rollout-max-prompt-len``.
-        limits: of the model.
-        flag: what names the prompts, for messages.
-        check: a further look at each row; raises DataError.
+        limits: limits of the model.
+        flag: option with the paths, for messages.
+        check: additional check of each row; raises DataError.
 
     Raises:
-        DataError: see ``encoded``; a prompt too long for the model; what ``check`` raises; no prompt is left.
+        DataError: see ``encode_prompt``; or a prompt is too long for the model, ``check`` raised, or no prompt remains.
     """
     longest = config.rollout.max_prompt_len
     kept: list[int] = []
     lengths: list[tuple[int, str]] = []
     for number, row in enumerate(prompts):
-        tokens = encoded(render, row, limits)
+        tokens = encode_prompt(render, row, limits)
         if check is not None:
             check(row)
         if longest is None or len(tokens) <= longest:
@@ -138,11 +138,11 @@ def examine(
     _refuse_long(lengths, limits, flag)
     if dropped:
         prompts.restrict(kept)
-        log.info("%s: %d prompts are longer than --rollout-max-prompt-len and left out", flag, dropped)
+        log.info("%s: dropped %d prompts that are longer than --rollout-max-prompt-len", flag, dropped)
 
 
 def _refuse_long(lengths: list[tuple[int, str]], limits: Limits, flag: str) -> None:
-    """A prompt that leaves no room for a token of the response is of no use."""
+    """Raise DataError if a prompt leaves no room for a single response token."""
     too_long = [item for item in lengths if limits.context is not None and item[0] >= limits.context]
     if too_long:
         longest, place = max(too_long)

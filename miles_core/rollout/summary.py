@@ -1,4 +1,4 @@
-"""Numbers about one rollout's samples."""
+"""Metrics of the samples of one rollout."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ if TYPE_CHECKING:
 
 
 def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
-    """Rewards, lengths and endings. ``reward/all_equal`` is the fraction of groups without a learning signal,
-    ``reward/part/NAME`` the mean of an entry of rewards that are dicts. With several policies in the groups there are also
-    ``POLICY/reward/...`` and ``POLICY/rollout/...``."""
+    """Return statistics of rewards, response lengths and truncation.
+
+    ``reward/all_equal`` is the fraction of groups whose rewards are all equal (no learning signal). ``reward/part/NAME`` is the
+    mean of the entry NAME of dict rewards. If the groups contain samples of several policies, the result also has
+    ``POLICY/reward/...`` and ``POLICY/rollout/...``.
+    """
     samples = [s for group in groups for s in group]
-    found = _metrics(run, groups, samples)
+    metrics = _metrics(run, groups, samples)
     for policy, own in by_policy(run, samples).items():
         theirs = [[s for s in group if policy_of(run, s) == policy] for group in groups]
-        found |= {f"{policy}/{k}": v for k, v in _metrics(run, [g for g in theirs if g], own).items()}
-    return found
+        metrics |= {f"{policy}/{k}": v for k, v in _metrics(run, [g for g in theirs if g], own).items()}
+    return metrics
 
 
 def policy_of(run: Run, sample: Sample) -> str:
-    """Name of the policy that generated a sample."""
+    """Return the name of the policy that generated a sample."""
     return sample.policy or run.policy.name
 
 
 def by_policy(run: Run, samples: Iterable[Sample]) -> dict[str, list[Sample]]:
-    """The samples of each policy; nothing in a run of one policy, or where all samples are of one."""
-    found: dict[str, list[Sample]] = {}
+    """Group samples by policy name. The result is empty if all samples belong to a single policy."""
+    groups: dict[str, list[Sample]] = {}
     for sample in samples if len(run.policies) > 1 else ():
-        found.setdefault(policy_of(run, sample), []).append(sample)
-    return found if len(found) > 1 else {}
+        groups.setdefault(policy_of(run, sample), []).append(sample)
+    return groups if len(groups) > 1 else {}
 
 
 def _metrics(run: Run, groups: list[Group], samples: list[Sample]) -> dict[str, float]:
@@ -62,10 +65,10 @@ def _metrics(run: Run, groups: list[Group], samples: list[Sample]) -> dict[str, 
 
 
 def reward_parts(samples: Iterable[Sample], prefix: str) -> dict[str, float]:
-    """``PREFIX/part/NAME``: the mean of each numeric entry of rewards that are dicts, over the samples that have it."""
-    found: dict[str, list[float]] = {}
+    """Return ``PREFIX/part/NAME`` for each numeric entry of dict rewards: its mean over the samples that have the entry."""
+    parts: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.reward.items() if isinstance(sample.reward, Mapping) else ():
             with suppress(DataError):
-                found.setdefault(str(name), []).append(number(value, None))
-    return {f"{prefix}/part/{name}": statistics.fmean(values) for name, values in found.items() if values}
+                parts.setdefault(str(name), []).append(number(value, None))
+    return {f"{prefix}/part/{name}": statistics.fmean(values) for name, values in parts.items() if values}

@@ -1,9 +1,9 @@
-"""What was sent to engines for one sample and what came back: a tree of turns.
+"""Transcript of the requests and responses of one sample: a tree of turns.
 
-A turn is one answer of an engine and the token ids that were added before it. Turns that continue another one are its
-children; two children of one turn, or two beginnings, are branches (a retry, a sub-agent, an edited history). A sample is a
-path through the tree: its tokens are those that were sent and generated, never text that was tokenized again. Tokens that an
-engine generated are trained on (``loss_mask`` 1), everything else is not.
+A turn consists of one response and the token ids added before it. Its children are the turns that continue it. Two children
+of a turn, or two roots, are branches (a retry, a sub-agent, an edited history). A sample is a path through the tree: its
+tokens are exactly those sent and generated, never re-tokenized text. Generated tokens are trained on (``loss_mask`` 1); all
+other tokens are not.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status
 
 @dataclass(eq=False)
 class Turn:
-    """One answer of an engine.
+    """One response of an engine, with the tokens added before it.
 
     Attributes:
-        parent: the turn that it continues; None at the beginning of a conversation.
-        prompt: the token ids between the end of ``parent`` and the answer; never trained on.
-        response: what the engine returned: tokens, log-probs, versions, recorded fields.
-        policy: name of the policy that answered.
-        start: number of tokens before the answer.
+        parent: the turn that this one continues; None for the first turn of a conversation.
+        prompt: the token ids between the end of ``parent`` and the response; never trained on.
+        response: the engine's response: tokens, log-probs, versions, recorded fields.
+        policy: name of the policy that generated the response.
+        start: number of tokens before the response.
         children: the turns that continue this one.
-        discarded: no sample ends with it (a retry that was superseded).
+        discarded: no sample ends with this turn (a superseded retry).
     """
 
     parent: Turn | None
@@ -48,39 +48,39 @@ class Turn:
 
     @property
     def end(self) -> int:
-        """Number of tokens up to the end of the answer."""
+        """Number of tokens up to the end of the response."""
         return self.start + len(self.response.tokens)
 
     @property
     def path(self) -> list[Turn]:
-        """The turns from the beginning of the conversation to this one."""
-        found: list[Turn] = [self]
-        while found[-1].parent is not None:
-            found.append(found[-1].parent)
-        return found[::-1]
+        """The turns from the root to this turn."""
+        turns: list[Turn] = [self]
+        while turns[-1].parent is not None:
+            turns.append(turns[-1].parent)
+        return turns[::-1]
 
     @property
     def tokens(self) -> list[int]:
-        """All token ids up to the end of the answer."""
+        """All token ids up to the end of the response."""
         return [token for turn in self.path for token in (*turn.prompt, *turn.response.tokens)]
 
     def follows(self, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens``, which continue the parent, begin with this turn's prompt."""
+        """Return whether this turn's prompt follows the parent in ``tokens``. The caller ensures that ``tokens`` contain the parent."""
         first = self.start - len(self.prompt)
         return tuple(tokens[first : self.start]) == self.prompt
 
-    def lies_in(self, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens``, which continue the parent, begin with this turn."""
+    def is_prefix_of(self, tokens: Sequence[int]) -> bool:
+        """Return whether the path to this turn is a prefix of ``tokens``. The caller ensures that ``tokens`` contain the parent."""
         return self.follows(tokens) and list(tokens[self.start : self.end]) == self.response.tokens
 
 
 class Transcript:
-    """All turns of one sample, in the order in which they were answered.
+    """All turns of one sample, in the order of their responses.
 
     Args:
         sample: number of the sample, for messages.
         decode: token ids -> text without special tokens.
-        learns: whether a policy learns from samples; others (a frozen opponent) get none.
+        learns: policy name -> whether the policy is trained. ``samples`` makes no sample for others (a frozen opponent).
     """
 
     def __init__(
@@ -92,29 +92,29 @@ class Transcript:
 
     @property
     def branches(self) -> int:
-        """How many turns begin another branch: further beginnings, and further children of a turn."""
+        """Number of additional branches: roots after the first, and children of a turn after its first."""
         siblings = [self.roots, *(turn.children for turn in self.turns)]
-        return sum(max(0, len(each) - 1) for each in siblings)
+        return sum(max(0, len(turns) - 1) for turns in siblings)
 
     @property
     def leaves(self) -> list[Turn]:
-        """The last turns of all conversations, without discarded ones."""
+        """The last turns of all branches, without discarded turns."""
         live = [turn for turn in self.turns if not turn.discarded]
         return [turn for turn in live if all(child.discarded for child in turn.children)]
 
     def find(self, tokens: Sequence[int]) -> Turn | None:
-        """The deepest turn that ``tokens`` continue; the latest where several do."""
-        found, level = None, self.roots
-        while inside := [turn for turn in level if turn.lies_in(tokens)]:
-            found = inside[-1]
+        """Return the deepest turn that is a prefix of ``tokens``; the latest one if there are several, None if there is none."""
+        deepest, level = None, self.roots
+        while inside := [turn for turn in level if turn.is_prefix_of(tokens)]:
+            deepest = inside[-1]
             level = [child for turn in inside for child in turn.children]
-        return found
+        return deepest
 
     def add(self, parent: Turn | None, prompt: Sequence[int], response: Response, policy: str) -> Turn:
-        """Record an answer to ``parent``'s tokens followed by ``prompt``.
+        """Record the response to ``parent``'s tokens followed by ``prompt``.
 
         Raises:
-            DataError: the engine returned another number of log-probs than tokens.
+            DataError: the numbers of log-probs and of tokens differ.
         """
         if len(response.log_probs) != len(response.tokens):
             raise DataError(
@@ -127,10 +127,10 @@ class Transcript:
         return turn
 
     def cut(self, turn: Turn, count: int, declared: Sequence[Field] = ()) -> Turn:
-        """Keep only the first ``count`` tokens of an answer: a turn of its own, which can be continued. The other is discarded.
+        """Add a turn with only the first ``count`` tokens of the response, which can be continued, and discard ``turn``.
 
         Raises:
-            DataError: there are not so many tokens, or none is kept.
+            DataError: ``count`` is not between 1 and the number of tokens.
         """
         if not 0 < count <= len(turn.response.tokens):
             raise DataError(
@@ -142,8 +142,11 @@ class Transcript:
         return self.add(turn.parent, turn.prompt, kept, turn.policy)
 
     def samples(self, sample: Sample, leaves: Iterable[Turn] | None = None) -> list[Sample]:
-        """Samples of the paths to ``leaves`` (by default ``self.leaves``), made like ``sample``: one for each policy that
-        answered in the path and learns. A turn that several paths share is trained in the first of them only."""
+        """Make samples of the paths to ``leaves`` (default ``self.leaves``), as copies of ``sample`` with the path's tokens.
+
+        Each path yields one sample per trained policy that generated in it. A turn shared by several paths is trained in the first
+        of them only.
+        """
         made: list[Sample] = []
         trained: set[int] = set()
         for leaf in self.leaves if leaves is None else leaves:
@@ -168,21 +171,21 @@ class Transcript:
         return one
 
     def unused(self, samples: Iterable[Sample]) -> int:
-        """How many turns are part of none of ``samples``."""
+        """Return the number of turns that no sample of ``samples`` contains."""
         used = {id(turn) for sample in samples for turn in self._turns_of(sample.tokens)}
         return sum(id(turn) not in used for turn in self.turns)
 
     def fill(self, sample: Sample, declared: tuple[Field, ...]) -> None:
-        """Set what the engine reported about the tokens of ``sample``: mask, log-probs, versions, fields, status. Values that are
-        set already are kept.
+        """Set the loss mask, log-probs, versions, fields and status of ``sample`` from the recorded responses. Values that are
+        already set are kept.
 
         Raises:
-            DataError: the sample holds a part of an answer without the rest, or trains tokens that no engine generated.
+            DataError: the sample contains only a part of a response, or trains tokens that no engine generated.
         """
-        found = self._turns_of(sample.tokens)
-        mine = [turn for turn in found if turn.policy == (sample.policy or turn.policy)]
+        turns = self._turns_of(sample.tokens)
+        mine = [turn for turn in turns if turn.policy == (sample.policy or turn.policy)]
         if sample.status not in (Status.ABORTED, Status.FAILED):
-            self._check_whole(sample, found)
+            self._check_whole(sample, turns)
             if not mine and sample.rollout_log_probs is None:
                 raise DataError(
                     f"sample {sample.index}: its tokens do not continue any call of the engine, so they have no "
@@ -207,60 +210,61 @@ class Transcript:
             (turn.start + i, version) for turn in mine for i, version in turn.response.weight_versions
         ]
         if sample.status is Status.PENDING:
-            sample.status = _STATUS[found[-1].response.finish]
+            sample.status = _STATUS[turns[-1].response.finish]
         for spec in declared:
-            known = [turn for turn in mine if turn.response.extras.get(spec.name) is not None]
-            if spec.name not in sample.fields and known:
-                sample.fields[spec.name] = _assemble(spec, sample, known)
+            reporting = [turn for turn in mine if turn.response.extras.get(spec.name) is not None]
+            if spec.name not in sample.fields and reporting:
+                sample.fields[spec.name] = _assemble(spec, sample, reporting)
 
     def _set_mask(self, sample: Sample, generated: np.ndarray) -> None:
         if sample.loss_mask is None:
             sample.loss_mask = None if generated.all() else generated.tolist()
         elif sample.rollout_log_probs is None and len(sample.loss_mask) == len(generated):
-            strange = np.flatnonzero((np.asarray(sample.loss_mask) == 1) & (generated == 0))
-            if len(strange):
+            foreign = np.flatnonzero((np.asarray(sample.loss_mask) == 1) & (generated == 0))
+            if len(foreign):
                 raise DataError(
-                    f"sample {sample.index}: loss_mask trains token {int(strange[0])} of its response, which the engine of the policy "
+                    f"sample {sample.index}: loss_mask trains token {int(foreign[0])} of its response, which the engine of the policy "
                     f"{sample.policy or 'of the run'} did not generate, so it has no log-probability; set 0 there"
                 )
 
     def _turns_of(self, tokens: Sequence[int]) -> list[Turn]:
-        """All turns that ``tokens`` hold whole."""
-        found: list[Turn] = []
+        """Return all turns that ``tokens`` contain completely."""
+        turns: list[Turn] = []
         level = self.roots
-        while inside := [turn for turn in level if turn.lies_in(tokens)]:
-            found += inside
+        while inside := [turn for turn in level if turn.is_prefix_of(tokens)]:
+            turns += inside
             level = [child for turn in inside for child in turn.children]
-        return found
+        return turns
 
-    def _check_whole(self, sample: Sample, found: list[Turn]) -> None:
-        """Every answer that begins in the sample is whole in it, or is masked on purpose."""
+    def _check_whole(self, sample: Sample, complete: list[Turn]) -> None:
+        """Raise DataError if the sample contains only a part of a response, unless the loss mask of that part is 0."""
         covered = np.zeros(len(sample.tokens), bool)
-        for turn in found:
+        for turn in complete:
             covered[turn.start : turn.end] = True
         if sample.loss_mask is not None and len(sample.loss_mask) == sample.response_length:
             covered[sample.prompt_length :] |= np.asarray(sample.loss_mask) == 0
-        inside = {id(turn) for turn in found}
+        inside = {id(turn) for turn in complete}
         for turn in self.turns:
             begins = turn.parent is None or id(turn.parent) in inside
             if id(turn) in inside or not begins or not turn.follows(sample.tokens):
                 continue
             rest = sample.tokens[turn.start :]
-            count = _common(turn.response.tokens, rest)
+            count = _common_prefix(turn.response.tokens, rest)
             after = turn.response.tokens[1:]
             shifted = (
                 len(after) if not count and after and after == rest[: len(after)] else 0
-            )  # the first one is dropped
+            )  # the sample dropped the first token
             if not covered[turn.start : turn.start + (count or shifted)].all():
-                raise DataError(_broken(sample, turn, count))
+                raise DataError(_describe_cut(sample, turn, count))
 
 
-def _common(one: Sequence[int], two: Sequence[int]) -> int:
-    """Length of the common prefix."""
+def _common_prefix(one: Sequence[int], two: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
-def _broken(sample: Sample, turn: Turn, count: int) -> str:
+def _describe_cut(sample: Sample, turn: Turn, count: int) -> str:
+    """Describe how ``sample`` departs from the response of ``turn`` after ``count`` tokens."""
     lost, at = turn.response.tokens[count], turn.start + count
     instead = f"the token {sample.tokens[at]} follows" if at < len(sample.tokens) else "it ends there"
     return (
@@ -271,17 +275,19 @@ def _broken(sample: Sample, turn: Turn, count: int) -> str:
 
 
 def _assemble(spec: Field, sample: Sample, turns: list[Turn]) -> Any:
+    """Align the rows of a field that ``turns`` report with the sample; rows that no turn reports hold the pad value."""
     total = rows(spec, len(sample.tokens), sample.response_length)
     offset = sample.prompt_length
-    found = [(t.start - offset if spec.align == "response" else 0, t.response.extras[spec.name]) for t in turns]
+    reported = [(t.start - offset if spec.align == "response" else 0, t.response.extras[spec.name]) for t in turns]
     if spec.ragged:
         pieces: list[Any] = [np.zeros(0, spec.dtype)] * total
-        for start, values in reversed(found):  # the earliest turn that knows a row has the last word
+        for start, values in reversed(reported):  # if several turns report a row, the earliest one wins
             pieces[start : start + len(values)] = [np.asarray(row, spec.dtype) for row in values]
         return pieces
-    arrays = [(start, np.asarray(values, spec.dtype)) for start, values in found]
+    arrays = [(start, np.asarray(values, spec.dtype)) for start, values in reported]
     if len(arrays) == 1 and arrays[0][0] == 0 and len(arrays[0][1]) == total:
-        return arrays[0][1]  # one turn that knows every row: the usual case
+        return arrays[0][1]  # usual case: a single turn reports every row
+
     shape = next((a.shape[1:] for _, a in arrays if len(a)), arrays[0][1].shape[1:])
     out = np.full((total, *shape), spec.pad, spec.dtype)
     for start, array in reversed(arrays):

@@ -1,4 +1,4 @@
-"""Which weights a sample's tokens come from, and how old they are."""
+"""Weight versions of the tokens of a sample, and their age."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def trained_versions(sample: Sample) -> np.ndarray:
-    """The weight version of each token that is trained on, [tokens with loss mask 1] int64; empty where the engine did not
-    say."""
+    """Return the weight version of each trained token, int64 [number of tokens with loss mask 1]; empty if the engine reported
+    no versions."""
     if not sample.weight_versions:
         return np.zeros(0, np.int64)
     starts = np.array([index for index, _ in sample.weight_versions])
@@ -27,13 +27,13 @@ def trained_versions(sample: Sample) -> np.ndarray:
 
 
 def age(sample: Sample, version: int) -> int:
-    """How many versions older than ``version`` the oldest token is that is trained on."""
+    """Return how many versions the oldest trained token is behind ``version``; 0 if versions are unknown."""
     versions = trained_versions(sample)
     return version - int(versions.min()) if len(versions) else 0
 
 
 def mask_older(sample: Sample) -> None:
-    """Leave the tokens out of the loss that come from older weights than the sample's newest token."""
+    """Set the loss mask to 0 for all tokens before the first token of the sample's newest weight version."""
     if len({version for _, version in sample.weight_versions}) < 2:
         return
     newest = max(version for _, version in sample.weight_versions)
@@ -45,23 +45,25 @@ def mask_older(sample: Sample) -> None:
 
 
 def current_version(run: Run, sample: Sample) -> int:
-    """The version that the sample's policy serves now."""
+    """Return the current version of the sample's policy."""
     named = sample.policy or run.policy.name
     return next((policy.version for policy in run.policies if policy.name == named), run.policy.version)
 
 
 def staleness(run: Run, samples: Sequence[Sample]) -> dict[str, float]:
-    """Of the samples that the policies train on now: mean and largest age in versions, and the fraction of tokens that older weights
-    generated; with several policies also for each of them."""
+    """Return the mean and maximum age of ``samples`` in versions, and the fraction of trained tokens that older weights generated.
+
+    With several policies the result also has ``POLICY/rollout/...`` for each policy.
+    """
     newest = [current_version(run, sample) for sample in samples]
     ages = [age(sample, version) for sample, version in zip(samples, newest, strict=True)]
     stale = [trained_versions(sample) < version for sample, version in zip(samples, newest, strict=True)]
     tokens = np.concatenate([np.zeros(0, bool), *stale])
-    found = {
+    metrics = {
         "rollout/staleness_mean": statistics.fmean(ages),
         "rollout/staleness_max": float(max(ages)),
         "rollout/stale_tokens": float(tokens.mean()) if len(tokens) else 0.0,
     }
     for policy, own in by_policy(run, samples).items():
-        found |= {f"{policy}/{name}": value for name, value in staleness(run, own).items()}
-    return found
+        metrics |= {f"{policy}/{name}": value for name, value in staleness(run, own).items()}
+    return metrics

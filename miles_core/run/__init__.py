@@ -1,5 +1,5 @@
-"""What a run is made of: its parts, its log, its checkpoints.
+"""Sets up and tears down a run: inputs, run directory, log, policy parts, checkpoints and recovery.
 
-Everything between an accepted plan and the loop: the run and its log are made, the parts of every policy built by the
-runtime (``inline`` is the one within one process) and released, completed steps saved and resumed.
+This package contains everything between an accepted plan and the training loop: it creates the run and its log, lets the
+runtime build and release the parts of each policy, and saves and resumes completed steps.
 """

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: where its completed steps are kept, and from where it continues."""
+"""Saves the checkpoints of a run and resumes from them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from miles_core.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-#: The entry of samples that are finished and not trained on.
+#: Store entry with finished samples that were not trained on yet.
 HELD = "held"
 
 
 class RunCheckpoints:
-    """Saves complete steps and nothing else.
+    """Saves the state of completed steps only.
 
-    What generation changes while a step is under way (the position in the prompts, finished samples) is committed when the
-    step is complete; an interrupted rollout is rolled back to the last commit.
+    Generation changes the schedule's state during a step (position in the prompts, finished samples). This state is committed when
+    the step is complete; an interrupted rollout is rolled back to the last commit.
 
     Args:
-        run, parts, schedule: what is saved and restored.
+        run, parts, schedule: objects whose state is saved and restored.
         resume_from: a verified checkpoint to continue from.
     """
 
@@ -38,22 +38,22 @@ class RunCheckpoints:
         self._mark()
 
     async def commit(self) -> None:
-        """The step is complete: from here an interrupted run goes on. Saves when a checkpoint is due."""
+        """Commit a completed step as the state to roll back to, and save a checkpoint if one is due."""
         self._mark()
         interval = self.run.config.run.save_interval
         if interval and self.run.step % interval == 0:
             await self.save()
 
     def roll_back(self) -> None:
-        """Forget an unfinished rollout: the run stands where the last completed step left it."""
-        log.info("interrupted: the unfinished rollout is dropped; the run stands at step %d", self.run.step)
+        """Discard an unfinished rollout and restore the state after the last completed step."""
+        log.info("interrupted: the unfinished rollout is dropped; %d steps are complete", self.run.step)
         self.schedule.load_state(self._committed)
 
     async def rescue(self) -> None:
-        """Save the last completed step of a run that an error ends, where its weights are still there.
+        """Save the last completed step of a run that ends with an error, if its weights are still available.
 
-        They are, unless the error came between two optimiser steps of one rollout step. A step that was trained and failed
-        afterwards (its sync, its evaluation) is complete. Never raises: the error that ends the run is the one to be told.
+        They are not if the error occurred between two optimiser steps of one rollout step. A step that failed after training (in
+        its sync or evaluation) counts as complete. Never raises, so that the original error is reported.
         """
         run = self.run
         try:
@@ -62,7 +62,7 @@ class RunCheckpoints:
                 self._mark()
             elif not intact or self._trained != [policy.trained for policy in run.policies]:
                 log.warning(
-                    "step %d was under way, and the weights are no longer those of step %d: what no checkpoint holds is lost",
+                    "step %d had changed the weights of step %d: steps after the last checkpoint are lost",
                     run.step + 1,
                     self._step,
                 )
@@ -77,7 +77,7 @@ class RunCheckpoints:
         self._trained = [policy.trained for policy in self.run.policies]
 
     async def finish(self) -> None:
-        """Write what a finished or interrupted run leaves behind."""
+        """Save the last step of a finished or interrupted run, and export the models with ``--export-hf``."""
         if self.saved_step != self.run.step:
             await self.save()
         if target := self.run.config.run.export_hf:
@@ -104,7 +104,11 @@ class RunCheckpoints:
             self.directories.keep(run.config.run.keep)
 
     async def resume(self) -> bool:
-        """Continue from ``resume_from``; False when the run starts anew."""
+        """Load ``resume_from`` and return True; return False if this is a new run.
+
+        Raises:
+            CheckpointError: the checkpoint's policies differ from those of this run.
+        """
         run, directory = self.run, self.resume_from
         if directory is None:
             return False
@@ -113,8 +117,8 @@ class RunCheckpoints:
         saved, here = sorted(state["trained"]), sorted(policy.name for policy in run.policies)
         if saved != here:
             raise CheckpointError(
-                f"{directory} holds the policies {', '.join(saved)}, and this run has {', '.join(here)}; continue it with the plugin that "
-                "made them, under the same names"
+                f"{directory} holds the policies {', '.join(saved)}, but this run has {', '.join(here)}; continue it with the plugin that "
+                "created the policies, under the same names"
             )
         for each in self.parts:
             await each.learner.load(directory / each.policy.name)

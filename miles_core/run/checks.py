@@ -1,4 +1,4 @@
-"""What is cheap to check and often wrong: looked at before the model is loaded, and told together."""
+"""Checks of a run's inputs before the model is loaded; all problems are reported together."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from miles_core.checkpoint.placed import gathering, taken
 from miles_core.config.config import Config
 from miles_core.contracts.run import Run
 from miles_core.errors import CheckpointError, ConfigError, PlanError
+from miles_core.observe.sinks import check_wandb_login
 from miles_core.plugin.activate import provider
 from miles_core.plugin.discovery import Catalogue
 from miles_core.plugin.load import accepted, import_target
@@ -22,7 +23,7 @@ from miles_core.plugin.plan import Plan
 from miles_core.run.directory import refuse_to_overwrite, refuse_unwritable, run_directory
 from miles_core.run.inputs import Inputs
 from miles_core.run.make import make_run
-from miles_core.run.prepare import applied, localised, prepare
+from miles_core.run.prepare import apply_plan, localise, prepare
 from miles_core.run.problems import Problems
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -30,35 +31,38 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _PACKAGES = {"use_wandb": ("--use-wandb", "wandb"), "use_tensorboard": ("--use-tensorboard", "tensorboard")}
 
 
-def planned(given: Config) -> tuple[Config, Plan, Catalogue]:
-    """The one way from what a user gave to a run: its models by name found, its plan accepted, what the plan sets applied.
+def plan_run(given: Config) -> tuple[Config, Plan, Catalogue]:
+    """Resolve a user's configuration: download the models it names, resolve its plan and apply the plan's settings.
+
+    Returns:
+        the effective configuration, the accepted plan, and the catalogue of plugins.
 
     Raises:
-        PlanError: the plan is refused; what is wrong with the inputs is told with it.
-        MilesError: see ``localised`` and ``prepare``.
+        PlanError: the plan is rejected; the message includes problems with the inputs.
+        MilesError: see ``localise`` and ``prepare``.
     """
-    config = localised(given, weights=False)
+    config = localise(given, weights=False)
     try:
         plan, catalogue = prepare(config)
     except PlanError as error:
         problems = Problems()
         _inputs(config, problems)
-        if not problems.found:
+        if not problems.messages:
             raise
-        also = "\n".join(f"  - {sentence}" for sentence in problems.found)
-        raise PlanError(f"{error}\n\nand, whatever the plan is:\n{also}", error.problems) from error
-    return applied(config, plan), plan, catalogue
+        also = "\n".join(f"  - {message}" for message in problems.messages)
+        raise PlanError(f"{error}\n\nand, independent of the plan:\n{also}", error.problems) from error
+    return apply_plan(config, plan), plan, catalogue
 
 
 def check_start(config: Config, plan: Plan, manifests: Mapping[str, Plugin], weights: bool = True) -> Run:
-    """What ``--dry-run`` asks: would this run start? The checks of ``checked``, its directory and the checkpoint it continues;
-    nothing is made or written.
+    """Check whether the run would start (``--dry-run``): its inputs (see ``check_inputs``), its directory and the checkpoint it
+    continues. Creates and writes nothing.
 
     Args:
-        weights: the model's must be there; False while it is a name whose weights the run would download.
+        weights: require the model's weights; False if the run would download them.
 
     Raises:
-        MilesError: all that is wrong, together.
+        MilesError: all problems together.
     """
     problems = Problems()
     with problems():
@@ -67,11 +71,11 @@ def check_start(config: Config, plan: Plan, manifests: Mapping[str, Plugin], wei
     with problems():
         if config.run.load is not None:
             locate_checkpoint(config.run.load, plan.record())
-    run, _ = checked(config, plan, manifests, run_directory(config), problems, weights)
+    run, _ = check_inputs(config, plan, manifests, run_directory(config), problems, weights)
     return run
 
 
-def checked(
+def check_inputs(
     config: Config,
     plan: Plan,
     manifests: Mapping[str, Plugin],
@@ -79,17 +83,17 @@ def checked(
     problems: Problems | None = None,
     weights: bool = True,
 ) -> tuple[Run, Inputs]:
-    """The run that an accepted plan describes and what it reads beside its model; nothing is built and nothing written.
+    """Create the run of an accepted plan and its inputs, and check both. Builds no parts and writes nothing.
 
     Args:
         config, plan, manifests: as for ``launch``.
-        directory: the run's.
-        problems: what is wrong already, told with the rest.
+        directory: the run directory.
+        problems: problems detected earlier, reported with the others.
         weights: as for ``check_start``.
 
     Raises:
-        MilesError: files, keys, prompts, functions, the tokenizer, the weights' headers, the export directory or a package that a
-            switch needs are not what the run needs: all of it at once.
+        MilesError: all problems together: with files, keys, prompts, functions, the tokenizer, the headers of the weights, the
+            export directory, or a missing package that an option needs.
     """
     problems = problems or Problems()
     with problems():
@@ -101,13 +105,13 @@ def checked(
     inputs = _inputs(config, problems)
     if run is not None:
         inputs.check(run, problems)
-    problems.told()
-    assert run is not None  # or there was a problem
+    problems.raise_all()
+    assert run is not None  # otherwise a problem was raised
     return run, inputs
 
 
 def _inputs(config: Config, problems: Problems) -> Inputs:
-    """What a run reads, and where it writes, as far as no plan is needed to look at it."""
+    """Open a run's inputs and perform the checks that need no plan; collect errors in ``problems``."""
     load = config.run.load
     for flag, value in (
         ("--hf-checkpoint DIR", config.model.hf_checkpoint),
@@ -116,11 +120,11 @@ def _inputs(config: Config, problems: Problems) -> Inputs:
         with problems():
             if value is None and load is not None and not (run_of(load) / "config.yaml").is_file():
                 raise ConfigError(
-                    f"--load {load}: it holds no config.yaml, so it is no run directory, or a part of one; give the directory that a run "
-                    "was saved in, or all flags of that run"
+                    f"--load {load}: it holds no config.yaml, so it is not a complete run directory; give the directory that a run was "
+                    "saved in, or all flags of that run"
                 )
             if value is None and (config.data.prompts == "file" or flag != "--prompt-data FILE"):
-                raise ConfigError(f"miles train needs {flag}; miles demo makes a small model and prompts of its own")
+                raise ConfigError(f"miles train needs {flag}; miles demo creates a small model and prompts itself")
     with problems():
         _check_export(config)
     for name, (flag, package) in _PACKAGES.items():
@@ -129,17 +133,19 @@ def _inputs(config: Config, problems: Problems) -> Inputs:
                 raise ConfigError(
                     f"{flag} needs the package {package!r}, which is not installed: pip install {package}"
                 )
+            if name == "use_wandb" and config.run.use_wandb:
+                check_wandb_login()
     return Inputs(config, problems)
 
 
 def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin], weights: bool) -> None:
-    """Check the headers of the weights: all are there, and every plugin with an ``examine`` function accepts them.
+    """Check the headers of the weight files, and run the ``examine`` functions of the plugins that build or standardise models.
 
     Args:
-        weights: they must be there.
+        weights: require the weight files to exist.
 
     Raises:
-        CheckpointError, ConfigError: they are not, or they cannot.
+        CheckpointError, ConfigError: the weights are missing, incomplete or unsupported.
     """
     _check_weights(config, plan)
     standard = [plugin for plugin in manifests.values() if plugin.standard]
@@ -150,7 +156,8 @@ def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin], wei
 
 
 def _builders(plan: Plan, manifests: Mapping[str, Plugin]) -> list[Plugin]:
-    """Who makes models of the checkpoint: the plugin that provides them, and the one of a trainer that has a model of its own."""
+    """Return the plugins that build models from the checkpoint: the provider of ``model``, and the trainer's plugin if it builds its
+    own model."""
     models = next((p for name in plan.order if (p := manifests[name]).provides.get("model")), None)
     trains = provider("trainer", plan.fact("trainer"), manifests)
     own = trains if trains is not None and not trains.provides.get("model") else None
@@ -158,24 +165,24 @@ def _builders(plan: Plan, manifests: Mapping[str, Plugin]) -> list[Plugin]:
 
 
 def _check_weights(config: Config, plan: Plan) -> None:
-    """The weight files are there, whole, and hold the layers that config.json says (a smaller number would be trained, and
-    exported, without the others)."""
+    """Raise CheckpointError if weight files are missing or incomplete, or hold more layers than config.json declares. Additional
+    layers would silently be neither trained nor exported."""
     directory = Path(config.model.ref_load or config.model.hf_checkpoint or "")
     if not config.model.hf_checkpoint or not any(directory.glob("*.safetensors*")):
-        return  # no directory, or weights of another kind: the backend's to say
+        return  # no directory, or weights in another file format: the backend checks these
     flag = "--ref-load" if config.model.ref_load else "--hf-checkpoint"
     files = CheckpointFiles(directory, flag)
-    held = {int(found[1]) for name in files.entries if (found := _LAYER.search(name))}
-    said = plan.fact("model.layers")
-    if said is not None and held and max(held) + 1 > int(said) + int(plan.fact("model.mtp_layers") or 0):
+    held = {int(match[1]) for name in files.entries if (match := _LAYER.search(name))}
+    declared = plan.fact("model.layers")
+    if declared is not None and held and max(held) + 1 > int(declared) + int(plan.fact("model.mtp_layers") or 0):
         raise CheckpointError(
-            f"{flag} {directory}: config.json says {said} layers and the weights hold {max(held) + 1}; the others would not "
-            "be trained or exported: put the number right in config.json"
+            f"{flag} {directory}: config.json declares {declared} layers but the weights hold {max(held) + 1}; the others would "
+            "not be trained or exported: correct the number in config.json"
         )
 
 
 def _check_export(config: Config) -> None:
-    """``--export-hf`` can be written: it is written after the last step, when a refusal costs most."""
+    """Raise ConfigError if ``--export-hf`` cannot be written. The export happens after the last step, when a failure costs most."""
     if config.run.export_hf is None:
         return
     given, target = config.run.export_hf, Path(os.path.realpath(config.run.export_hf))
@@ -183,4 +190,4 @@ def _check_export(config: Config) -> None:
     if taken(target, gathering(target, "exporting")):
         raise ConfigError(f"--export-hf {given}: it already exists and is not empty; choose another directory")
     if config.model.hf_checkpoint and target.is_relative_to(Path(config.model.hf_checkpoint).resolve()):
-        raise ConfigError(f"--export-hf {given}: it lies inside of --hf-checkpoint; choose another directory")
+        raise ConfigError(f"--export-hf {given}: it is inside --hf-checkpoint; choose another directory")

@@ -1,4 +1,4 @@
-"""The directory a run lives in: one run in it, one process at a time, and none left behind by a start that is refused."""
+"""The run directory: holds one run, is locked by one process at a time, and is removed again if the start fails."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from miles_core.observe.metrics import read
 
 log = logging.getLogger(__name__)
 
-#: Locked while a process writes into the directory; the system releases it with the process, however that ends.
+#: Lock file held while a process writes to the directory; the operating system releases the lock when the process ends.
 LOCK = ".lock"
 
 
 def run_directory(config: Config) -> Path:
-    """``--save``, else the directory of the run that ``--load`` continues, else ``runs/<model>-<time>``. Touches nothing."""
+    """Return ``--save``, else the directory of the run that ``--load`` continues, else ``runs/<model>-<time>``. Creates nothing."""
     options = config.run
     if options.save is not None:
         return Path(options.save)
@@ -38,14 +38,14 @@ def run_directory(config: Config) -> Path:
 
 
 @contextmanager
-def claimed(config: Config) -> Iterator[Path]:
-    """The run's directory, made where it is not there, and this process's alone while the block runs.
+def claim_directory(config: Config) -> Iterator[Path]:
+    """Create the run directory if necessary and lock it for this process during the body.
 
-    An error inside the block removes what was made, unless something other than the lock was put there; a lock in a directory that
-    was there before goes too.
+    If the body raises, new directories are removed unless they hold a file other than the lock; a new lock in an existing directory
+    is removed too.
 
     Raises:
-        ConfigError: another process writes there, another run is there, or the directory cannot be made.
+        ConfigError: another process holds the lock, the directory holds another run, or it cannot be created.
     """
     directory = run_directory(config)
     refuse_links(directory)  # first: reading a named pipe would wait for ever
@@ -61,22 +61,23 @@ def claimed(config: Config) -> Iterator[Path]:
     try:
         _lock(descriptor, directory)
         refuse_links(directory)  # again, now that no other run writes
-        refuse_to_overwrite(config)  # again, now that nobody else writes
+        refuse_to_overwrite(config)  # again, now that no other process writes
         Checkpoints(directory / "checkpoints").recover()
         yield directory
     except BaseException:
         _remove(made)
         if not made and not locked_before:
-            (directory / LOCK).unlink()  # whoever has just opened it sees that it is gone (``_lock``)
+            (directory / LOCK).unlink()  # a process that has just opened it notices the removal (``_lock``)
         raise
     finally:
         os.close(descriptor)
 
 
 def refuse_links(directory: Path) -> None:
-    """Refuse a run directory that holds anything but files and directories of its own, at any depth.
+    """Reject a run directory that contains links or special files, at any depth.
 
-    Through a symbolic link, or a second name of a file, a run would write over files elsewhere. The directory itself may be a link.
+    Through a symbolic or hard link, a run would overwrite files elsewhere. The directory itself may be a symbolic link, and so may
+    entries whose target is within the directory.
 
     Raises:
         ConfigError: names the first such entry.
@@ -96,7 +97,7 @@ def refuse_links(directory: Path) -> None:
             else:
                 continue
             raise ConfigError(
-                f"--save {directory}: {entry} {what}; a run writes no such entry: remove it, or choose another directory"
+                f"--save {directory}: {entry} {what}; a run does not create such entries: remove it, or choose another directory"
             )
 
 
@@ -111,14 +112,14 @@ def _lock(descriptor: int, directory: Path) -> None:
             f"--save {directory}: {holder} is writing this run; wait until it has ended, stop it, or choose another directory"
         ) from error
     except OSError as error:  # a file system without locks
-        log.warning("%s cannot be locked (%s): see to it that no other process writes there", directory, error.strerror)
-    with suppress(OSError):  # who it is is a courtesy; a full disk is told where it matters
+        log.warning("%s cannot be locked (%s): make sure that no other process writes there", directory, error.strerror)
+    with suppress(OSError):  # optional: another process shows this text if it finds the lock held
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def _remove(made: list[Path]) -> None:
-    """Remove directories that were just made, innermost first, where they hold nothing but a lock."""
+    """Remove new directories, innermost first, if they are empty or hold only the lock."""
     for directory in made:
         if [entry.name for entry in directory.iterdir()] == [LOCK] if directory.is_dir() else False:
             (directory / LOCK).unlink()
@@ -127,13 +128,16 @@ def _remove(made: list[Path]) -> None:
 
 
 def refuse_unwritable(option: str, target: Path) -> None:
-    """ConfigError unless a directory could be made where ``target`` is to be; tried in the nearest directory that is there, since
-    permissions do not say it all (a full disk, a file system of the kernel)."""
+    """Raise ConfigError unless the directory ``target`` can be created or written.
+
+    Creates and removes a temporary directory in the nearest existing directory, because permissions alone do not detect a full
+    disk or a read-only kernel file system.
+    """
     try:
         target.stat()
     except FileNotFoundError:
         pass
-    except OSError as error:  # a link that leads to itself, a file where a directory should be
+    except OSError as error:  # a circular link, or a file instead of a parent directory
         raise ConfigError(f"{option}: {error.strerror}; choose another directory") from error
     nearest = next(p for p in (target, *target.absolute().parents) if p.exists())
     if not nearest.is_dir():
@@ -147,8 +151,8 @@ def refuse_unwritable(option: str, target: Path) -> None:
 
 
 def refuse_to_overwrite(config: Config) -> None:
-    """A run that left a checkpoint or the metrics of a step stays as it is, unless ``--load`` continues it; one that failed before
-    its first step may be started again. Raises ConfigError."""
+    """Raise ConfigError if the run directory holds a checkpoint or the metrics of a step, unless ``--load`` continues that run. A run
+    that failed before its first step may be started again."""
     directory, load = run_directory(config), config.run.load
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"--save {directory}: it is a file; name a directory")

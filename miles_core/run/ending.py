@@ -1,4 +1,4 @@
-"""How a run ended: told on the screen and in ``run.log``, and kept in ``ending.json`` for the report."""
+"""Describes the end of a run on the screen and in ``run.log``, and saves it to ``ending.json`` for the report."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from miles_core.redact import redact
 
 log = logging.getLogger(__name__)
 
-#: The file of a run directory that says how the run ended.
+#: File in the run directory that holds an ``Ending`` as JSON.
 ENDING = "ending.json"
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What a person wants to know at the end of a run.
+    """Summary of a run that has ended.
 
     Attributes:
         why: ``finished``, ``stopped by SIGTERM``, or the error in one line.
-        step: completed steps; ``of``: those asked for.
-        directory: the run's.
-        checkpoint: the last one there; empty without.
-        export: the exported model; empty without.
+        step: number of completed steps.
+        of: number of configured steps.
+        directory: the run directory.
+        checkpoint: path of the last checkpoint; "" if there is none.
+        export: path of the exported model; "" if there is none.
     """
 
     why: str
@@ -40,9 +41,9 @@ class Ending:
     export: str = ""
 
     def lines(self) -> list[str]:
-        """The last lines of a run: where everything is, and the command that goes on."""
+        """Return the final lines of a run: locations of its results, and the command that continues it."""
         saved = checkpoint_step(Path(self.checkpoint)) if self.checkpoint else 0
-        held = self.checkpoint or "none: the same command starts again"
+        held = self.checkpoint or "none: run the same command to start again"
         if self.step > saved:
             steps = f"step {self.step}" if self.step == saved + 1 else f"steps {saved + 1} to {self.step}"
             held += f"; {steps} could not be saved"
@@ -52,12 +53,18 @@ class Ending:
         lines.append(f"report: miles report {directory}")
         if self.checkpoint:
             more = "" if self.step < self.of else " --num-rollout N"
-            lines.append(f"to go on: miles train --load {directory}{more}")
+            lines.append(f"to continue: miles train --load {directory}{more}")
         return lines
 
 
 def ending(run: Run, signal: str | None = None, error: BaseException | None = None) -> Ending:
-    """How ``run`` ended: by a signal (its name), an error, or at its last step. Written to ``ending.json``."""
+    """Describe the end of ``run`` and write it to ``ending.json``.
+
+    Args:
+        run: the run.
+        signal: name of the signal that stopped the run, if any.
+        error: the error that ended the run, if any.
+    """
     why = "finished"
     if error is not None:
         why = f"ended by {type(error).__name__}: {error}"
@@ -74,6 +81,6 @@ def ending(run: Run, signal: str | None = None, error: BaseException | None = No
         checkpoint="" if last is None else str(checkpoints.path(last)),
         export=str(target) if exported else "",
     )
-    with suppress(OSError):  # the disk may be what ended the run
+    with suppress(OSError):  # a full disk may be the reason for the end
         (run.directory / ENDING).write_text(json.dumps({**asdict(found), "time": time.time()}), encoding="utf-8")
     return found

@@ -1,4 +1,4 @@
-"""When the held-out prompts are scored, and what the trainer does meanwhile."""
+"""Schedules evaluations, in sequence with the training loop or concurrently."""
 
 from __future__ import annotations
 
@@ -20,53 +20,56 @@ log = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """Every ``--eval-interval`` steps, before the first and after the last.
+    """Evaluates every ``--eval-interval`` steps, before the first step and after the last.
 
     Args:
-        run, log: of the run.
-        evaluator: scores the held-out prompts; None when there are none.
-        beside: run it while the next step is generated and trained. It is then recorded when it is done, under the step whose
-            weights it scored, and ``done`` is awaited before those weights change.
+        run, log: the run and its log.
+        evaluator: scores the held-out prompts; None if there are none.
+        concurrent: evaluate while the next step is generated and trained. The result is then recorded on completion, under the step
+            of the evaluated weights, and the loop awaits ``complete`` before it changes these weights.
     """
 
-    def __init__(self, run: Run, log: RunLog, evaluator: Evaluator | None, beside: bool) -> None:
-        self.run, self.log, self.evaluator, self.beside = run, log, evaluator, beside
+    def __init__(self, run: Run, log: RunLog, evaluator: Evaluator | None, concurrent: bool) -> None:
+        self.run, self.log, self.evaluator, self.concurrent = run, log, evaluator, concurrent
         self._task: asyncio.Task[None] | None = None
 
-    async def due(self) -> dict[str, float]:
-        """The score of the weights that the engine serves, when it is time; nothing where it is found beside the loop, and after a request
-        to stop: then the run that goes on makes it up (``missing``)."""
+    async def run_if_due(self) -> dict[str, float]:
+        """Evaluate the engine's current weights if an evaluation is due, and return the metrics.
+
+        Returns an empty dict if the evaluation runs concurrently, or after a stop request; then the resumed run makes up for the
+        evaluation (``run_if_missing``).
+        """
         if self.evaluator is None or not self._is_time() or self.run.stop_requested:
             return {}
-        if self.beside:
-            self._task = asyncio.create_task(self._recorded(self.evaluator, self.run.step))
+        if self.concurrent:
+            self._task = asyncio.create_task(self._evaluate_and_record(self.evaluator, self.run.step))
             return {}
         self.log.progress.phase("evaluation", total=self.evaluator.count)
         with self.run.clock.phase("evaluation"):
-            found = await self._unless_stopped(asyncio.create_task(self.evaluator()))
-        if found is None:
+            result = await self._await_unless_stopped(asyncio.create_task(self.evaluator()))
+        if result is None:
             return {}
-        self.log.evaluated(self.run.step, found.samples)
-        return found.metrics
+        self.log.record_evaluated(self.run.step, result.samples)
+        return result.metrics
 
-    async def missing(self, resume_from: Path | None) -> dict[str, float]:
-        """``due`` for the weights that a run begins with: those of the start, or of a checkpoint whose run was stopped before it scored
-        them."""
+    async def run_if_missing(self, resume_from: Path | None) -> dict[str, float]:
+        """Evaluate the initial weights of the run if an evaluation is due, unless the run of the checkpoint ``resume_from`` has
+        already evaluated them."""
         directories = () if resume_from is None else {self.run.directory, run_of(resume_from)}
-        return {} if any(_scored(directory, self.run.step) for directory in directories) else await self.due()
+        return {} if any(_scored(directory, self.run.step) for directory in directories) else await self.run_if_due()
 
     async def complete(self) -> None:
-        """Wait for an evaluation that runs beside the loop, also after a request to stop: its weights are about to be replaced."""
+        """Wait for a concurrent evaluation, even after a stop request, because its weights are about to be replaced."""
         if self._task is not None:
             with self.run.clock.phase("evaluation"):
                 await self._task
             self._task = None
 
-    async def done(self) -> None:
-        """Wait for an evaluation that runs beside the loop; one that the user stops is given up."""
+    async def complete_unless_stopped(self) -> None:
+        """Wait for a concurrent evaluation; cancel it if the user requests a stop."""
         if self._task is not None:
             with self.run.clock.phase("evaluation"):
-                await self._unless_stopped(self._task)
+                await self._await_unless_stopped(self._task)
             self._task = None
 
     def _is_time(self) -> bool:
@@ -77,14 +80,14 @@ class Evaluation:
             and (run.step % interval == 0 or run.step >= run.config.rollout.num_rollout)
         )
 
-    async def _unless_stopped(self, task: asyncio.Task[T]) -> T | None:
-        """The result of a task; None, and the task is cancelled, when the user asks to stop."""
+    async def _await_unless_stopped(self, task: asyncio.Task[T]) -> T | None:
+        """Return the result of a task. If the user requests a stop, cancel the task and return None."""
         try:
             while not task.done() and not self.run.stop_requested:
                 await asyncio.wait([task], timeout=PATIENCE)
             if task.done():
                 return task.result()
-            log.info("the evaluation of step %d is given up; the run that goes on makes it", self.run.step)
+            log.info("the evaluation of step %d was cancelled; the resumed run repeats it", self.run.step)
             return None
         finally:
             if not task.done():
@@ -92,19 +95,19 @@ class Evaluation:
                 await asyncio.wait([task])
 
     async def close(self) -> None:
-        """Give up what runs."""
+        """Cancel a running evaluation."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _recorded(self, evaluator: Evaluator, step: int) -> None:
+    async def _evaluate_and_record(self, evaluator: Evaluator, step: int) -> None:
         start = time.perf_counter()
-        found = await evaluator()
-        self.log.evaluated(step, found.samples)
-        self.log.record(step, found.metrics | {"time/evaluation": time.perf_counter() - start})
+        result = await evaluator()
+        self.log.record_evaluated(step, result.samples)
+        self.log.record(step, result.metrics | {"time/evaluation": time.perf_counter() - start})
 
 
 def _scored(directory: Path, step: int) -> bool:
-    """Whether the metrics of the run in ``directory`` hold an evaluation of ``step``."""
+    """Return whether the metrics of the run in ``directory`` contain an evaluation of ``step``."""
     return any(r["step"] == step and "eval/reward" in r for r in read(directory / "metrics.jsonl"))

@@ -1,4 +1,4 @@
-"""What a run reads beside its model (prompts, held-out prompts, pairs, functions), and the parts of a step made of it."""
+"""Inputs of a run other than its model (prompts, held-out prompts, pairs, functions), and the objects built from them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from miles_core.config.config import Config
 from miles_core.contracts.engine import Sampling
+from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Schedule
@@ -18,17 +19,17 @@ from miles_core.errors import ConfigError, DataError, PluginError
 from miles_core.observe.progress import Progress
 from miles_core.plugin.chain import compose
 from miles_core.reward.custom import is_async
-from miles_core.reward.reward import LABELLED, RM_TYPES, RewardFunction, make_reward, score
-from miles_core.reward.rules import labels_of
+from miles_core.reward.reward import RewardFunction, make_reward, score
+from miles_core.reward.rules import RULES, labels_of
 from miles_core.rollout.collect import Collector, Pairs, Score
 from miles_core.rollout.custom_generate import CustomGenerate, load_generate
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import GroupFilter, load_filter
-from miles_core.rollout.function import TURN, RolloutFunction, check_roles, rollout_function
+from miles_core.rollout.function import TURN, RolloutFunction, check_roles, to_rollout_function
 from miles_core.rollout.generate import Functions, Generate, Generator
 from miles_core.rollout.queue import PromptQueue
 from miles_core.rollout.sampling import evaluation_sampling, training_sampling
-from miles_core.rollout.source import FILE, Limits, examine, fitting, open_prompts
+from miles_core.rollout.source import FILE, Limits, encode_within_limits, examine, open_prompts
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
 from miles_core.run.problems import Problems
@@ -38,12 +39,12 @@ from miles_core.run.warm_start import open_pairs, supervised_samples
 class Inputs:
     """Prompts, held-out prompts, pairs of the warm start, rewards and rollout functions.
 
-    Creating it opens the files and loads the functions; ``check`` looks at every row with the run's tokenizer. What plugins provide
-    is made later, by ``make``, when the run has begun.
+    The constructor opens the files and loads the functions; ``check`` validates every row with the run's tokenizer. ``make``
+    creates the inputs that plugins provide after the run has started.
 
     Args:
-        config: of the run.
-        problems: takes what is wrong, so that all of it is reported together.
+        config: the run's configuration.
+        problems: collects errors, to report them together.
     """
 
     def __init__(self, config: Config, problems: Problems) -> None:
@@ -53,13 +54,14 @@ class Inputs:
         self.pairs: Prompts | None = None
         self.supervised: list[Sample] = []
         self.reward: RewardFunction | None = None
+        self.reward_of: dict[str, RewardFunction] = {}  # policy name -> its own, where the provider takes the policy
         self.functions: Functions | None = None
         self.generate: Callable[..., Any] | None = None
         self.accept: GroupFilter | None = None
         self.limits = Limits()
         self._starts: dict[int, dict[str, Any]] = {}
         self._names: list[str] = []
-        self._elsewhere: list[tuple[str, str, str]] = []  # (data set, source, what it receives) of plugins' sources
+        self._from_plugins: list[tuple[str, str, str]] = []  # (data set, name of the source, its argument)
         if config.data.prompts == FILE and config.data.prompt_data:
             with problems():
                 self.prompts = open_prompts(config, config.data.prompt_data, "--prompt-data", config.data.shuffle)
@@ -69,8 +71,8 @@ class Inputs:
             with problems():
                 self.pairs = open_pairs(config)
         with problems():
-            if options.rm_type is None or options.rm_type in RM_TYPES or options.custom_rm_path is not None:
-                self.reward = make_reward(options.rm_type, options.custom_rm_path, options.rm_url, options.concurrency)
+            if options.rm_type is None or options.rm_type in RULES or options.custom_rm_path is not None:
+                self.reward = make_reward(options.rm_type, options.custom_rm_path, options.concurrency)
         with problems():
             turns = rollout.custom_generate_function_path
             self.generate = load_generate(turns) if turns else None
@@ -79,7 +81,7 @@ class Inputs:
             self.accept = load_filter(keep) if keep else None
 
     def _open_held_out(self, config: Config) -> None:
-        """Open the files of ``--eval-prompt-data``; note the data sets that plugins' sources make."""
+        """Open the files of ``--eval-prompt-data``, and record the data sets whose sources plugins provide."""
         options = config.evaluation
         sources = options.prompts or (FILE,)
         sources = sources * len(options.prompt_data) if len(sources) == 1 else sources
@@ -96,10 +98,10 @@ class Inputs:
             if source == FILE:
                 self.held_out[name] = open_prompts(config, data, "--eval-prompt-data")
             else:
-                self._elsewhere.append((name, source, data))
+                self._from_plugins.append((name, source, data))
 
     def check(self, run: Run, problems: Problems) -> None:
-        """Render every prompt and pair: none may be refused, too long, or in tokens that the model does not have."""
+        """Render every prompt and pair; collect errors for those that are invalid, too long or outside the vocabulary."""
         config = run.config
         origin = next((f.origin for f in run.plan.facts if f.name == "model.context"), "")
         limits = Limits.of(config, run.plan.fact("model.context"), origin, run.plan.fact("model.vocab_size"))
@@ -107,13 +109,13 @@ class Inputs:
             if limits.vocabulary is not None and run.tokenizer.eos_token_id >= limits.vocabulary:
                 raise ConfigError(
                     f"--hf-checkpoint {config.model.hf_checkpoint}: its tokenizer ends a text with the token "
-                    f"{run.tokenizer.eos_token_id}, and the model knows {limits.vocabulary} (vocab_size in its config.json), so no "
-                    "response could end: tokenizer and model do not belong together"
+                    f"{run.tokenizer.eos_token_id}, but the model's vocabulary has {limits.vocabulary} tokens (vocab_size in its "
+                    "config.json), so no response could end: tokenizer and model do not match; use the tokenizer of this model"
                 )
         self.limits = limits
-        # A rollout function or a prompt source may set labels of its own.
+        # A rollout function or a prompt source may set labels itself.
         own = self.generate is not None or config.rollout.generate != TURN or config.data.prompts != FILE
-        label = None if config.reward.rm_type not in LABELLED or own else _check_label
+        label = None if own or not _compares_label(run, config.reward.rm_type) else _check_label
         with problems():
             if label is not None and config.data.label_key is None:
                 raise ConfigError(f"--rm-type {config.reward.rm_type} compares with a label: give --label-key COLUMN")
@@ -128,21 +130,22 @@ class Inputs:
                 self.supervised = supervised_samples(run, self.pairs, limits)
 
     def make(self, run: Run) -> None:
-        """Make the reward, prompt sources and rollout functions that plugins provide; they may count on ``on_start``.
+        """Create the reward, prompt sources and rollout functions that plugins provide. Call it after ``on_start``.
 
         Raises:
             ConfigError: a source or a rollout function does not fit the run.
-            PluginError: no active plugin provides it, or the provider returned something else.
+            PluginError: no active plugin provides one of them, or a provider returned a wrong type.
         """
         options = run.config
         name = options.reward.rm_type
         if name is not None and name in run.hooks.provided("reward"):
-            made = run.hooks.make("reward", name, run=run)
-            how: Literal["async", "thread"] = "async" if is_async(made) else "thread"
-            self.reward = RewardFunction(made, name, f"--rm-type {name}", how, options.reward.concurrency)
+            own = run.hooks.takes("reward", name, "policy")
+            learning = [policy for policy in run.policies if policy.role == "train"]
+            found = {policy.name: _reward(run, name, policy) for policy in (learning if own else learning[:1])}
+            self.reward, self.reward_of = next(iter(found.values())), found if own else {}
         if options.data.prompts != FILE:
             self.prompts = _source(run, options.data.prompts, options.data.prompt_data or "", "train")
-        for data_set, source, data in self._elsewhere:
+        for data_set, source, data in self._from_plugins:
             self.held_out[data_set] = made = _source(run, source, data, "evaluation")
             if not made.length:
                 raise ConfigError(
@@ -153,19 +156,18 @@ class Inputs:
         self.functions = _functions(run, self.generate)
 
     @asynccontextmanager
-    async def scheduled(
+    async def open_schedule(
         self, run: Run, log: RunLog, parts: list[PolicyParts]
     ) -> AsyncIterator[tuple[Schedule, Evaluation]]:
-        """Start prompt sources and rollout functions, and make what decides when samples are generated and when held-out prompts are
-        scored; everything is stopped in every case."""
-        assert self.prompts is not None and self.functions is not None  # checked, or made
+        """Start prompt sources and rollout functions and create the schedule and the evaluation; stop all of them after the body."""
+        assert self.prompts is not None and self.functions is not None  # set by ``check`` or ``make``
         async with AsyncExitStack() as stack:
             sources = [self.prompts, *self.held_out.values()]
             lasting: list[PromptSource | RolloutFunction] = [*sources, *self.functions.by_name.values()]
             for each in lasting:
                 stack.push_async_callback(each.stop)
                 await each.start()
-            for i, source in enumerate(sources):  # a run that lost its work and has no checkpoint begins again
+            for i, source in enumerate(sources):  # a recovered run without a checkpoint starts from the first prompt
                 source.load_state(self._starts.setdefault(i, source.state()))
             schedule: Schedule = run.hooks.make(
                 "schedule", run.config.run.schedule, run=run, collector=self._collector(run, log, parts), parts=parts
@@ -177,43 +179,71 @@ class Inputs:
             yield schedule, evaluation
 
     def _collector(self, run: Run, log: RunLog, parts: list[PolicyParts]) -> Collector:
-        assert self.prompts is not None  # checked, or made
+        assert self.prompts is not None  # set by the constructor or ``make``
         answers: Pairs = {}
         generator = self._generator(run, parts, training_sampling(run.config), answers)
         queue = PromptQueue(self.prompts, self._render(run), run.config.data.prompts)
         return Collector(
-            run, queue, chained(run, generator), self._score(run), generator.abort, log.progress, self.accept, answers
+            run,
+            queue,
+            wrap_generator(run, generator),
+            self._score(run),
+            generator.abort,
+            log.progress,
+            self.accept,
+            answers,
         )
 
     def _evaluator(self, run: Run, progress: Progress | None, parts: list[PolicyParts]) -> Evaluator | None:
         if not self.held_out:
             return None
         generator = self._generator(run, parts, evaluation_sampling(run.config))
-        return Evaluator(run, self.held_out, self._render(run), chained(run, generator), self._score(run), progress)
+        return Evaluator(
+            run, self.held_out, self._render(run), wrap_generator(run, generator), self._score(run), progress
+        )
 
     def _render(self, run: Run) -> Callable[[Row], list[int] | None]:
-        return lambda row: fitting(run.render, row, run.config, self.limits)
+        return lambda row: encode_within_limits(run.render, row, run.config, self.limits)
 
     def _generator(
         self, run: Run, parts: list[PolicyParts], sampling: Sampling, answers: Pairs | None = None
     ) -> Generator:
-        assert self.functions is not None  # made
+        assert self.functions is not None  # set by ``make``
         engines = {each.policy.name: each.engine for each in parts if each.engine is not None}
         return Generator(run, engines, sampling, self.functions, answers)
 
     def _score(self, run: Run) -> Score:
         reward = self.reward
-        assert reward is not None  # checked, or made
+        assert reward is not None  # set by the constructor or ``make``
 
         async def score_all(samples: list[Sample]) -> None:
-            await score(samples, reward, run.config.args)
+            if not self.reward_of:
+                await score(samples, reward, run.config.args)
+                return
+            for policy in run.policies:
+                if policy.role == "train" and (mine := run.own(policy, [samples])):
+                    await score(mine, self.reward_of[policy.name], run.config.args)
 
         return score_all
 
 
-def chained(run: Run, generator: Generator) -> Generate:
-    """A generator with the plugins' ``wrap_generate`` around it."""
+def wrap_generator(run: Run, generator: Generator) -> Generate:
+    """Wrap a generator with the plugins' ``wrap_generate`` hooks."""
     return generator.release_keys(compose(generator, run.hooks.chain("wrap_generate", run=run)))
+
+
+def _compares_label(run: Run, name: str | None) -> bool:
+    """Whether the reward of this name compares a response with a label."""
+    if name is None or name not in run.hooks.provided("reward"):
+        return name in RULES
+    return getattr(run.hooks.builder("reward", name)[1], "compares_label", False)
+
+
+def _reward(run: Run, name: str, policy: Policy) -> RewardFunction:
+    """The reward that a plugin provides."""
+    made = run.hooks.make("reward", name, run=run, policy=policy)
+    how: Literal["async", "thread"] = "async" if is_async(made) else "thread"
+    return RewardFunction(made, name, f"--rm-type {name}", how, run.config.reward.concurrency)
 
 
 def _source(run: Run, name: str, data: str, purpose: str) -> PromptSource:
@@ -224,11 +254,12 @@ def _source(run: Run, name: str, data: str, purpose: str) -> PromptSource:
 
 
 def _functions(run: Run, custom: Callable[..., Any] | None) -> Functions:
-    """The rollout functions of a run, checked against the chat template."""
+    """Create the rollout functions of a run and check their roles against the chat template."""
+
     options = run.config.rollout
     named = options.custom_generate_function_path
     wanted = run.hooks.provided("generate") if options.generate_key else (options.generate,)
-    made = {name: rollout_function(run.hooks.make("generate", name, run=run), name) for name in wanted}
+    made = {name: to_rollout_function(run.hooks.make("generate", name, run=run), name) for name in wanted}
     if custom is not None:
         made[str(named)] = CustomGenerate(custom, run.config.args)
     for name, function in made.items():

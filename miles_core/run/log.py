@@ -1,4 +1,4 @@
-"""What a run tells: metrics and samples on disk, progress on the screen, hints, profiles."""
+"""Output of a run: metrics and samples on disk, progress on the screen, hints, profiles."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from miles_core.run.rollouts import RolloutFiles
 
 log = logging.getLogger(__name__)
 
-#: The samples of a step, each with what training saw of it.
-Kept = list[tuple[Sample, TrainedTokens | None]]
+#: The samples of a step, with the recorded training values of each.
+TrainedSamples = list[tuple[Sample, TrainedTokens | None]]
 
 
 class RunLog:
-    """Where the numbers of a run go.
+    """Distributes the metrics and samples of a run to their outputs.
 
     Args:
         metrics: the metric log.
-        progress: what a person watches.
-        hints: what is said about numbers that look wrong.
-        profiler: traces of the steps that ``--profile`` asks for.
-        rollouts: where samples are kept; None with ``--no-save-rollouts``.
+        progress: live display.
+        hints: warns about suspicious metrics.
+        profiler: traces the steps selected with ``--profile``.
+        rollouts: stores samples; None with ``--no-save-rollouts``.
     """
 
     def __init__(
@@ -40,23 +40,23 @@ class RunLog:
         self._runtime: Runtime | None = None
 
     def watch(self, runtime: Runtime) -> None:
-        """Show what the workers of a runtime do, live and in every step's metrics."""
+        """Show the activity of the runtime's workers on the live display and in the metrics of every step."""
         self._runtime = runtime
         self.progress.watch(runtime.activity)
 
     def workers(self) -> dict[str, float]:
-        """How busy the workers of the runtime were since the last call."""
+        """Return the runtime's metrics of worker utilisation since the last call."""
         return self._runtime.metrics() if self._runtime is not None else {}
 
     def roll_back(self, step: int) -> None:
-        """Forget the metrics and samples of all steps after ``step``: they will be made again."""
+        """Delete the metrics and samples of all steps after ``step``, because these steps are repeated."""
         self.metrics.roll_back(step)
         if self.rollouts is not None:
             self.rollouts.roll_back(step)
 
     @contextmanager
     def step(self, run: Run) -> Iterator[None]:
-        """Around one step: profiled where it was asked for; time that no phase claims is ``time/other``."""
+        """Context of one step: profiles it if configured, and counts time outside all phases as ``time/other``."""
         with self.profiler.step(run.step), run.clock.phase("other"):
             yield
 
@@ -67,17 +67,17 @@ class RunLog:
         for hint in self.hints.of(metrics, step):
             log.warning("%s", hint)
 
-    def trained(self, step: int, samples: Kept) -> None:
-        """Keep the samples that ``step`` trained on."""
+    def record_trained(self, step: int, samples: TrainedSamples) -> None:
+        """Store the samples that ``step`` trained on."""
         if self.rollouts is not None:
             files = self.rollouts
             files.write("train", step, (files.row(sample, tokens) for sample, tokens in samples))
 
-    def evaluated(self, step: int, sets: Mapping[str, Sequence[Sample]]) -> None:
-        """Keep the answers to held-out prompts, by data set, of the weights after ``step``."""
+    def record_evaluated(self, step: int, sets: Mapping[str, Sequence[Sample]]) -> None:
+        """Store the evaluation samples of the weights after ``step``; ``sets`` maps data sets to samples."""
         if self.rollouts is not None:
             files = self.rollouts
-            files.write("eval", step, (files.row(s, data_set=name) for name, found in sets.items() for s in found))
+            files.write("eval", step, (files.row(s, data_set=name) for name, samples in sets.items() for s in samples))
 
     def close(self) -> None:
         """Close the metric log."""

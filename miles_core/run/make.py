@@ -1,4 +1,4 @@
-"""Making a run, and its log, from an accepted plan; nothing of it is built yet."""
+"""Creates a run and its log from an accepted plan. The policy parts are built later (see ``parts``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from miles_core.config.policies import CHECKPOINT, GENERATES, ROLE
 from miles_core.contracts.hooks import load_hooks
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
-from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
 from miles_core.data.template import PromptTemplate
 from miles_core.data.tokenizer import load_tokenizer
 from miles_core.observe.hints import Hints, hints_of
@@ -24,7 +24,7 @@ from miles_core.run.rollouts import RolloutFiles
 
 
 def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], directory: Path) -> Run:
-    """The run that a plan describes, with nothing built yet and nothing written.
+    """Create the run of a plan without building policy parts or writing files.
 
     Raises:
         CheckpointError, ConfigError: the checkpoint's tokenizer cannot be used.
@@ -34,7 +34,7 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
         config=config,
         plan=plan,
         hooks=load_hooks(plan, manifests, config),
-        fields=(SAMPLING_SUPPORT, *(f for p in plan.plugins for f in manifests[p.name].fields)),
+        fields=(SAMPLING_SUPPORT, CANDIDATES, *(f for p in plan.plugins for f in manifests[p.name].fields)),
         directory=directory,
         tokenizer=tokenizer,
         render=PromptTemplate(tokenizer, config.data.apply_chat_template),
@@ -43,7 +43,7 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
 
 
 def policies_of(config: Config) -> list[Policy]:
-    """The policies that a configuration names, or the one of a run that names none."""
+    """Return the configured policies, or a single default policy if none is configured."""
     start = config.model.hf_checkpoint or ""
     if not config.policies:
         return [Policy(hf_checkpoint=start)]
@@ -60,7 +60,8 @@ def policies_of(config: Config) -> list[Policy]:
 
 
 def make_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, start: int | None) -> RunLog:
-    """The log of a run that starts at step ``start`` (None: anew), with the hints of every plugin in ``manifests``."""
+    """Create the log of a run. ``start`` is the step of the checkpoint to resume from, None for a new run; the hints of all
+    ``manifests`` are active."""
     options, resume_step = run.config.run, -1 if start is None else start
     rollouts = RolloutFiles(run.directory, run.tokenizer, options.save_rollouts_size, resume_step)
     return RunLog(
@@ -73,16 +74,23 @@ def make_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, star
 
 
 def sinks(config: Config, directory: Path) -> list[Sink]:
-    """The further places metrics go to."""
-    found: list[Sink] = []
+    """Create the configured metric sinks (TensorBoard, Weights & Biases)."""
+    made: list[Sink] = []
     if config.run.use_tensorboard:
         from miles_core.observe.sinks import TensorBoard
 
-        found.append(TensorBoard(directory / "tensorboard"))
+        made.append(TensorBoard(directory / "tensorboard"))
     if config.run.use_wandb:
         from miles_core.observe.sinks import WeightsAndBiases
 
         options = config.run
         name = options.wandb_name or directory.absolute().name
-        found.append(WeightsAndBiases(directory, name, vars(config.args), options.wandb_project, options.wandb_group))
-    return found
+        made.append(WeightsAndBiases(directory, name, vars(config.args), options.wandb_project, options.wandb_group))
+    return made
+
+
+def packages(plan: Plan, manifests: Mapping[str, Plugin]) -> set[str]:
+    """The import packages that take part in a run: those of its plugins' hooks and parts, and of standard parts."""
+    taking_part = [plugin for name, plugin in manifests.items() if plugin.standard or name in plan.order]
+    targets = [target for plugin in taking_part for parts in plugin.provides.values() for target in parts.values()]
+    return {target.partition(":")[0].partition(".")[0] for target in (*targets, *(hook.target for hook in plan.hooks))}

@@ -1,4 +1,4 @@
-"""What a run is built of: the parts of each policy, made by its runtime and released."""
+"""Builds and releases the parts of each policy (learner and engine) with the run's runtime."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from miles_core.rollout.collect import Interrupted
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Seconds between two looks whether the user asked to stop.
-LOOK = 0.2
+#: Interval in seconds at which a stop request is checked.
+POLL = 0.2
 
 
 @contextmanager
-def told(run: Run, hints: Iterable[Hint]) -> Iterator[None]:
-    """``on_start`` before and ``on_stop`` after the body, with the error that ended it; what helps against it is logged."""
+def notify_plugins(run: Run, hints: Iterable[Hint]) -> Iterator[None]:
+    """Call ``on_start`` before and ``on_stop`` after the body; ``on_stop`` receives the error that ended it. If a hint matches the
+    error, log it."""
     error: BaseException | None = None
     try:
         run.hooks.on("on_start", run=run)
         check_policies(run.policies)
         yield
     except Interrupted:
-        log.info("stopped while the run was built: steps that no checkpoint holds are not kept")
+        log.info("stopped while the run was built: steps after the last checkpoint are lost")
     except BaseException as caught:
         error = caught
         if hint := for_error(caught, hints):
@@ -44,27 +45,30 @@ def told(run: Run, hints: Iterable[Hint]) -> Iterator[None]:
 
 
 def runtime_of(run: Run) -> Runtime:
-    """The run's runtime, which has built nothing yet."""
+    """Create the run's runtime; it builds parts later."""
     made: Runtime = run.hooks.make("runtime", run.config.run.runtime, run=run)
     return made
 
 
-def settle() -> None:
-    """What was made so far stays: a full collection would look at every object of every imported module, tenths of a second each few steps.
-    ``gc.unfreeze`` ends it."""
+def freeze_gc() -> None:
+    """Exclude everything allocated so far from garbage collection. Otherwise every full collection would visit all objects of all
+    imported modules, which takes tenths of a second every few steps. ``gc.unfreeze`` reverses this."""
     gc.collect()
     gc.freeze()
 
 
 @asynccontextmanager
-async def built(run: Run, runtime: Runtime | None = None) -> AsyncIterator[list[PolicyParts]]:
-    """Learner and engine of every policy, made by a runtime (the run's by default) and released in every case. Interrupted when the user
-    asks to stop before they are there."""
+async def build_parts(run: Run, runtime: Runtime | None = None) -> AsyncIterator[list[PolicyParts]]:
+    """Build learner and engine of every policy with a runtime (default: the run's), and close the runtime after the body.
+
+    Raises:
+        Interrupted: the user requested a stop before all parts were built.
+    """
     runtime = runtime or runtime_of(run)
     try:
-        parts = [await unless_stopped(run, runtime.build(policy)) for policy in run.policies]
+        parts = [await await_unless_stopped(run, runtime.build(policy)) for policy in run.policies]
         wrap_learn(run, parts)
-        settle()
+        freeze_gc()
         yield parts
     finally:
         gc.unfreeze()
@@ -72,7 +76,7 @@ async def built(run: Run, runtime: Runtime | None = None) -> AsyncIterator[list[
 
 
 def wrap_learn(run: Run, parts: Sequence[PolicyParts]) -> None:
-    """Put what plugins wrap around ``learn`` into the parts of each policy that trains."""
+    """Set ``learn`` of each trained policy to the learner's method with the ``wrap_learn`` hooks applied."""
     handles = {each.policy.name: each.learner for each in parts}
     for each in parts:
         if each.policy.role == "train":
@@ -80,14 +84,18 @@ def wrap_learn(run: Run, parts: Sequence[PolicyParts]) -> None:
             each.learn = compose(each.learner.learn, chain)
 
 
-async def unless_stopped(run: Run, building: Coroutine[Any, Any, T]) -> T:
-    """What is built; Interrupted when the user asks to stop, as an engine may take minutes to come up."""
+async def await_unless_stopped(run: Run, building: Coroutine[Any, Any, T]) -> T:
+    """Await a coroutine that may take minutes, such as the start of an engine.
+
+    Raises:
+        Interrupted: the user requested a stop before it finished.
+    """
     task = asyncio.ensure_future(building)
     try:
         while not task.done():
             if run.stop_requested:
                 raise Interrupted
-            await asyncio.wait([task], timeout=LOOK)
+            await asyncio.wait([task], timeout=POLL)
         return task.result()
     finally:
         if not task.done():

@@ -1,6 +1,6 @@
-"""From a configuration to its accepted plan: the one path that ``miles train`` and ``miles plan`` share.
+"""Resolves a configuration to an accepted plan, for ``miles train`` and ``miles plan``.
 
-Also what a worker does with the plan it receives: the same catalogue, its own facts, the rules left for it.
+Also validates the plan on a worker: with the same catalogue, the worker's own facts, and the rules that can only be checked there.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def catalogue_for(config: Config) -> Catalogue:
-    """The installed plugins and the single files this configuration names.
+    """Return the installed plugins and the single-file plugins that this configuration names.
 
     Raises:
-        PluginError: a plugin asked for is not installed, installed twice or cannot be imported.
+        PluginError: a requested plugin is not installed, is installed twice or cannot be imported.
     """
     known = config.schema.manifests
     catalogue = known if isinstance(known, Catalogue) else discover()
@@ -50,11 +50,11 @@ def catalogue_for(config: Config) -> Catalogue:
 
 
 def facts_for(config: Config, given: Sequence[str] = ()) -> Facts:
-    """Host, model and options; ``given`` are ``NAME=VALUE`` overrides for planning.
+    """Collect the facts about host, model, packages and options; ``given`` holds ``NAME=VALUE`` overrides for planning.
 
     Raises:
         CheckpointError: the checkpoint has no readable ``config.json``.
-        ConfigError: an override that is none.
+        ConfigError: an override is malformed.
     """
     facts = [*gpu_facts(), *model_facts(config.model.hf_checkpoint), *config.facts(), *_environment_facts(config)]
     facts += [f for m in config.schema.manifests.values() for f in defined_facts(m)]
@@ -62,14 +62,14 @@ def facts_for(config: Config, given: Sequence[str] = ()) -> Facts:
         if (start := own.get(CHECKPOINT)) and start != config.model.hf_checkpoint:
             facts += [dataclasses.replace(f, name=f"{PREFIX}{name}.{f.name}") for f in model_facts(start)]
     manifests = list(config.schema.manifests.values())
-    found = override(Facts([*facts, *package_facts(manifests, elsewhere=False)]), given)
-    assumed = package_facts(manifests, elsewhere=True) if found.elsewhere else ()
-    found = found.having(fact for fact in assumed if not found[fact.name].chosen)
-    return found.having(_base_precisions(found))
+    result = override(Facts([*facts, *package_facts(manifests, elsewhere=False)]), given)
+    assumed = package_facts(manifests, elsewhere=True) if result.elsewhere else ()
+    result = result.having(fact for fact in assumed if not result[fact.name].chosen)
+    return result.having(_base_precisions(result))
 
 
 def _base_precisions(facts: Facts) -> Iterator[Fact]:
-    """The precisions that nobody chose, with what they are on a machine without a GPU."""
+    """Yield the default precisions with a corrected origin if the model runs on a CPU, where it computes in float32."""
     on_cpu = facts.value("gpu.count") == 0 or facts.value("model.device") == "cpu"
     if on_cpu and facts.value("model.dtype") == "auto":
         for fact in (facts[side] for side in SIDES if side in facts):
@@ -79,7 +79,7 @@ def _base_precisions(facts: Facts) -> Iterator[Fact]:
 
 
 def _environment_facts(config: Config) -> Iterator[Fact]:
-    """The variables that some manifest would set and that the user has set already."""
+    """Yield the environment variables that a manifest would set but the user has already set."""
     for path in {
         p for manifest in config.schema.manifests.values() for p in manifest.sets if p.startswith(ENVIRONMENT)
     }:
@@ -88,12 +88,11 @@ def _environment_facts(config: Config) -> Iterator[Fact]:
             yield Fact(path, os.environ[name], f"environment variable {name}", chosen=True)
 
 
-def localised(config: Config, weights: bool = True) -> Config:
-    """``config`` with the models that are names of the Hugging Face hub as directories on this machine, downloaded where they
-    are not in the cache.
+def localise(config: Config, weights: bool = True) -> Config:
+    """Replace model names of the Hugging Face hub with local directories, downloading models that are not in the cache.
 
     Args:
-        weights: with them; without, what a plan asks for.
+        weights: download the weights too; False for only the files that a plan needs.
 
     Raises:
         CheckpointError: see ``miles_core.data.hub.model``.
@@ -101,9 +100,9 @@ def localised(config: Config, weights: bool = True) -> Config:
     for path in ("model.hf_checkpoint", "model.ref_load"):
         name, origin = config.get(path), config.origin(path)
         if name is not None and hub.is_model(name):
-            found = hub.model(name, config.schema.options[path].flag, weights)
+            local = hub.model(name, config.schema.options[path].flag, weights)
             label = config.model.model_name or name.rpartition("/")[2]
-            config = config.replace({path: str(found), "model.model_name": label}, origin=f"{origin}, downloaded")
+            config = config.replace({path: str(local), "model.model_name": label}, origin=f"{origin}, downloaded")
     named = {name: dict(own) for name, own in config.policies.items()}
     for own in named.values():
         for path in {"model.hf_checkpoint", "model.ref_load"} & own.keys():
@@ -113,36 +112,35 @@ def localised(config: Config, weights: bool = True) -> Config:
 
 
 def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | None = None) -> tuple[Plan, Catalogue]:
-    """Resolve a configuration.
+    """Resolve a configuration to a plan.
 
     Args:
-        config: what ``miles_core.config.load`` returned.
-        given: facts to plan with, ``NAME=VALUE``.
-        catalogue: by default what is installed here.
+        config: result of ``miles_core.config.load``.
+        given: fact overrides for planning, ``NAME=VALUE``.
+        catalogue: plugins to choose from; by default those installed on this machine.
 
     Returns:
-        the accepted plan, and the catalogue to load its hooks from. The caller applies the plan's sets
-        (``config.replace``) and plugins (``config.activated``).
+        the accepted plan, and the catalogue to load its hooks from. The caller applies the plan with ``apply_plan``.
 
     Raises:
-        PlanError: the run cannot start; all problems, with fixes.
+        PlanError: the run cannot start; lists all problems with fixes.
         PluginError, CheckpointError, ConfigError: as in ``catalogue_for`` and ``facts_for``.
     """
     catalogue = catalogue or catalogue_for(config)
     facts = facts_for(config, given)
-    known = startable(config, facts)  # of a configuration that was loaded: none
+    before = find_violations(config, facts)  # empty for a configuration that loaded successfully
 
-    def wrong(found: Facts) -> list[str]:
-        return [sentence for sentence in startable(config, found) if sentence not in known]
+    def new_violations(changed: Facts) -> list[str]:
+        return [message for message in find_violations(config, changed) if message not in before]
 
-    plan = resolve(requested(config, facts, catalogue), catalogue, facts, wrong)
-    if found := wrong(Facts(plan.facts)):
-        raise ConfigError("; ".join(found))
+    plan = resolve(requested_plugins(config, facts, catalogue), catalogue, facts, new_violations)
+    if violations := new_violations(Facts(plan.facts)):
+        raise ConfigError("; ".join(violations))
     return plan, catalogue
 
 
-def startable(config: Config, facts: Facts) -> list[str]:
-    """What core's own rules, and the types and bounds of options, say against values that plugins set or fixes propose."""
+def find_violations(config: Config, facts: Facts) -> list[str]:
+    """Return the violations of option types, bounds and core's rules by values that plugins set or fixes propose."""
     problems = []
     for fact in facts.values():
         option = config.schema.find(fact.name)
@@ -154,8 +152,8 @@ def startable(config: Config, facts: Facts) -> list[str]:
     return problems or list(broken(f for f in facts.values() if config.schema.find(f.name) is not None))
 
 
-def applied(config: Config, plan: Plan) -> Config:
-    """``config`` with the plan's plugins and the values they set."""
+def apply_plan(config: Config, plan: Plan) -> Config:
+    """Return ``config`` with the plan's plugins activated and the values that they set."""
     result = config.activated(plan.order)
     for setting in plan.sets:
         if not setting.path.startswith(ENVIRONMENT):
@@ -164,7 +162,7 @@ def applied(config: Config, plan: Plan) -> Config:
 
 
 def set_environment(plan: Plan) -> None:
-    """Set the environment variables of the plan in this process, before anything is built in it."""
+    """Set the environment variables of the plan in this process. Call it before parts are built."""
     for setting in plan.sets:
         if setting.path.startswith(ENVIRONMENT):
             os.environ[setting.path.removeprefix(ENVIRONMENT)] = str(setting.value)
@@ -172,15 +170,15 @@ def set_environment(plan: Plan) -> None:
 
 
 def accept(plan: Plan) -> Catalogue:
-    """What a worker process does first with the plan it was sent.
+    """Validate the driver's plan in a worker process and set its environment variables.
 
     Returns:
         the catalogue to load the plan's hooks from.
 
     Raises:
-        PlanError: other versions are installed here, or a rule does not hold on this worker.
-        PluginError: a plugin cannot be imported here.
-        CheckpointError: the checkpoint cannot be read here.
+        PlanError: the installed versions differ from the driver's, or a rule does not hold on this worker.
+        PluginError: a plugin cannot be imported on this worker.
+        CheckpointError: the checkpoint cannot be read on this worker.
     """
     catalogue = discover()
     for path in plan.files:
@@ -190,20 +188,20 @@ def accept(plan: Plan) -> Catalogue:
     return catalogue
 
 
-def requested(config: Config, facts: Facts, manifests: Mapping[str, Plugin]) -> dict[str, str]:
-    """The plugins the user named and what asked for each: ``--plugins``, a file, or the option that enables it.
+def requested_plugins(config: Config, facts: Facts, manifests: Mapping[str, Plugin]) -> dict[str, str]:
+    """Return the requested plugins, name -> origin of the request: ``--plugins``, a file, or the option that enables the plugin.
 
-    Those enabled because an option selects a part of theirs are left to the resolver, which says so.
+    The result excludes plugins that are enabled because an option selects one of their parts; the resolver adds and reports these.
     """
     origin = config.origin("plugins")
     parts = [(kind, facts.value(kind)) for kind in BACKENDS] + [("format", facts.value(side)) for side in SIDES]
     selected = {owner.name for kind, part in parts if (owner := provider(kind, part, manifests)) is not None}
-    found = {}
+    origins = {}
     for name, spec in zip(config.plugins, config.run.plugins, strict=True):
         by_option = [f.origin for f in facts.values() if f.chosen and f.name.startswith(f"{name}.")]
         named = config.chosen("plugins") and (not origin.startswith("--") or spec in re.split(r"[,\s=]+", origin))
         if named:
-            found[name] = "--plugins" if origin.startswith("--") else origin
+            origins[name] = "--plugins" if origin.startswith("--") else origin
         elif by_option or name not in selected:
-            found[name] = by_option[0] if by_option else origin
-    return found
+            origins[name] = by_option[0] if by_option else origin
+    return origins

@@ -1,4 +1,4 @@
-"""Several mistakes of a user, told together."""
+"""Collects several user errors to report them together."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from miles_core.errors import ConfigError, MilesError
 
 
 class Problems:
-    """Collects the sentences of errors, to be raised as one."""
+    """Collects errors, to be raised as one.
+
+    Attributes:
+        messages: distinct messages of the collected errors.
+    """
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.messages: list[str] = []
         self._errors: list[MilesError] = []
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """An error of a user inside is kept."""
+        """Catch and collect a ``MilesError`` raised in the body."""
         try:
             yield
         except MilesError as error:
             self._errors.append(error)
-            self.found += [line for line in [str(error)] if line not in self.found]
+            self.messages += [line for line in [str(error)] if line not in self.messages]
 
-    def told(self) -> None:
-        """Raise what was kept: the error itself where there is one, else a ConfigError with all sentences."""
-        if len(self.found) == 1:
+    def raise_all(self) -> None:
+        """Raise the collected error, or a ConfigError with all messages if there are several; do nothing if there are none."""
+        if len(self.messages) == 1:
             raise self._errors[0]
-        if self.found:
+        if self.messages:
             raise ConfigError(
-                f"{len(self.found)} problems with the inputs of this run:\n" + "\n".join(f"  - {f}" for f in self.found)
+                f"{len(self.messages)} problems with the inputs of this run:\n"
+                + "\n".join(f"  - {message}" for message in self.messages)
             )

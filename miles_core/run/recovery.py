@@ -1,4 +1,4 @@
-"""Going on after a worker was lost that took the learner's work with it."""
+"""Recovers a run after the loss of a worker that held training state."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Runtime
 from miles_core.errors import WorkerLost
 from miles_core.run.log import RunLog
-from miles_core.run.parts import unless_stopped
+from miles_core.run.parts import await_unless_stopped
 
 log = logging.getLogger(__name__)
 
 
-async def recover(run: Run, told: RunLog, runtime: Runtime, lost: WorkerLost, resume_from: Path | None) -> Path | None:
-    """Have the runtime rebuild what was lost, and take the run back to where its steps are repeated from.
+async def recover(
+    run: Run, run_log: RunLog, runtime: Runtime, lost: WorkerLost, resume_from: Path | None
+) -> Path | None:
+    """Let the runtime rebuild the lost worker, and reset the run to its last checkpoint or to its start.
 
     Args:
-        resume_from: what the run itself began with.
+        resume_from: the checkpoint from which this run started; None if it did not resume.
 
     Returns:
-        the last checkpoint; None where there is none and the run starts anew.
+        the checkpoint to continue from; None if there is none and the run starts again.
 
     Raises:
-        WorkerLost: nothing can be rebuilt.
-        Interrupted: the user asked to stop, and the lost worker's weights are gone: the run ends at its last checkpoint.
+        WorkerLost: the runtime cannot rebuild the worker.
+        Interrupted: the user requested a stop. The lost worker's weights are gone, so the run ends at its last checkpoint.
     """
-    await unless_stopped(run, runtime.recover(lost))
+    await await_unless_stopped(run, runtime.recover(lost))
     own = Checkpoints(run.directory / "checkpoints")
     last = own.load() if own.latest() is not None else resume_from
     at, run.step = run.step, checkpoint_step(last) if last is not None else 0
@@ -37,8 +39,12 @@ async def recover(run: Run, told: RunLog, runtime: Runtime, lost: WorkerLost, re
         seed_generators(run.config.train.seed)
     for policy in run.policies:
         policy.version, policy.trained = -1, 0
-    told.roll_back(run.step if last is not None else -1)  # a warm start is made again too
+    run_log.roll_back(run.step if last is not None else -1)  # -1 also drops the warm start, which is repeated
     log.warning(
-        "%s was replaced at step %d; the run goes on from step %d (%s)", lost.worker, at, run.step, last or "its start"
+        "%s was replaced at step %d; the run continues from step %d (%s)",
+        lost.worker,
+        at,
+        run.step,
+        last or "its start",
     )
     return last

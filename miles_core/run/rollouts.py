@@ -1,4 +1,4 @@
-"""Every sample of training and evaluation, on disk: who writes ``rollouts/``. ``miles_core.observe.rollouts`` reads it."""
+"""Writes every sample of training and evaluation to ``rollouts/``. ``miles_core.observe.rollouts`` reads these files."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from miles_core.observe.rollouts import DIRECTORY, KINDS, rollout_file, rollout_
 
 log = logging.getLogger(__name__)
 
-#: Level 1 takes a third of the time of gzip's default, for files that are a fifth larger.
+#: gzip level 1 takes a third of the time of the default level; the files are a fifth larger.
 LEVEL = 1
 
 
 class RolloutFiles:
-    """Writes the samples of each step into a file of its own, and deletes the oldest files beyond a size.
+    """Writes the samples of each step to a separate file, and deletes the oldest files beyond a total size.
 
-    A file is written under another name and renamed, so a process that is killed leaves it whole or not at all.
+    A file is written under a temporary name and then renamed, so a killed process never leaves a partial file.
 
     Args:
-        run_dir: the run's; nobody else writes there.
-        tokenizer: of the run; says which text each token is.
-        limit: bytes that all files may have together.
-        start: the step that the run continues from; files of later steps are deleted, since those steps are made again.
+        run_dir: the run directory; no other process writes there.
+        tokenizer: converts tokens to text.
+        limit: maximum total size of all files in bytes.
+        start: the step from which the run continues; files of later steps are deleted, because these steps are repeated.
     """
 
     def __init__(self, run_dir: Path, tokenizer: Any, limit: int, start: int) -> None:
         self.run_dir, self.limit = run_dir, limit
         self._pieces = Pieces(tokenizer)
-        self._told = False
+        self._limit_logged = False
         for torn in (run_dir / DIRECTORY).glob("*/*.part"):
             torn.unlink()
         self.roll_back(start)
@@ -54,10 +54,10 @@ class RolloutFiles:
                     self._sizes[number, kind] = path.stat().st_size
 
     def write(self, kind: str, step: int, rows: Iterable[dict[str, Any]]) -> None:
-        """Write the samples of a step, made by ``row``.
+        """Write the samples of a step; ``rows`` are results of ``row``.
 
         Raises:
-            MilesError: they cannot be written (a full disk).
+            MilesError: the file cannot be written (a full disk).
         """
         text = "".join(_line({"step": step, **row}) for row in rows)
         packed = gzip.compress(text.encode(), LEVEL, mtime=0)
@@ -76,12 +76,12 @@ class RolloutFiles:
         self._forget_oldest(step)
 
     def row(self, sample: Sample, trained: TrainedTokens | None = None, data_set: str = "") -> dict[str, Any]:
-        """A sample as it is written: everything about it but the fields of plugins.
+        """Convert a sample to a JSON row, without the fields of plugins.
 
         Args:
-            sample: finished and rewarded.
-            trained: what training saw of it.
-            data_set: the name of its evaluation set.
+            sample: a finished sample with its reward.
+            trained: values recorded in training; None if there are none.
+            data_set: name of its evaluation set.
         """
         response = sample.tokens[sample.prompt_length :]
         return {
@@ -102,9 +102,9 @@ class RolloutFiles:
             "tokens": sample.tokens,
             "pieces": [self._pieces[token] for token in response],
             "loss_mask": sample.loss_mask,
-            "rollout_log_probs": _rounded(sample.rollout_log_probs),
-            "train_log_probs": _rounded(trained.log_probs if trained else None),
-            "advantages": _rounded(trained.advantages if trained else None),
+            "rollout_log_probs": _round(sample.rollout_log_probs),
+            "train_log_probs": _round(trained.log_probs if trained else None),
+            "advantages": _round(trained.advantages if trained else None),
         }
 
     def _forget_oldest(self, newest: int) -> None:
@@ -112,15 +112,15 @@ class RolloutFiles:
         for step, kind in sorted(self._sizes):
             if total <= self.limit or step == newest:
                 return
-            if not self._told:
+            if not self._limit_logged:
                 log.info("samples on disk exceed --save-rollouts-size %d: the oldest steps are deleted", self.limit)
-                self._told = True
+                self._limit_logged = True
             rollout_file(self.run_dir, kind, step).unlink(missing_ok=True)
             total -= self._sizes.pop((step, kind))
 
 
 class Pieces(dict[int, str]):
-    """Token id -> its text, looked up once. A token that is a part of a character is shown as one replacement character."""
+    """Cache token id -> text. A token that is a part of a character is shown as one replacement character."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
@@ -129,21 +129,21 @@ class Pieces(dict[int, str]):
     def __missing__(self, token: int) -> str:
         name = self.tokenizer.convert_ids_to_tokens(token)
         text = str(self.tokenizer.decode([token]))
-        # SentencePiece marks a leading space, and decoding a token by itself drops it
+        # SentencePiece marks a leading space, but decoding a single token drops it
         self[token] = f" {text}" if str(name).startswith("\u2581") and not text.startswith(" ") else text
         return self[token]
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A row as JSON that every reader takes: what a user's function put into it may be anything."""
+    """Encode a row as strict JSON. User functions may have put arbitrary objects into it."""
     try:
         return json.dumps(row, default=str, allow_nan=False) + "\n"
-    except (ValueError, TypeError, RecursionError):  # not finite, a key that is no text, a value that holds itself
+    except (ValueError, TypeError, RecursionError):  # non-finite number, non-string key, circular reference
         return json.dumps(_plain(row), allow_nan=False) + "\n"
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """``value`` with keys as text, null for numbers that are not finite, and the text of whatever else JSON has no form for."""
+    """Convert ``value`` to JSON types: keys become strings, non-finite numbers None, other objects their ``str``."""
     if isinstance(value, dict) and depth < 20:
         return {str(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and depth < 20:
@@ -153,8 +153,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
     return value if value is None or isinstance(value, (str, int)) else str(value)[:1000]
 
 
-def _rounded(values: Sequence[float] | np.ndarray | None) -> list[float | None] | None:
-    """As plain numbers of six digits after the point; None for what is not finite."""
+def _round(values: Sequence[float] | np.ndarray | None) -> list[float | None] | None:
+    """Round to six decimal places; non-finite values become None."""
     if values is None:
         return None
     array = np.round(np.asarray(values, np.float64), 6)

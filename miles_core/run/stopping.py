@@ -1,4 +1,4 @@
-"""Ending a run that was asked to stop, in limited time and whatever state it is in."""
+"""Ends a run within a limited time after a stop request, whatever its state."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from miles_core.errors import MilesError
 
 log = logging.getLogger(__name__)
 
-#: Share of the time after which what is under way is given up, and after which the process ends itself.
+#: Fractions of the limit: after GIVE_UP the current work is aborted, after EXIT the process exits.
 GIVE_UP, EXIT = 0.4, 0.93
-#: Seconds in which the event loop must react; else the main thread computes, and is interrupted there.
+#: Seconds in which the event loop must react. Otherwise the main thread is busy and is interrupted with a signal.
 REACTION = 0.5
 
 
 class OutOfTime(MilesError):
-    """A run that was asked to stop did not reach the end of its step in time."""
+    """The run did not complete its step in time after a stop request."""
 
 
 class Deadline:
-    """Gives a run that was asked to stop a limited time.
+    """Limits the time that a run has after a stop request.
 
-    First what is under way is given up: the task is cancelled, or, where it blocks the main thread, ``OutOfTime`` is raised there. The loop
-    then saves the last completed step, where its weights are reachable. A process that has not ended shortly before the limit ends
-    itself.
+    First the current work is aborted: its task is cancelled or, if it blocks the main thread, ``OutOfTime`` is raised there. The
+    loop then saves the last completed step if its weights are still available. If the process is still running shortly before the
+    limit, it exits.
 
     Args:
         seconds: the limit (``--stop-within``).
-        exit: called right before the process ends itself, from another thread.
+        exit: called from another thread right before the process exits.
     """
 
     def __init__(self, seconds: float, exit: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ class Deadline:
         self.expired = False
 
     async def limit(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The result of ``coroutine``. OutOfTime where it was given up."""
+        """Await ``coroutine``; raise OutOfTime if the deadline aborted it."""
         self._loop, self._task = asyncio.get_running_loop(), asyncio.ensure_future(coroutine)
         try:
             return await self._task
@@ -57,19 +57,19 @@ class Deadline:
             raise self._error() from None
 
     def begin(self, number: int) -> None:
-        """The time runs from now on; called by the handler of signal ``number``. Later calls change nothing."""
+        """Start the countdown; called by the handler of signal ``number``. Later calls have no effect."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._guard, args=(number,), name="deadline", daemon=True)
             self._thread.start()
 
     def interrupt(self, number: int, frame: object) -> None:
-        """The handler of the signal that the guard sends to a main thread that does not react."""
+        """Handler of the signal that the guard thread sends to an unresponsive main thread: raises OutOfTime once."""
         if not self._reacted.is_set() and not self._over.is_set():
             self._reacted.set()
             raise self._error()
 
     def close(self) -> None:
-        """The run has ended."""
+        """Stop the countdown: the run has ended."""
         self._over.set()
 
     def _guard(self, number: int) -> None:
@@ -77,7 +77,7 @@ class Deadline:
         if self._over.wait(self.seconds * GIVE_UP):
             return
         self.expired = True
-        log.warning("the step under way is not complete after %g s: it is given up", self.seconds * GIVE_UP)
+        log.warning("the current step is not complete after %g s: aborting it", self.seconds * GIVE_UP)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._cancel)
         if not self._reacted.wait(REACTION) and not self._over.is_set():
@@ -95,5 +95,5 @@ class Deadline:
 
     def _error(self) -> OutOfTime:
         return OutOfTime(
-            f"the step under way was given up {self.seconds * GIVE_UP:g} s after the signal (--stop-within {self.seconds:g})"
+            f"the current step was aborted {self.seconds * GIVE_UP:g} s after the signal (--stop-within {self.seconds:g})"
         )

@@ -1,4 +1,4 @@
-"""Checks of the weights that an engine was just given: what plugins and core provide under the kind ``check``."""
+"""Runs checks of an engine's weights after a sync: the providers of the kind ``check`` in core and plugins."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.stash import StashKey
 
-#: Looks at one policy after a sync; returns metrics, raises a MilesError to stop the run.
+#: Checks one policy after a sync; returns metrics, raises a MilesError to stop the run.
 SyncCheck = Callable[[PolicyParts], Awaitable[Mapping[str, float]]]
 
 _CHECKS = StashKey[list[SyncCheck]]()
 
 
 async def check_synced(run: Run, parts: PolicyParts) -> dict[str, float]:
-    """Run every check of the plan on a policy whose engine was just given its learner's weights.
+    """Run every check of the plan on a policy whose engine has just received its learner's weights.
 
     Returns:
-        the metrics of all checks.
+        the merged metrics of all checks.
 
     Raises:
-        MilesError: a check stops the run.
+        MilesError: a check failed and stops the run.
     """
     if _CHECKS not in run.stash:
         made = (run.hooks.make("check", name, run=run) for name in run.hooks.provided("check"))

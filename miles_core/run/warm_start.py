@@ -11,12 +11,16 @@ from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
 from miles_core.errors import DataError
 from miles_core.rollout.collect import Interrupted
-from miles_core.rollout.source import NO_LIMITS, Limits, encoded
+from miles_core.rollout.source import NO_LIMITS, Limits, encode_prompt
 from miles_core.run.log import RunLog
 
 
 async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog, samples: list[Sample]) -> None:
-    """``--sft-steps`` steps on ``--sft-data``; nothing to do without it. Raises Interrupted when the user stops it."""
+    """Train ``--sft-steps`` supervised steps on ``samples`` (``--sft-data``); do nothing if there are none.
+
+    Raises:
+        Interrupted: the user requested a stop.
+    """
     options = run.config.sft
     if not samples:
         return
@@ -44,7 +48,7 @@ async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog, samples: l
 
 
 def open_pairs(config: Config) -> Prompts:
-    """The rows of ``--sft-data``, keys and values checked."""
+    """Open the files of ``--sft-data`` and check their keys and values."""
     options, data = config.sft, config.data
     return Prompts(
         options.data or (),
@@ -55,13 +59,15 @@ def open_pairs(config: Config) -> Prompts:
 
 
 def supervised_samples(run: Run, rows: Prompts, limits: Limits = NO_LIMITS) -> list[Sample]:
-    """Prompt and response tokenised apart, an end token appended: what the engine would have produced.
+    """Convert prompt/response pairs to samples as an engine would produce them: prompt and response are tokenised separately and
+    the response ends with the end-of-sequence token.
 
-    Raises DataError, with the row's place, where a pair cannot be tokenised or is too long for the model.
+    Raises:
+        DataError: a pair cannot be tokenised or is too long for the model. Names the row.
     """
     samples = []
     for number, row in enumerate(rows):
-        prompt = encoded(run.render, row, limits)
+        prompt = encode_prompt(run.render, row, limits)
         answer = [*run.tokenizer.encode(str(row.label), add_special_tokens=False), run.tokenizer.eos_token_id]
         if limits.context is not None and len(prompt) + len(answer) > limits.context:
             raise DataError(

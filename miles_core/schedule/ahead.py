@@ -39,7 +39,7 @@ class AheadSchedule(Schedule):
         groups, self._held = self._held, None
         if groups is None:  # the first step, or one whose collection was interrupted
             groups = await self._collect(step)
-        self.collector.used()
+        self.collector.mark_used()
         self._taken = staleness(self.run, [sample for group in groups for sample in group])
         if step + 1 < self.run.config.rollout.num_rollout:
             self._next = asyncio.create_task(self._collect(step + 1))

@@ -61,7 +61,7 @@ class AsyncSchedule(Schedule):
         except Interrupted:
             await self.collector.drop()
             raise
-        self.collector.used()
+        self.collector.mark_used()
         self._taken_steps, self._learning = step + 1, True
         self._refill()
         self._taken = staleness(self.run, [sample for group in groups for sample in group])

@@ -31,7 +31,7 @@ class SyncSchedule(Schedule):
     async def take(self, step: int) -> list[Group]:
         start = time.perf_counter()
         groups = await self._collect(step)
-        self.collector.used()
+        self.collector.mark_used()
         self.seconds = time.perf_counter() - start
         if partial_rollout(self.run.config):
             for each in self.parts:

@@ -1,5 +1,5 @@
-"""The learner: from samples to optimiser steps.
+"""The learner: turns samples into optimiser steps.
 
-Composes the functions of ``algorithm`` with the plugins' wrappers and hands them to a trainer, which it knows by its
-contract only: log-probabilities, advantages, corrections, the loss of a micro-batch.
+Composes the functions of ``algorithm`` with the plugins' wrappers and passes them to a trainer: log-probabilities, advantages,
+corrections, the loss of a micro-batch. This package uses trainers only through their contract.
 """

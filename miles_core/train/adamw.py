@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) with the options of a policy: the optimizer named ``adamw``, and ``adam`` as other programs call it."""
+"""Provides AdamW (arXiv 1711.05101) with a policy's options, as the optimizers ``adamw`` and ``adam`` (an alias)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def make_optimizer(run: Run, policy: Policy, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The provider; ``groups`` as for ``torch.optim.Optimizer``."""
+    """Create the optimizer of a policy; ``groups`` as for ``torch.optim.Optimizer``."""
     return adamw(groups, OptimizerConfig.of(run.config_of(policy)))
 
 
 def adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over parameter groups that bring their own weight decay."""
+    """Create AdamW for parameter groups that set their own weight decay."""
     device = groups[0]["params"][0].device.type
     how = {"fused": True} if device in ("cpu", "cuda") else {"foreach": True}
     return torch.optim.AdamW(list(groups), lr=config.lr, betas=config.betas, eps=config.eps, **how)

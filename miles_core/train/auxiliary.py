@@ -1,7 +1,7 @@
-"""Auxiliary losses (load balancing, draft heads) joined to a micro-batch's share of the loss.
+"""Adds auxiliary losses (load balancing, draft heads) to the loss of a micro-batch.
 
-``Output.aux`` holds sums over a micro-batch; what makes their total independent of the split is one normaliser for the
-whole optimiser step, the number of trained tokens. Every trainer's schedule calls ``with_auxiliary`` between loss and backward.
+``Output.aux`` holds sums over a micro-batch. They are divided by the number of trained tokens of the whole optimiser step, so
+that the total does not depend on the split into micro-batches. Every trainer calls ``with_auxiliary`` between loss and backward.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from miles_core.data.batch import Batch
 
 
 def trained_tokens(batch: Batch, sum: Callable[[Tensor], Tensor]) -> Tensor:
-    """How many tokens of a whole step are trained on; at least 1.
+    """Return the number of trained tokens of a whole step, at least 1.
 
     Args:
         batch: one rank's samples of the step.
-        sum: over data-parallel ranks, ``Trainer.sum``.
+        sum: reduction over data-parallel ranks, ``Trainer.sum``.
     """
     return sum((batch.mask != 0).sum()).clamp(min=1)
 
 
 def with_auxiliary(share: Loss, output: Output, tokens: Tensor) -> Loss:
-    """``share`` plus the auxiliary losses of ``output``.
+    """Return ``share`` plus the auxiliary losses of ``output``.
 
     Args:
-        share: what the loss callback returned.
-        output: what it was given.
-        tokens: trained tokens of the whole step, over all data-parallel ranks.
+        share: result of the loss callback.
+        output: argument of the loss callback.
+        tokens: number of trained tokens of the whole step, over all data-parallel ranks.
 
     Returns:
         The sum, with each auxiliary loss as metric ``train/<name>`` (its mean over the step's trained tokens).

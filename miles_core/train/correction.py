@@ -1,4 +1,4 @@
-"""What corrections see of a batch: an optimiser step, or a micro-batch of one."""
+"""Builds the inputs of corrections from a batch, which holds an optimiser step or one micro-batch of it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from miles_core.errors import DataError, PluginError
 def correction_inputs(
     batch: Batch, old: Tensor, sum: Callable[[Tensor], Tensor], log_probs: Tensor | None = None
 ) -> CorrectionInputs:
-    """The inputs of ``wrap_correction``.
+    """Build the inputs of ``wrap_correction``.
 
     Args:
-        batch: with the column ``advantages``.
-        old: [T] log-probabilities of the old policy by the trainer's model.
-        sum: adds a tensor over ranks.
-        log_probs: [T] of the current policy, where a correction needs them and they are not the old ones.
+        batch: a batch with the column ``advantages``.
+        old: log-probabilities of the old policy, computed by the trainer, [T].
+        sum: sums a tensor over ranks.
+        log_probs: log-probabilities of the current policy, [T], if a correction needs them and they differ from ``old``.
     """
     return CorrectionInputs(
         old_log_probs=old,
@@ -38,21 +38,21 @@ def correction_inputs(
 
 
 def refuse_sum(value: Tensor) -> Tensor:
-    """``sum`` for a correction that said it looks at each sample by itself."""
+    """Stand in for ``sum`` in corrections that declare ``Needs(whole_step=False)``: always raises PluginError."""
     raise PluginError(
-        "a correction declared Needs(whole_step=False) and asks for a sum over the optimiser step; declare whole_step=True"
+        "a correction declared Needs(whole_step=False) but calls sum, which covers the optimiser step; declare whole_step=True"
     )
 
 
 def check_rollout_log_probs(samples: Sequence[Sample]) -> None:
-    """DataError unless every trained token has a finite log-probability of the engine."""
+    """Raise DataError unless the engine reported a finite log-probability for every trained token."""
     for sample in samples:
         if not any(sample.mask):
             continue
         if sample.rollout_log_probs is None:
             raise DataError(
-                f"sample {sample.index} has no rollout_log_probs, and the run weighs tokens by them; let the engine report "
-                "them, or leave out corrections and --use-rollout-logprobs"
+                f"sample {sample.index} has no rollout_log_probs, but the run weights tokens by them; make the engine report "
+                "them, or remove corrections and --use-rollout-logprobs"
             )
         if len(sample.rollout_log_probs) != sample.response_length:
             raise DataError(
@@ -60,9 +60,9 @@ def check_rollout_log_probs(samples: Sequence[Sample]) -> None:
                 f"{sample.response_length} response tokens"
             )
         values = np.asarray(sample.rollout_log_probs, np.float64)
-        wrong = (~np.isfinite(values) & (np.asarray(sample.mask) != 0)).nonzero()[0]
-        if len(wrong):
+        invalid = (~np.isfinite(values) & (np.asarray(sample.mask) != 0)).nonzero()[0]
+        if len(invalid):
             raise DataError(
-                f"sample {sample.index}: rollout_log_probs[{wrong[0]}] is {values[wrong[0]]}; a sampled token has a finite "
+                f"sample {sample.index}: rollout_log_probs[{invalid[0]}] is {values[invalid[0]]}; a sampled token has a finite "
                 "log-probability, so the engine's report is wrong"
             )

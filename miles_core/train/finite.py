@@ -1,4 +1,4 @@
-"""Whether weights are finite: asked before a checkpoint is written, so that one that cannot be used never replaces one that can."""
+"""Checks that weights are finite before a checkpoint is written, so that an unusable checkpoint never replaces a usable one."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from miles_core.contracts.trainer import Trainer
 from miles_core.data.unit import Unit
 from miles_core.errors import NonFiniteError
 
-#: Norms that are computed before the device is waited for.
-AT_ONCE = 256
+#: Number of norms that are computed between two synchronisations with the device.
+SYNC_EVERY = 256
 
 
 def check_finite(trainer: Trainer, step: int) -> None:
-    """Check the weights of all ranks, after ``step`` completed steps. A collective: every rank raises or none does.
+    """Check the weights of all ranks after ``step`` completed steps. This is a collective: all ranks raise or none does.
 
     Raises:
         NonFiniteError: names the first weight that holds NaN or infinity.
     """
-    found = first_nonfinite(trainer.units())
+    weight = first_nonfinite(trainer.units())
     if trainer.world.size > 1 and distributed.is_initialized():
         reports: list[str | None] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(reports, found)
-        found = next((name for name in reports if name), None)
-    if found is not None:
+        distributed.all_gather_object(reports, weight)
+        weight = next((name for name in reports if name), None)
+    if weight is not None:
         raise NonFiniteError(
-            f"step {step} is not saved: its weight {found} holds NaN or infinity. Earlier checkpoints are unchanged: go on from one of them with "
-            "a lower --lr or --clip-grad"
+            f"step {step} is not saved: its weight {weight} holds NaN or infinity. Earlier checkpoints are unchanged: continue from one of "
+            "them with a lower --lr or --clip-grad"
         )
 
 
 def first_nonfinite(units: Iterable[Unit]) -> str | None:
-    """The name of the first tensor that holds NaN or infinity; None without one. Reads ``units`` to the end."""
+    """Return the name of the first tensor that holds NaN or infinity, else None. Consumes all ``units``."""
     names: list[str] = []
     norms: list[Tensor] = []
-    found: str | None = None
+    first: str | None = None
     for name, tensor in _floating(units):
         names.append(name)
         norms.append(torch.linalg.vector_norm(tensor.detach(), ord=float("inf"), dtype=torch.float32))
-        if len(norms) == AT_ONCE:
-            found = found or _first(names, norms)
+        if len(norms) == SYNC_EVERY:
+            first = first or _first(names, norms)
             names, norms = [], []
-    return found or _first(names, norms)
+    return first or _first(names, norms)
 
 
 def _floating(units: Iterable[Unit]) -> Iterator[tuple[str, Tensor]]:

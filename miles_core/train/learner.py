@@ -1,7 +1,7 @@
-"""The learner: from finished samples to a better policy. Runs on every trainer rank.
+"""The learner: trains a policy on finished samples. Every trainer rank has one.
 
-collate -> on_batch -> old and reference log-probabilities -> advantages -> for each optimizer step: corrections, loss
-weights, the trainer's step. A critic learns from the same samples: values -> advantages -> returns -> the trainer's steps.
+The stages are: collate -> on_batch -> old and reference log-probabilities -> advantages -> for each optimizer step: corrections,
+loss weights, the trainer's step. For a critic: values -> advantages -> returns -> the trainer's steps.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 
 class Learner:
-    """The trainer of one policy with everything that the algorithm adds to it.
+    """Combines the trainer of one policy with the algorithm's loss, advantages and corrections.
 
     Attributes:
-        config: of this policy.
-        intact: False from the first optimizer step of a ``learn`` or ``supervise`` until it is done: then weights and
-            optimizer are those of no completed step.
+        config: configuration of this policy.
+        intact: False from the first optimizer step of ``learn`` or ``supervise`` until the call is complete. During that time the
+            weights and the optimizer state belong to no completed step.
     """
 
     def __init__(self, run: Run, policy: Policy, trainer: Trainer) -> None:
@@ -61,13 +61,13 @@ class Learner:
         self.needs = needs_of(self.correct)
         if self.is_critic and "values" not in trainer.capabilities:
             raise ConfigError(
-                f"the policy {policy.name} is a critic, and --trainer {run.config.run.trainer} has no value head; choose a trainer with "
+                f"the policy {policy.name} is a critic, but --trainer {run.config.run.trainer} has no value head; choose a trainer with "
                 "the capability values"
             )
         if options.use_rollout_logprobs and self.needs.old:
             raise ConfigError(
-                "--use-rollout-logprobs takes the engine's log-probs as the old policy's, and a correction "
-                f"({', '.join(c.plugin for c in self.corrections)}) compares these with the trainer's; leave one of them out"
+                "--use-rollout-logprobs takes the engine's log-probs as the old policy's, but a correction "
+                f"({', '.join(c.plugin for c in self.corrections)}) compares these with the trainer's; remove one of the two"
             )
         self.advantage: Callable[[AdvantageInputs], Tensor] = ADVANTAGES.get(options.advantage_estimator) or hooks.make(
             "advantage", options.advantage_estimator, run=run, policy=policy
@@ -79,7 +79,7 @@ class Learner:
         trainer.bind(
             Callbacks(
                 forward=forward,
-                loss=loss if self._recorder is None else self._recorder.watched(loss),
+                loss=loss if self._recorder is None else self._recorder.wrap_loss(loss),
                 optimizer_step=compose(
                     self._optimizer_step, hooks.chain("wrap_optimizer_step", run=run, policy=policy)
                 ),
@@ -90,12 +90,12 @@ class Learner:
         """Train on this replica's share of one rollout.
 
         Args:
-            share: whole groups, perhaps none.
-            step: completed rollout steps; a rank in another process learns it here.
+            share: whole groups, possibly none.
+            step: number of completed rollout steps; sets ``run.step``, which ranks in other processes do not otherwise receive.
 
         Returns:
-            metrics as (sum, weight) pairs, and what training saw of each sample (nothing on a rank that computes no loss, or where
-            the run keeps no samples).
+            metrics as (sum, weight) pairs, and the recorded values of each sample (empty on a rank that computes no loss, or if
+            the run does not save samples).
         """
         self.run.step = step
         batch = self._batch(share.samples)
@@ -122,11 +122,11 @@ class Learner:
         return metrics, [] if any(seen.log_probs is None for seen in tokens) else tokens
 
     def is_intact(self) -> bool:
-        """Whether weights and optimizer are those of a completed step."""
+        """Return whether weights and optimizer state belong to a completed step."""
         return self.intact
 
     def supervise(self, samples: Sequence[Sample], lr: float) -> Pairs:
-        """One supervised step on prompt/response pairs."""
+        """Train one supervised step on prompt/response pairs."""
         batch = collate(samples)
         batch.columns["loss_weight"] = loss_weights(
             batch.mask, batch.lengths, batch.rollout, "token_mean", sum=self.trainer.sum
@@ -138,32 +138,32 @@ class Learner:
     def columns(
         self, samples: Sequence[Sample], wanted: Collection[str], top_k: int = 0
     ) -> list[dict[str, np.ndarray]]:
-        """Of each sample's response tokens, name -> [response_length, ...]; names as for ``Trainer.columns``."""
+        """Compute columns for the response tokens of each sample: name -> [response_length, ...]; names as for ``Trainer.columns``."""
         batch = collate(samples, self.run.fields)
         self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
-        found = {
+        arrays = {
             name: column.float().cpu().numpy() if column.is_floating_point() else column.cpu().numpy()
             for name, column in self.trainer.columns(batch, "verify", wanted, top_k).items()
         }
         starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
         spans = [slice(s + p, s + n) for s, p, n in zip(starts, batch.prompt_lengths.tolist(), lengths, strict=True)]
-        return [{name: flat[span] for name, flat in found.items()} for span in spans]
+        return [{name: flat[span] for name, flat in arrays.items()} for span in spans]
 
     def units(self, purpose: Purpose = "sync", everywhere: bool = False) -> Iterator[Unit]:
-        """The export stream for a purpose, as plugins shaped it; ``everywhere`` as for ``Trainer.units``."""
+        """Return the stream of weights for a purpose, transformed by ``wrap_weights``; ``everywhere`` as for ``Trainer.units``."""
         chain = self.run.hooks.chain("wrap_weights", run=self.run, policy=self.policy, purpose=purpose)
         stream: Iterator[Unit] = compose(lambda: self.trainer.units(everywhere), chain)()
         return stream
 
     def export(self, directory: Path) -> None:
-        """Write a Hugging Face checkpoint of what plugins made of the weights; a collective."""
+        """Write a Hugging Face checkpoint of the weights as transformed by plugins. This is a collective."""
         self.trainer.export(directory, self.run.tokenizer, self.units("export", everywhere=True))
 
     def save(self, directory: Path) -> None:
-        """Write this rank's share of a checkpoint; for a frozen policy, only what plugins keep.
+        """Write this rank's part of a checkpoint; for a frozen policy, only the plugins' state.
 
         Raises:
-            NonFiniteError: a weight is not finite; on every rank.
+            NonFiniteError: a weight is not finite; raised on every rank.
         """
         if self.policy.learns:
             check_finite(self.trainer, self.run.step)
@@ -184,12 +184,12 @@ class Learner:
         before, self.intact = self.intact, False
         try:
             return self.trainer.optimizer_step()
-        except NonFiniteError:  # raised before anything changes
+        except NonFiniteError:  # raised before any weight changes
             self.intact = before
             raise
 
     def _batch(self, samples: Sequence[Sample]) -> Batch:
-        """The samples of a rollout as columns, with their rewards."""
+        """Collate the samples of a rollout into a batch with their rewards, and call ``on_batch``."""
         if not self.is_critic and (self.corrections or self.config.algorithm.use_rollout_logprobs):
             check_rollout_log_probs(samples)
         batch = collate(samples, self.run.fields)
@@ -198,7 +198,7 @@ class Learner:
         return batch
 
     def _rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """[samples] float64: the reward trained on, over-length penalty included; ``Sample.reward`` stays as given."""
+        """Return the rewards to train on, float64 [samples], including the over-length penalty. ``Sample.reward`` is not changed."""
         options = self.config.reward
         rewards = torch.tensor([s.reward_value(options.reward_key) for s in samples], dtype=torch.float64)
         if options.overlong_buffer_len is None:
@@ -210,8 +210,11 @@ class Learner:
         )
 
     def _log_probs(self, batch: Batch, steps: int, metrics: Pairs) -> None:
-        """Old log-probabilities are computed when they differ from the current ones or something needs the whole step
-        before its first backward; a single step is its own old policy otherwise and skips the pass."""
+        """Add the columns ``old_log_probs`` and ``ref_log_probs`` where needed.
+
+        Old log-probabilities are computed if they differ from the current ones, or if the whole step is needed before the first
+        backward pass. Otherwise the only step is its own old policy, and the pass is skipped.
+        """
         options = self.config.algorithm
         own = options.advantage_estimator in ADVANTAGES and options.advantage_estimator not in KL_IN_REWARD
         in_reward = bool(options.kl_coef) and not own
@@ -226,18 +229,21 @@ class Learner:
             batch.columns["ref_log_probs"] = self.trainer.log_probs(batch, "ref")["log_probs"]
 
     def _values(self, batch: Batch) -> None:
-        """A critic's values before its first step, where no ``wrap_learn`` attached them."""
+        """Add a critic's values before its first step, unless ``wrap_learn`` has attached them."""
         if "values" not in batch.columns:
             batch.columns["values"] = self.trainer.columns(batch, "old", {"values"})["values"]
 
     def _advantages(self, batch: Batch) -> Tensor:
         options, name = self.config.algorithm, self.config.algorithm.advantage_estimator
         for column in self.advantage_needs.columns:
-            if column not in batch.columns and column not in batch.scalars and len(batch):
+            if column in batch.columns or column in batch.scalars:
+                continue
+            if len(batch):
                 raise DataError(
-                    f"--advantage-estimator {name} reads the column {column!r}, which no sample carries; a wrap_learn has to attach "
-                    "it to Sample.fields"
+                    f"--advantage-estimator {name} reads the column {column!r}, which no sample has; add it to Sample.fields in a "
+                    "wrap_learn hook"
                 )
+            batch.columns[column] = torch.zeros_like(batch.mask)  # a rank without samples
         kl = None
         if options.kl_coef and "old_log_probs" in batch.columns and "ref_log_probs" in batch.columns:
             kl = kl_estimate(batch.column("old_log_probs"), batch.column("ref_log_probs"), "k1")
@@ -266,7 +272,7 @@ class Learner:
         return advantages.float()
 
     def _current(self, batch: Batch, first: bool) -> Tensor | None:
-        """Log-probabilities of the policy as it is now, where a correction needs them and they are not the old ones."""
+        """Return the current policy's log-probabilities if a correction needs them and they differ from the old ones, else None."""
         if not self.needs.current or (first and not self.config.algorithm.use_rollout_logprobs):
             return None
         return self.trainer.log_probs(batch, "old")["log_probs"]
@@ -289,9 +295,9 @@ class Learner:
             batch.columns["correction"] = correction.factor
             add(metrics, as_floats(correction.metrics))
         try:
-            found = self.trainer.step(batch)
-            # after the first step the policy is no longer the one that the engine sampled with
-            add(metrics, {n: pair for n, pair in found.items() if first or not n.startswith("mismatch/")})
+            pairs = self.trainer.step(batch)
+            # after the first step the policy differs from the one that the engine sampled from
+            add(metrics, {n: pair for n, pair in pairs.items() if first or not n.startswith("mismatch/")})
         except NonFiniteError as error:
             raise NonFiniteError(f"training step {self.run.step + 1}: {error}") from error
         return metrics

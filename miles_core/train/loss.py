@@ -1,9 +1,9 @@
-"""The losses of one micro-batch: the policy's, and the supervised one of a warm start.
+"""Losses of one micro-batch: the policy loss, the value loss of a critic, and the supervised loss of a warm start.
 
-Everything that needs the whole optimiser step was done before the first forward and sits in columns: ``loss_weight``
-carries the normaliser, so that micro-batch losses are summed, and ``correction`` the product of all corrections. A loss
-therefore does not depend on how the step was split. A correction that looks at each sample by itself can also be applied
-here, on the micro-batch, which spares a pass when the policy is its own old policy.
+Quantities that depend on the whole optimiser step are computed before the first forward pass and stored in columns:
+``loss_weight`` contains the normaliser, so that micro-batch losses are summed, and ``correction`` is the product of all
+corrections. A loss therefore does not depend on how the step was split. A correction that considers each sample separately can
+also be applied here, on the micro-batch; this saves a forward pass when the policy is its own old policy.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 
 def policy_loss(options: Algorithm, correct: Correct | None = None) -> LossFunction:
-    """The core's ``loss(output, micro_batch, ctx)`` for these options.
+    """Create core's ``loss(output, micro_batch, ctx)`` for these options.
 
-    ``correct`` is applied to micro-batches without a ``correction`` column; it must not need the whole step.
+    ``correct`` is applied to micro-batches without the column ``correction``; it must not need the whole step.
 
-    Columns read: ``loss_mask``, ``advantages``, ``loss_weight``; ``old_log_probs`` (without it the policy is its own old
-    policy: the only optimiser step of its rollout), ``correction``, ``ref_log_probs``, ``rollout_log_probs`` where present.
+    The loss reads the columns ``loss_mask``, ``advantages`` and ``loss_weight``, and if present ``old_log_probs``,
+    ``correction``, ``ref_log_probs`` and ``rollout_log_probs``. Without ``old_log_probs`` the policy is its own old policy: the
+    rollout has a single optimiser step.
     """
     per_token = policy_loss_of(options.advantage_estimator)
     clip = Clip(options.eps_clip, options.eps_clip_high, options.eps_clip_c)
@@ -58,7 +59,7 @@ def policy_loss(options: Algorithm, correct: Correct | None = None) -> LossFunct
             metrics["train/entropy"] = masked_sum(output.entropy, mask)
         objective = token_objective(token_loss, kl, options.kl_loss_coef, output.entropy, options.entropy_coef)
         value = (objective * batch.column("loss_weight")).sum()
-        # a weighted mean over the step's tokens, the same however the step was split
+        # a weighted mean over the step's tokens, independent of the split into micro-batches
         metrics["train/loss"] = (value.detach(), batch.column("loss_weight").sum())
         if "rollout_log_probs" in columns and ("old_log_probs" not in columns or options.use_rollout_logprobs):
             metrics |= engine_gap(current.detach(), batch.column("rollout_log_probs"), mask)
@@ -75,10 +76,11 @@ def supervised_loss(output: Output, batch: Batch, ctx: Context) -> Loss:
 
 
 def value_loss(options: Algorithm) -> LossFunction:
-    """A critic's ``loss(output, micro_batch, ctx)``: half the squared error of its values, clipped as in PPO (arXiv 1707.06347; the
-    clipped form is that of OpenAI's baselines): the larger of the error of V and that of V within ``--value-clip`` of the old V.
+    """Create a critic's ``loss(output, micro_batch, ctx)``: half the squared error of its values, clipped as in PPO (arXiv
+    1707.06347, in the form of OpenAI Baselines): the maximum of the squared errors of V and of V clipped to within
+    ``--value-clip`` of the old V.
 
-    Columns read: ``loss_mask``, ``loss_weight``, ``returns``, ``values`` (before the first step of the rollout).
+    The loss reads the columns ``loss_mask``, ``loss_weight``, ``returns`` and ``values`` (from before the rollout's first step).
     """
 
     def loss(output: Output, batch: Batch, ctx: Context) -> Loss:

@@ -1,4 +1,4 @@
-"""What a trainer's micro-batch holds: samples, or as many of them as fit into a number of tokens."""
+"""Limits of a trainer's micro-batches, in samples or in tokens."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from miles_core.config.config import Config
 
-#: Tokens of a micro-batch where the user says nothing, by device: enough for a GPU to be busy, and for a CPU's memory to do.
+#: Default token limit of a micro-batch by device: enough to keep a GPU busy, and small enough for a CPU's memory.
 MICRO_BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
 
 
 def micro_batch_limits(config: Config, device: str) -> tuple[int | None, int | None]:
-    """(samples, tokens) that a micro-batch may have at most, of which one is None. Filling by tokens is the default, because
-    a number of samples is too few for short responses and too many for long ones.
+    """Return the limits of a micro-batch, ``(samples, tokens)``; exactly one of them is None.
+
+    The default is a token limit, because a fixed number of samples is too small for short responses and too large for long ones.
 
     Args:
-        device: where the trainer computes, ``cuda`` or ``cpu``.
+        config: the run's configuration.
+        device: the trainer's device, ``cuda`` or ``cpu``.
     """
     train = config.train
     if train.micro_batch_size and not train.use_dynamic_batch_size:

@@ -1,4 +1,4 @@
-"""What core's options say of AdamW, for every trainer: its settings, and the learning rate of a step."""
+"""Settings of AdamW from core's options, for every trainer, and the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Settings of AdamW, and a learning rate that warms up and decays.
+    """Settings of AdamW and of its learning-rate schedule.
 
     Attributes:
         lr: peak learning rate.
-        schedule: what follows the linear warm-up.
-        warmup_steps: optimiser steps of warm-up; step s of them uses ``lr * (s + 1) / warmup_steps``.
-        decay_steps: optimiser steps, warm-up included, until ``min_lr`` is reached.
-        min_lr: where the decay ends.
-        weight_decay: decoupled; not on biases, norms and other 1-D parameters.
-        betas, eps: of the moments.
-        clip_grad: bound of the gradient's global norm; 0 is off.
+        schedule: decay after the linear warm-up.
+        warmup_steps: number of warm-up steps; warm-up step s (from 0) uses ``lr * (s + 1) / warmup_steps``.
+        decay_steps: optimiser steps, including warm-up, until ``min_lr`` is reached.
+        min_lr: final learning rate of the decay.
+        weight_decay: decoupled weight decay; not applied to biases, norms and other 1-D parameters.
+        betas, eps: coefficients of the moment estimates.
+        clip_grad: maximum global norm of the gradient; 0 disables clipping.
     """
 
     lr: float = 1e-6
@@ -39,7 +39,7 @@ class OptimizerConfig:
 
     @classmethod
     def of(cls, config: Config) -> OptimizerConfig:
-        """From a run's options; the decay ends with the run unless ``--lr-decay-iters`` says otherwise."""
+        """Build the settings from a run's options. Unless ``--lr-decay-iters`` is set, the decay ends with the run."""
         train, rollout = config.train, config.rollout
         steps = rollout.num_rollout * step_count(rollout.batch_size * rollout.n_samples_per_prompt, train)
         return cls(
@@ -55,7 +55,7 @@ class OptimizerConfig:
         )
 
     def rate(self, step: int) -> float:
-        """The learning rate of optimiser step ``step`` (from 0)."""
+        """Return the learning rate of optimiser step ``step`` (from 0)."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":

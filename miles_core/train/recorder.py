@@ -1,4 +1,4 @@
-"""What training saw of each token of a rollout, for those who keep samples on disk. It costs no pass of its own."""
+"""Records training values of each token of a rollout, for saved samples. Requires no additional forward pass."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.trainer import Context, Loss, LossFunction, Output
 from miles_core.data.batch import Batch
 
-#: Scalar of a batch: the position of each sample among those of the rollout.
+#: Batch scalar with the index of each sample in the rollout.
 POSITION = "position"
 
 
 class TokenRecorder:
-    """Collects advantages and the log-probabilities of the policy as the rollout found it.
+    """Records advantages and the log-probabilities of the policy before the rollout's first optimiser step.
 
-    These are the old policy's where they were computed in a pass of their own. Otherwise the only optimiser step of the rollout computes
-    them on its way, and a ``watched`` loss notes them.
+    If a separate pass computed the old policy's log-probabilities, these are used. Otherwise the rollout has a single optimiser
+    step, and the loss wrapped with ``wrap_loss`` records the log-probabilities of that step.
     """
 
     def __init__(self) -> None:
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
         self._old: np.ndarray | None = None
 
-    def watched(self, loss: LossFunction) -> LossFunction:
-        """``loss``, noting the log-probabilities of batches that carry ``POSITION``."""
+    def wrap_loss(self, loss: LossFunction) -> LossFunction:
+        """Wrap ``loss`` to record the log-probabilities of batches that have the scalar ``POSITION``."""
 
-        def noting(output: Output, batch: Batch, ctx: Context) -> Loss:
+        def recording_loss(output: Output, batch: Batch, ctx: Context) -> Loss:
             if POSITION in batch.scalars and output.log_probs is not None:
                 self._seen.append((batch.scalars[POSITION], batch.lengths, output.log_probs.detach()))
             return loss(output, batch, ctx)
 
-        return noting
+        return recording_loss
 
     def start(self, batch: Batch, old: Tensor | None) -> None:
-        """A rollout begins. ``old`` are the trainer's log-probabilities of the old policy, [T]; without them losses are watched."""
+        """Start a rollout. ``old`` holds the old policy's log-probabilities, [T]; if None, the wrapped loss records them."""
         self._seen, self._old = [], None if old is None else old.float().cpu().numpy()
         if old is None:
             batch.scalars[POSITION] = torch.arange(len(batch))
 
     def tokens(self, batch: Batch) -> list[TrainedTokens]:
-        """What was seen of each sample of the rollout; log-probabilities are None on a rank that computes no loss."""
+        """Return the recorded values of each sample; log-probabilities are None on a rank that computes no loss."""
         bounds = [0, *batch.lengths.cumsum(0).tolist()]
-        log_probs = self._watched_samples(len(batch)) if self._old is None else np.split(self._old, bounds[1:-1])
+        log_probs = self._recorded_log_probs(len(batch)) if self._old is None else np.split(self._old, bounds[1:-1])
         advantages = np.split(batch.column("advantages").float().cpu().numpy(), bounds[1:-1])
         prompts = batch.prompt_lengths.tolist()
         self._seen, self._old = [], None
@@ -53,12 +53,12 @@ class TokenRecorder:
             for own, advantage, prompt in zip(log_probs[: len(batch)], advantages[: len(batch)], prompts, strict=True)
         ]
 
-    def _watched_samples(self, count: int) -> list[np.ndarray | None]:
-        found: list[np.ndarray | None] = [None] * count
+    def _recorded_log_probs(self, count: int) -> list[np.ndarray | None]:
+        result: list[np.ndarray | None] = [None] * count
         for positions, lengths, log_probs in self._seen:
             parts = np.split(log_probs.float().cpu().numpy(), lengths.cumsum(0).cpu().numpy()[:-1])
             for position, part in zip(positions.tolist(), parts, strict=True):
-                # a micro-batch that trains nothing repeats a sample, and comes last
-                if position < count and found[position] is None:
-                    found[position] = part
-        return found
+                # a padding micro-batch without trained tokens repeats a sample; it comes last and is ignored
+                if position < count and result[position] is None:
+                    result[position] = part
+        return result

@@ -1,4 +1,4 @@
-"""How the samples of a rollout are divided among replicas, and how what these return is put together again."""
+"""Splits the samples of a rollout among data-parallel replicas and merges the replicas' results."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Pairs = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Share:
-    """What one replica gets of a rollout.
+    """One replica's part of a rollout.
 
     Attributes:
-        samples: perhaps none, when there are fewer groups than replicas.
-        step_of: the optimizer step that each sample belongs to.
-        count: optimizer steps, the same for all replicas.
-        positions: of the samples in the rollout.
+        samples: the replica's samples; empty if there are fewer groups than replicas.
+        step_of: index of the optimizer step of each sample.
+        count: number of optimizer steps, equal on all replicas.
+        positions: index of each sample in the rollout.
     """
 
     samples: list[Sample]
@@ -37,7 +37,7 @@ class Share:
 
 
 def divided(samples: Sequence[Sample], options: TrainOptions, replicas: int) -> list[Share]:
-    """One share for each replica: whole groups, and the same number of optimizer steps for all."""
+    """Split samples into one share per replica. Groups stay whole, and all shares have the same number of optimizer steps."""
     step_of, count = optimiser_steps(samples, options)
     return [
         Share([samples[i] for i in mine], [step_of[i] for i in mine], count, mine)
@@ -46,15 +46,15 @@ def divided(samples: Sequence[Sample], options: TrainOptions, replicas: int) -> 
 
 
 def in_order(parts: Sequence[Share], seen: Sequence[Sequence[TrainedTokens]]) -> list[TrainedTokens]:
-    """What each replica saw of its share, in the order of the rollout; empty where nothing was recorded."""
-    found: dict[int, TrainedTokens] = {}
+    """Merge the replicas' recorded tokens ``seen`` in the order of the rollout; empty if nothing was recorded."""
+    merged: dict[int, TrainedTokens] = {}
     for share, tokens in zip(parts, seen, strict=True):
-        found |= zip(share.positions, tokens, strict=bool(tokens))
-    return [found[at] for at in sorted(found)]
+        merged |= zip(share.positions, tokens, strict=bool(tokens))
+    return [merged[at] for at in sorted(merged)]
 
 
 def combined(replicas: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
-    """name -> sum / weight over one rank of each replica; quantities of weight 0 were not measured."""
+    """Merge metrics, name -> (sum, weight), of one rank per replica to name -> sum / weight. Metrics of weight 0 are omitted."""
     totals: dict[str, tuple[float, float]] = {}
     for pairs in replicas:
         add(totals, pairs)

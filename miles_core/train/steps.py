@@ -1,4 +1,4 @@
-"""How a rollout is divided into optimiser steps."""
+"""Divides a rollout into optimiser steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ if TYPE_CHECKING:
 
 
 def step_count(samples: int, options: TrainOptions) -> int:
-    """Optimiser steps made of a rollout of so many samples: ``--num-steps-per-rollout``, or as many as bring each closest
-    to ``--global-batch-size``."""
+    """Return the number of optimiser steps for a rollout of ``samples`` samples: ``--num-steps-per-rollout``, or the number that
+    brings the size of each step closest to ``--global-batch-size``."""
     if options.global_batch_size:
         return max(1, round(samples / options.global_batch_size))
     return options.num_steps_per_rollout or 1
 
 
 def optimiser_steps(samples: Sequence[Sample], options: TrainOptions) -> tuple[list[int], int]:
-    """The optimiser step of each sample and how many there are: consecutive, rollouts kept whole, sizes as equal as that
-    allows. Asked once, where all samples of the rollout are known, before they are divided over ranks."""
+    """Assign each sample to an optimiser step.
+
+    Steps are consecutive and as equal in size as possible, and samples with the same rollout id share a step. Call it with all
+    samples of the rollout, before they are divided over ranks.
+
+    Returns:
+        the step of each sample (from 0), and the number of steps.
+    """
+
     count = step_count(len(samples), options)
     ids = [s.index if s.rollout_id is None else s.rollout_id for s in samples]
     place = {rollout: n for n, rollout in enumerate(dict.fromkeys(ids))}

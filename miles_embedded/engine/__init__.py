@@ -1,5 +1,5 @@
-"""Continuous batching over cached keys and values.
+"""The embedded engine: continuous batching over a KV cache.
 
-``engine`` implements the engine contract; ``scheduler`` decides who runs, ``runner`` feeds the model, ``cache`` holds keys
-and values, ``prefixes`` computes a prompt once for its group, ``sampling`` draws tokens, ``decoder`` is one step of all rows.
+``engine`` implements the engine contract, ``scheduler`` manages requests, ``runner`` runs the model, ``cache`` stores keys and
+values, ``prefixes`` shares computed prompts between rows, ``sampling`` samples tokens and ``decoder`` advances all rows by one step.
 """

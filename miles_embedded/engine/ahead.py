@@ -1,8 +1,8 @@
-"""Decode steps one ahead of the host: the next step is launched before the tokens of the last one are read.
+"""Asynchronous decode steps: launch the next step before the host reads the tokens of the current one.
 
-A step leaves the tokens it drew where the next one reads them, so the GPU does not wait while the host appends tokens, looks for
-ends and answers requests. When rows leave, the others go on in their new slots. When rows join, the step under way still counts
-for those that were there; the one after it starts from the host again.
+A step writes its sampled tokens to device buffers that the next step reads. The GPU therefore keeps working while the host appends
+tokens, checks stop conditions and answers requests. When rows leave, the others continue in their new slots. When rows join, the step
+in flight still counts for the rows that were there; the step after it is filled from the host again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from miles_core.errors import NonFiniteError, first_line
 from miles_embedded.engine import sampling as draw
-from miles_embedded.engine.decoder import Emitted, one_each
+from miles_embedded.engine.decoder import Emitted, to_emitted
 from miles_embedded.engine.graphs import Graphs
 from miles_embedded.engine.static_attention import CannotBeStatic
 from miles_embedded.engine.static_batch import StaticBatch
@@ -30,17 +30,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Own tokens for which room is made at once, so that the cache, and with it the graphs, move less often.
+#: New tokens per row to reserve cache room for at once. Rarer growth means fewer recordings of the graphs.
 _ROOM = 512
-#: Mean |difference| of log-probabilities between a static step and a plain one, in nats, that rounding explains.
+#: Largest mean |difference| between the log-probabilities of a static and a plain step that rounding explains, in nats.
 TOLERANCE = {torch.float32: 5e-3, torch.float64: 5e-3}
 TOLERANCE_LOW = 0.3
 
 
 @dataclass
 class _Launched:
-    """A step under way: its rows in order, what it draws (on the host once ``event`` has passed), and those of its rows that still
-    wait for it, with their places."""
+    """A step in flight.
+
+    Attributes:
+        rows: rows of the batch, in slot order.
+        shape: which variant of the step runs.
+        results: host buffer for tokens and log-probabilities; valid once ``event`` has passed.
+        event: end of the copy to the host; None without a GPU.
+        waiting: rows that still need the result, with their index in the batch.
+    """
 
     rows: list[Row]
     shape: Shape
@@ -50,11 +57,11 @@ class _Launched:
 
 
 class StepsAhead:
-    """Static steps of ``engine``'s model, for a decoder that draws one token a row.
+    """Static steps of ``engine``'s model, for decoders that sample one token per row and step.
 
     Attributes:
-        used: whether there are any; otherwise every step is a plain one.
-        refused: why there are none, although they were to be used.
+        used: whether static steps are enabled; otherwise every step is a plain forward.
+        refused: why they were disabled after the engine was configured to use them; "" otherwise.
     """
 
     def __init__(self, engine: EmbeddedEngine, used: bool) -> None:
@@ -69,33 +76,33 @@ class StepsAhead:
         self.refused = ""
 
     def step(self, rows: list[Row]) -> Emitted | None:
-        """Advance the rows, which are all of the engine's; None when that has to be done without static buffers."""
+        """Advance all running rows by one token; None when the step has to run without static buffers."""
         pending, self._pending = self._pending, None
         if pending is None or not pending.waiting:
             if not self.used or not self._made(rows):
                 return None
-            shape = self._shape(rows)
-            if not shape.draws:
-                return self._from_logits(rows, shape)
-            pending = self._launch(rows, shape)
-        # rows that joined since it was launched start from the host
+            first = self._shape(rows)
+            if not first.draws:
+                return self._from_logits(rows, first)
+            pending = self._launch(rows, first)
+        # rows that joined since that launch are filled from the host
         if len(pending.waiting) == len(rows) and (shape := self._next(pending, rows)) is not None:
             self._pending = self._launch(rows, shape)
         return self._read(pending, rows)
 
     def leave(self, rows: Sequence[Row]) -> None:
-        """These rows have left the cache: a step under way no longer counts for them."""
+        """Drop rows that left the cache from the step in flight."""
         if self._pending is not None:
             for row in rows:
                 self._pending.waiting.pop(row, None)
 
-    def moved(self, where: np.ndarray, whence: np.ndarray) -> None:
-        """The slots of rows moved, because others left."""
+    def apply_moves(self, where: np.ndarray, sources: np.ndarray) -> None:
+        """Move the state of rows whose slots moved because other rows left."""
         if self._pending is not None:
-            self.batch.move(where, whence, self.runner.cache.rows)
+            self.batch.move(where, sources, self.runner.cache.rows)
 
     def settle(self) -> None:
-        """Forget the step under way: it will be computed again, with the weights that are there then."""
+        """Discard the step in flight; it will be computed again with the weights in place at that time."""
         pending, self._pending = self._pending, None
         if pending is not None:
             slots = np.fromiter((row.slot for row in pending.waiting), np.int64, len(pending.waiting))
@@ -110,7 +117,7 @@ class StepsAhead:
         return Shape(padded_rows(len(rows)), draws, mixed, frozenset(self.engine.recorded_fields()))
 
     def _made(self, rows: list[Row]) -> bool:
-        """Make room, record what is to be replayed, and fill the batch; False, with a word in the log, where that is impossible."""
+        """Reserve cache room, record missing graphs and fill the batch. Returns False, after a warning, where that fails."""
         try:
             shape = self._shape(rows)
             self._make_room(rows, shape)
@@ -139,7 +146,7 @@ class StepsAhead:
         own.reserve(max(shape.rows, own.size), max(length + 2, min(length + left + 1, _ROOM)))
 
     def _fill(self, rows: list[Row]) -> None:
-        """Write the rows into the batch."""
+        """Copy the state of the rows to the batch."""
         cache, samplings = self.runner.cache, [row.request.sampling for row in rows]
         slots = cache.prefix_of[: len(rows)]
         self.batch.fill(
@@ -152,7 +159,7 @@ class StepsAhead:
         )
 
     def _launch(self, rows: list[Row], shape: Shape) -> _Launched:
-        """Run a step over the batch as it is, and start the copy of what it draws."""
+        """Run one step on the current batch and start copying its results to the host."""
         self.graphs.run(shape)
         self.runner.cache.own.lengths[: len(rows)] += 1
         self._hosts.reverse()
@@ -165,8 +172,8 @@ class StepsAhead:
         return _Launched(list(rows), shape, host, event, {row: i for i, row in enumerate(rows)})
 
     def _next(self, launched: _Launched, rows: list[Row]) -> Shape | None:
-        """The shape of the next step of ``rows``, which are those of ``launched`` that are left, if it can start before the tokens of this
-        one are known: none of them would be beyond the model's context or the cache, some row will want it, and it is recorded."""
+        """The shape of the next step of ``rows``, the remaining rows of ``launched``. None where it must wait for the tokens of this step: a
+        row would exceed the model's context or the cache's capacity, no row continues, or the step is not recorded."""
         lengths = [len(row.tokens) + 1 for row in rows]
         own = self.runner.cache.own
         possible = (
@@ -182,7 +189,7 @@ class StepsAhead:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def _read(self, launched: _Launched, rows: Sequence[Row]) -> Emitted:
-        """Wait for a step; what it drew for those of ``rows`` that it had."""
+        """Wait for the step and return its tokens for ``rows``; empty lists for rows that joined after the launch."""
         if launched.event is not None:
             launched.event.synchronize()
         places = [launched.waiting.get(row) for row in rows]
@@ -193,13 +200,13 @@ class StepsAhead:
         return Emitted(tokens, found)
 
     def _from_logits(self, rows: list[Row], shape: Shape) -> Emitted:
-        """A step of rows whose distribution is truncated: how many tokens they keep is known on the host only."""
+        """Run a step that returns logits and sample on the host, which truncated distributions (top-k, top-p) require."""
         logits = self.graphs.run(shape)[: len(rows)]
         self.runner.cache.own.lengths[: len(rows)] += 1
-        return one_each(self.engine.sample(logits, rows))
+        return to_emitted(self.engine.sample(logits, rows))
 
     def _compare(self, rows: list[Row]) -> None:
-        """Compute one step of the rows both ways, once an engine; CannotBeStatic where they differ by more than rounding."""
+        """Compute one step both ways, once per engine; raise CannotBeStatic if the results differ by more than rounding."""
         shape = Shape(padded_rows(len(rows)), draws=False)
         self._fill(rows)
         self.graphs.prepare(shape)

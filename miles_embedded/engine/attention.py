@@ -1,8 +1,8 @@
-"""How rows attend: to a packed prompt, and to a shared prompt plus their own tokens.
+"""Attention of the engine: over packed prompts, and over cached rows that share prompts.
 
-Decoding multiplies queries with the two stores of the cache apart and takes one softmax over both. The rows of a group
-are stacked as queries against one copy of their prompt, so its keys and values are read once a group and not once a row.
-Scores and softmax are float32 whatever the model's type.
+Decoding computes the scores of prompt tokens and own tokens separately and applies one softmax to both. The rows of a group are
+stacked as queries against a single copy of their prompt, so the prompt's keys and values are read once per group instead of once
+per row. Scores and softmax are float32 for every model type.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from torch import Tensor, nn
 from miles_core.contracts.trainer import Context
 from miles_embedded.engine.cache import Cache, to_device
 from miles_embedded.engine.cached_rows import CachedRows
-from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, causal
-from miles_embedded.model.indexer import Indexed, chosen
+from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, causal_mask
+from miles_embedded.model.indexer import Indexed, choose_in_parts
 
-#: Slabs of the cache with an indexer's keys.
+#: Kind of the cache slabs that store an indexer's keys.
 INDEX = "index"
 
 
 class PromptCall:
-    """Whole sequences, packed without padding: [1, sum of lengths] tokens; each token sees its own sequence up to
-    itself.
+    """A call over whole sequences, packed without padding: [1, sum of lengths] tokens with causal attention per sequence.
 
-    Only attention pads, inside this call, to the longest of the sequences. ``slots`` are where the cache keeps the
-    keys and values, or None to keep nothing (scoring).
+    Only attention pads, inside this call, to the longest sequence. ``slots`` are the cache slots that store the keys and values;
+    None stores nothing (scoring).
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class PromptCall:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[rows] position of each row in its sequence."""
+        """[rows] index of each token in its sequence."""
         return to_device(np.concatenate([np.arange(n) for n in self.lengths]), self.ctx.rows.device)
 
     @property
@@ -84,7 +83,7 @@ class PromptCall:
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         dim = v.shape[3]
-        if dim < q.shape[3]:  # kernels that never form the [longest, longest] matrix want one size for all
+        if dim < q.shape[3]:  # fused kernels, which avoid the [longest, longest] matrix, require equal head dimensions
             v = nn.functional.pad(v, (0, q.shape[3] - dim))
         return nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
@@ -106,12 +105,14 @@ class PromptCall:
         if few:
             mask, keys = None, padded.keys()
         else:
-            mask, keys = chosen(padded, None, causal(self.longest, self.longest, padded.hidden.device)[None])
+            mask, keys = choose_in_parts(
+                padded, None, causal_mask(self.longest, self.longest, padded.hidden.device)[None]
+            )
         self._store(INDEX, indexed.module.layer_idx, keys.unsqueeze(1))
         return ChosenKeys(None if mask is None else mask.unsqueeze(1))
 
     def _store(self, kind: str, layer: int, entries: Tensor) -> None:
-        """Store entries [sequences, heads, longest, ...] in the cache, where there is one."""
+        """Store entries [sequences, heads, longest, ...] if this call has cache slots."""
         if self.cache is None or self.slots is None:
             return
         slab = self.cache.prefixes.slab((kind, layer), entries.shape[1], entries.shape[3:], entries)
@@ -120,19 +121,19 @@ class PromptCall:
 
 
 class DecodeCall:
-    """Some tokens of each of many cached rows."""
+    """A call that feeds one or more tokens to each of many cached rows."""
 
     def __init__(self, ctx: Context, rows: CachedRows) -> None:
         self.ctx, self.rows = ctx, rows
 
     @property
     def longest(self) -> int:
-        """The most tokens that a query sees."""
+        """Largest number of tokens that a query attends to."""
         return self.rows.longest
 
     @cached_property
     def positions(self) -> Tensor:
-        """[rows] position of each row in its sequence."""
+        """[rows] index of each fed token in its sequence."""
         return to_device(self.rows.positions, self.rows.device)
 
     @property
@@ -154,7 +155,7 @@ class DecodeCall:
         own_k, own_v = (self._append(kind, module.layer_idx, t) for kind, t in (("k", key), ("v", value)))
         heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
         shared = heads // kv_heads
-        # One matrix a (row, kv head); its rows are the queries, and the heads that share the kv head.
+        # One matrix per (row, kv head). Its rows are the row's queries for each query head of the kv head.
         q = query[0].transpose(0, 1)
         if not held.even:
             q = q.index_select(0, held.query_pad)
@@ -163,9 +164,9 @@ class DecodeCall:
 
         weights = self._weights(q, module.layer_idx, own_k, shared, scaling, options).to(value.dtype)
         of_prompt, of_own = weights.split([held.prefix_width, held.width], -1)
-        slab = self._prompts("v", module.layer_idx, own_v)
+        slab = self._prompt_slab("v", module.layer_idx, own_v)
         v = _batch(slab, held.groups, held.prefix_slots, held.prefix_width)
-        out = self._by_row(product(self._by_group(of_prompt), v), kv_heads)
+        out = self._ungroup_rows(product(self._group_rows(of_prompt), v), kv_heads)
         v = _batch(own_v, held.count, held.own_slots, held.width)
         out = out + product(of_own.reshape(held.count * kv_heads, -1, held.width), v).view(out.shape)
 
@@ -181,7 +182,7 @@ class DecodeCall:
         few = held.longest <= indexed.most
 
         def extend(fed: Tensor) -> Tensor:
-            """Keep the fed tokens' keys [rows, queries, dim]; those of all tokens, as the columns of ``CachedRows.mask``."""
+            """Store the fed tokens' keys [rows, queries, dim]; returns the keys of all tokens, in the column order of ``CachedRows.mask``."""
             flat = fed.flatten(0, 1)
             own = self._append(
                 INDEX, layer, (flat if held.even else flat.index_select(0, held.query_unpad))[None, None]
@@ -203,11 +204,11 @@ class DecodeCall:
     def _weights(
         self, q: Tensor, layer: int, own_k: Tensor, shared: int, scaling: float, options: AttentionOptions | None
     ) -> Tensor:
-        """Softmax over prompt and own tokens, [rows, kv_heads, queries * shared, prefix_width + width] float32."""
+        """Softmax weights over prompt and own tokens, [rows, kv_heads, queries * shared, prefix_width + width] float32."""
         held = self.rows
         rows, kv_heads, stacked, dim = q.shape
-        k = _batch(self._prompts("k", layer, own_k), held.groups, held.prefix_slots, held.prefix_width)
-        of_prompt = self._by_row(product(self._by_group(q), k.transpose(1, 2)), kv_heads)
+        k = _batch(self._prompt_slab("k", layer, own_k), held.groups, held.prefix_slots, held.prefix_width)
+        of_prompt = self._ungroup_rows(product(self._group_rows(q), k.transpose(1, 2)), kv_heads)
         k = _batch(own_k, rows, held.own_slots, held.width)
         of_own = product(q.view(rows * kv_heads, stacked, dim), k.transpose(1, 2))
         scores = torch.cat([of_prompt, of_own.view(rows, kv_heads, stacked, held.width)], -1).mul_(scaling)
@@ -224,25 +225,25 @@ class DecodeCall:
         return torch.cat([by_query, sinks], -1).softmax(-1)[..., :-1].reshape(scores.shape)
 
     def _append(self, kind: str, layer: int, fed: Tensor) -> Tensor:
-        """Write the fed tokens' keys or values; returns the slab."""
+        """Write the fed tokens' keys or values; returns their slab."""
         slab = self.rows.cache.own.slab((kind, layer), fed.shape[1], fed.shape[3:], fed)
         self.rows.write(slab, fed[0].transpose(0, 1))
         return slab
 
-    def _prompts(self, kind: str, layer: int, own: Tensor) -> Tensor:
-        """The slab of the prompts; zeros where a layer beside the model's was fed none."""
+    def _prompt_slab(self, kind: str, layer: int, own: Tensor) -> Tensor:
+        """Return the slab of the prompts; zeros for an additional layer that computed no prompt."""
         return self.rows.cache.prefixes.slab((kind, layer), own.shape[1], own.shape[3:], own)
 
-    def _by_group(self, by_row: Tensor) -> Tensor:
-        """[rows, kv_heads, m, n] -> [groups * kv_heads, members * m, n]."""
+    def _group_rows(self, by_row: Tensor) -> Tensor:
+        """Stack rows by prompt: [rows, kv_heads, m, n] -> [groups * kv_heads, members * m, n]."""
         held, (_, kv_heads, m, n) = self.rows, by_row.shape
         if held.gather is not None:
             by_row = by_row.index_select(0, held.gather)
         stacked = by_row.view(held.groups, held.members, kv_heads, m, n).transpose(1, 2)
         return stacked.reshape(held.groups * kv_heads, held.members * m, n)
 
-    def _by_row(self, by_group: Tensor, kv_heads: int) -> Tensor:
-        """The inverse of ``_by_group``."""
+    def _ungroup_rows(self, by_group: Tensor, kv_heads: int) -> Tensor:
+        """Invert ``_group_rows``."""
         held, n = self.rows, by_group.shape[-1]
         rows = by_group.view(held.groups, kv_heads, held.members, -1, n).transpose(1, 2)
         rows = rows.reshape(held.groups * held.members, kv_heads, -1, n)
@@ -250,14 +251,14 @@ class DecodeCall:
 
 
 def _batch(slab: Tensor, count: int, slots: Tensor | None, width: int) -> Tensor:
-    """[slots, heads, capacity, dim] -> [count * heads, width, dim], a view unless slots must be picked."""
+    """[slots, heads, capacity, dim] -> [count * heads, width, dim]; a view unless ``slots`` selects slots."""
     if slots is not None:
         slab = slab[:, :, :width].index_select(0, slots)
     return slab.view(-1, *slab.shape[2:])[: count * slab.shape[1], :width]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """bmm with a float32 result. Half-precision operands multiply exactly in float32."""
+    """Batched matrix product with a float32 result; half-precision operands are multiplied exactly in float32."""
     if a.dtype == torch.float32:
         return torch.bmm(a, b)
     if a.is_cuda:

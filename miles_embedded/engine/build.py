@@ -1,4 +1,4 @@
-"""The embedded engine from a run's configuration."""
+"""Build the embedded engine from the configuration of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
-    """The provider of ``--engine embedded``. The decoder is the first that an active plugin provides, else core's."""
+    """Make the engine of ``--engine embedded``, with the decoder of the first active plugin that provides one, otherwise ``plain``."""
     config = run.config_of(policy)
     model = build_model(run, policy, "rollout")
     if config.model.self_check:
@@ -44,24 +44,27 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
     name = run.hooks.provided("decoder")[0]
     engine.decoder = run.hooks.make("decoder", name, run=run, policy=policy, engine=engine)
     if not isinstance(engine.decoder, PlainDecoder):
-        refuse_growing(model, engine.max_context)
+        check_rope_switch(model, engine.max_context)
     return engine
 
 
-def refuse_growing(model: nn.Module, longest: int) -> None:
-    """CheckpointError where a decoder that feeds several tokens at once could feed some on either side of the length at which
-    rotary frequencies change."""
+def check_rope_switch(model: nn.Module, longest: int) -> None:
+    """Check that a decoder which feeds several tokens per step cannot cross the length at which rotary frequencies change.
+
+    Raises:
+        CheckpointError: sequences of ``longest`` tokens exceed that length.
+    """
     switch = rope_switch(model)
     if switch and longest > switch:
         raise CheckpointError(
-            f"--rollout-max-context-len {longest}: {type(model).__name__} has other rotary frequencies beyond {switch} tokens "
-            f"(longrope in config.json), and a drafting decoder feeds tokens on both sides at once; give {switch} or less, or run "
-            "without drafts"
+            f"--rollout-max-context-len {longest}: {type(model).__name__} changes its rotary frequencies beyond {switch} tokens "
+            f"(longrope in config.json), and a drafting decoder would feed tokens on both sides in one step; set it to {switch} or "
+            "less, or run without drafts"
         )
 
 
 def detokenizer(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Token ids to text without special tokens; straight to the Rust tokenizer where nothing else would be done."""
+    """Return a function from token ids to text without special tokens; it calls the Rust tokenizer directly where possible."""
     if tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         backend = tokenizer.backend_tokenizer
         return lambda tokens: backend.decode(tokens, skip_special_tokens=True)
@@ -69,14 +72,14 @@ def detokenizer(tokenizer: Any) -> Callable[[list[int]], str]:
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Ids that end a response: the generation configuration's and the tokenizer's."""
+    """Return the ids that end a response, from the generation configuration and the tokenizer. Drops and logs invalid ids."""
     declared = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = set(declared) if isinstance(declared, list) else {declared}
     ends = {i for i in (*ids, tokenizer.eos_token_id) if i is not None}
     known = head(model).weight.shape[0]
     if beyond := sorted(i for i in ends if not 0 <= i < known):
         log.warning(
-            "eos_token_id %s of generation_config.json or config.json is no token of the model, which has %d; responses end with %s",
+            "eos_token_id %s of generation_config.json or config.json is outside the model's vocabulary of %d; responses end with %s",
             ", ".join(map(str, beyond)),
             known,
             ", ".join(map(str, sorted(ends - set(beyond)))),

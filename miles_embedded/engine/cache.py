@@ -1,10 +1,9 @@
-"""The key/value cache of many rows that share prompts.
+"""The KV cache of rows that share prompts.
 
-Two stores. ``prefixes`` holds the prompt of each group once, however many rows continue it; ``own`` holds what each row
-generated. A store is one slab a layer, [slots, heads, width, dim], that doubles when it is full. Live slots are
-always the first ones: when a row leaves, the last row moves into its slot, so a decode step attends to slices of the
-slabs and copies nothing. Whatever else belongs to a cached token (recorded fields) is a further slab and follows the
-same moves.
+It has two stores. ``prefixes`` stores the prompt of each group once, independently of the number of rows that continue it; ``own``
+stores the tokens each row generated. A store has one slab per layer and kind, [slots, heads, width, dim], which doubles when full.
+Live slots are always the first ones: when a row leaves, the last row moves to its slot, so a decode step attends to slices of the
+slabs without copying. Recorded fields of cached tokens are stored in additional slabs that follow the same moves.
 """
 
 from __future__ import annotations
@@ -19,8 +18,15 @@ _SLOTS, _WIDTH = 8, 16
 
 
 class Store:
-    """Slabs of one kind of sequence; ``lengths[:size]`` are the tokens held by each live slot. ``generation`` counts how often a
-    slab was made or moved: whoever keeps the address of one looks at it again when the number changes."""
+    """Slabs for one kind of sequence.
+
+    Attributes:
+        slabs: key -> [slots, heads, width, ...].
+        size: number of live slots.
+        slots, width: capacity of every slab.
+        lengths: [slots] tokens stored in each slot; valid up to ``size``.
+        generation: incremented when a slab is created or reallocated. Holders of slab addresses must refresh them then.
+    """
 
     def __init__(self) -> None:
         self.slabs: dict[Hashable, Tensor] = {}
@@ -30,8 +36,10 @@ class Store:
         self.lengths = np.zeros(_SLOTS, np.int64)
 
     def slab(self, key: Hashable, heads: int, tail: Sequence[int], like: Tensor) -> Tensor:
-        """The slab ``key``, [slots, heads, width, *tail], made when first asked for. Zeros, because masked entries are
-        still multiplied by a weight of zero."""
+        """Return the slab ``key``, [slots, heads, width, *tail], created on first use with the dtype and device of ``like``.
+
+        New slabs are zero, because masked entries are still multiplied by a weight of zero.
+        """
         found = self.slabs.get(key)
         if found is None:
             self.generation += 1
@@ -39,7 +47,7 @@ class Store:
         return found
 
     def reserve(self, slots: int, width: int) -> None:
-        """Make room for ``slots`` slots of ``width`` tokens."""
+        """Grow the capacity to at least ``slots`` slots of ``width`` tokens."""
         if slots <= self.slots and width <= self.width:
             return
         slots = self.slots if slots <= self.slots else max(slots, min(2 * self.slots, slots + 256))
@@ -47,14 +55,14 @@ class Store:
         self.generation += 1
         for key, old in self.slabs.items():
             new = old.new_zeros(slots, old.shape[1], width, *old.shape[3:])
-            # all columns: a slab may hold more than ``lengths`` says
+            # copy all columns: a slab may contain more entries than ``lengths`` counts
             new[: self.size, :, : old.shape[2]] = old[: self.size]
             self.slabs[key] = new
         self.lengths = np.concatenate([self.lengths, np.zeros(slots - len(self.lengths), np.int64)])
         self.slots, self.width = slots, width
 
     def add(self, lengths: Sequence[int]) -> np.ndarray:
-        """Take new slots for sequences that will hold ``lengths`` tokens; returns their numbers."""
+        """Allocate slots for sequences of ``lengths`` tokens; returns the slot indices."""
         first = self.size
         self.reserve(first + len(lengths), int(max(lengths)))
         self.size += len(lengths)
@@ -62,7 +70,7 @@ class Store:
         return np.arange(first, self.size)
 
     def remove(self, dead: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Free slots ``dead`` and close the gaps; returns (where, whence) of the slots that moved."""
+        """Free slots ``dead`` and move the last slots into the gaps; returns (destination, source) slots of the moves."""
         left = self.size - len(dead)
         holes = dead[dead < left]
         alive = np.ones(self.size, bool)
@@ -82,17 +90,18 @@ class Store:
 
 
 def round_up(value: int, step: int) -> int:
-    """The next multiple of ``step``."""
+    """Round ``value`` up to a multiple of ``step``."""
     return -(-value // step) * step
 
 
 class Cache:
-    """Rows and the prompts they share.
+    """The KV cache: rows, and the prompts that they share.
 
     Attributes:
-        prefixes: the prompts; never empty for a live row.
-        own: what each row generated so far.
-        prefix_of: [rows] slot of each row's prompt.
+        prefixes: store of the prompts; a live row always has a non-empty prompt.
+        own: store of the tokens generated by each row.
+        prefix_of: [slots] prompt slot of each row.
+        users: [prompt slots] number of rows that continue each prompt.
     """
 
     def __init__(self) -> None:
@@ -106,14 +115,14 @@ class Cache:
         return self.own.size
 
     def add_prefixes(self, lengths: Sequence[int]) -> np.ndarray:
-        """Slots for prompts of these lengths, still without rows and without content."""
+        """Allocate slots for prompts of these lengths, without rows or content."""
         slots = self.prefixes.add(lengths)
         self.users = _extend(self.users, self.prefixes.slots)
         self.users[slots] = 0
         return slots
 
     def add_rows(self, prefixes: Sequence[int]) -> np.ndarray:
-        """Slots for rows that continue these prompts."""
+        """Allocate slots for rows that continue these prompt slots."""
         slots = self.own.add([0] * len(prefixes))
         self.prefix_of = _extend(self.prefix_of, self.own.slots)
         self.prefix_of[slots] = prefixes
@@ -121,10 +130,10 @@ class Cache:
         return slots
 
     def remove_rows(self, dead: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Free rows, and the prompts that no row continues any more.
+        """Free rows, and the prompts that no row continues.
 
         Returns:
-            (where, whence) of the rows that moved, and (dead, where, whence) of the prompts.
+            (destination, source) slots of the rows that moved, and (freed, destination, source) slots of the prompts.
         """
         np.subtract.at(self.users, self.prefix_of[dead], 1)
         holes, movers = self.own.remove(dead)
@@ -132,35 +141,35 @@ class Cache:
         gone = np.flatnonzero(self.users[: self.prefixes.size] == 0)
         if not len(gone):
             return holes, movers, (gone, gone, gone)
-        where, whence = self.prefixes.remove(gone)
-        self.users[where] = self.users[whence]
+        where, sources = self.prefixes.remove(gone)
+        self.users[where] = self.users[sources]
         renumber = np.arange(self.prefixes.slots)
-        renumber[whence] = where
+        renumber[sources] = where
         self.prefix_of[: self.rows] = renumber[self.prefix_of[: self.rows]]
-        return holes, movers, (gone, where, whence)
+        return holes, movers, (gone, where, sources)
 
     def own_lengths(self, slots: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """Of ``lengths`` tokens of rows, how many are their own; ValueError inside of a prompt."""
+        """Return how many of the first ``lengths`` tokens of each row follow its prompt; ValueError if a length ends inside it."""
         own = np.asarray(lengths, np.int64) - self.prefixes.lengths[self.prefix_of[slots]]
         if (own < 0).any():
-            raise ValueError(f"rows cut to {list(lengths)} tokens: that is inside of their prompts")
+            raise ValueError(f"cannot cut rows to {list(lengths)} tokens: a cut would be inside a prompt")
         return own
 
     def cut(self, slots: np.ndarray, lengths: Sequence[int]) -> None:
-        """Drop what rows hold beyond ``lengths`` tokens; ValueError where they hold fewer, or inside of a prompt."""
+        """Drop the tokens of rows after the first ``lengths``; ValueError if a row has fewer or the cut is inside its prompt."""
         own = self.own_lengths(slots, lengths)
         if (own > self.own.lengths[slots]).any():
-            raise ValueError(f"rows cut to {list(lengths)} tokens: the cache holds fewer")
+            raise ValueError(f"cannot cut rows to {list(lengths)} tokens: the cache has fewer")
         self.own.lengths[slots] = own
 
     def pick(self, slots: np.ndarray, front: np.ndarray, counts: np.ndarray, picked: np.ndarray) -> None:
-        """Of what rows hold behind their first ``front`` own tokens, keep some, closed up.
+        """Keep selected tokens after the first ``front`` own tokens of each row, and close the gaps.
 
         Args:
-            slots: [rows].
-            front: [rows] own tokens that stay in any case.
-            counts: [rows] further tokens that are kept.
-            picked: [sum of counts] which, counted from ``front``, ascending within a row.
+            slots: [rows] row slots.
+            front: [rows] number of leading own tokens to keep.
+            counts: [rows] number of selected tokens.
+            picked: [sum of counts] indices of the selected tokens relative to ``front``, ascending within a row.
         """
         within = np.arange(len(picked)) - np.repeat(counts.cumsum() - counts, counts)
         moved = picked != within
@@ -174,12 +183,12 @@ class Cache:
         self.own.lengths[slots] = front + counts
 
     def tensors(self) -> list[Tensor]:
-        """Every slab, to count memory."""
+        """Return every slab, to count memory."""
         return [*self.prefixes.slabs.values(), *self.own.slabs.values()]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Total size of the slabs in bytes."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
 
@@ -187,14 +196,14 @@ def _extend(values: np.ndarray, length: int) -> np.ndarray:
     return np.concatenate([values, np.zeros(max(length - len(values), 0), values.dtype)])
 
 
-def move_items(items: list, where: np.ndarray, whence: np.ndarray, size: int) -> None:
-    """Move ``items``, one a slot and each knowing its ``slot``, as their slots moved."""
-    for to, source in zip(where.tolist(), whence.tolist(), strict=True):
+def move_items(items: list, where: np.ndarray, sources: np.ndarray, size: int) -> None:
+    """Apply slot moves to ``items``, a list with one object per slot, and update their ``slot`` attributes."""
+    for to, source in zip(where.tolist(), sources.tolist(), strict=True):
         items[to] = items[source]
         items[to].slot = to
     del items[size:]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A host index array where the model is; a GPU goes on with its work meanwhile."""
+    """Copy a host index array to ``device`` without waiting for a GPU."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The rows of one decode call as the cache holds them."""
+"""The rows of a decode call: slots, masks and positions derived from the cache."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from miles_embedded.engine.cache import Cache, round_up, to_device
 from miles_embedded.model.attention import AttentionOptions
 
 _NEVER = -1e30
-#: Own tokens are attended to in multiples of this: products over very few columns take a slow path on a CPU.
+#: Round the width of own tokens up to a multiple of this: products with very few columns take a slow path on a CPU.
 _STEP = 16
 
 
 @dataclass
 class CachedRows:
-    """Which cached tokens the rows of one decode call see; made once a call and used by every layer.
+    """Which cached tokens each row of a decode call attends to. Created once per call and used by every layer.
 
-    Row i feeds ``counts[i]`` tokens that follow what its slot holds. Queries are padded to ``queries`` a row. With ``parents``
-    what follows is a tree: a token sees what is in front of the tree, its ancestors and itself, and its position is its depth.
+    Row i feeds ``counts[i]`` tokens, appended to the tokens in its slot. Queries are padded to ``queries`` per row. With ``parents``
+    the new tokens form a tree: a token attends to the tokens in front of the tree, its ancestors and itself, and its depth in the
+    tree determines its position.
 
     Attributes:
-        cache: where the rows are; room for the fed tokens is reserved.
+        cache: the cache of the rows; room for the fed tokens is reserved.
         slots: [rows] slot of each row's own tokens.
-        counts: [rows] tokens that each row feeds.
-        device: of the model.
-        lengths: [rows] own tokens in front of those that are fed (of the tree); None: all that the slots hold.
-        parents: [rows, nodes] of each node of a row's tree the parent, a node before it or -1 for none; the tokens that are
-            fed are its last nodes, as many for each row.
-        count: how many rows.
+        counts: [rows] number of tokens that each row feeds.
+        device: device of the model.
+        lengths: [rows] own tokens in front of the fed tokens (or of the tree); None uses the lengths of the slots.
+        parents: [rows, nodes] index of each node's parent in the row's tree, smaller than the node's own index, or -1 for a root.
+            The fed tokens are the last nodes, the same number for each row.
+        count: number of rows.
         before: [rows] own tokens in the cache before this call.
-        prefix_lengths: [rows] tokens of each row's prompt.
+        prefix_lengths: [rows] prompt length of each row.
     """
 
     cache: Cache
@@ -81,42 +82,42 @@ class CachedRows:
 
     @cached_property
     def mask(self) -> Tensor:
-        """[rows, queries, prefix_width + width] float32 to add to scores: 0 where a query sees a token."""
+        """[rows, queries, prefix_width + width] float32, added to scores: 0 where a query attends to a token."""
         queries = torch.arange(self.queries, device=self.device)
         last = to_device(self.before, self.device)[:, None] + queries
         ends = to_device(self.prefix_lengths - 1, self.device)[:, None].expand(-1, self.queries)
-        own = self._beyond(self.width, last) if self.parents is None else self._strangers(self.parents)
-        hidden = torch.cat([self._beyond(self.prefix_width, ends), own], -1)
+        own = self._columns_after(self.width, last) if self.parents is None else self._tree_hidden(self.parents)
+        hidden = torch.cat([self._columns_after(self.prefix_width, ends), own], -1)
         return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, _NEVER)
 
     @cached_property
     def longest(self) -> int:
-        """The most tokens that a query sees."""
+        """Largest number of tokens that a query attends to."""
         return int((self.prefix_lengths + self.after).max())
 
     def masked(self, options: AttentionOptions) -> Tensor:
-        """``mask`` for queries that see less."""
+        """Return ``mask`` restricted by the window, chunk and chosen keys of ``options``."""
         mask = self.mask
         if options.hides != (0, 0):
             if options.hides not in self._narrow:
-                self._narrow[options.hides] = mask.masked_fill(~self._within(options), _NEVER)
+                self._narrow[options.hides] = mask.masked_fill(~self._in_window(options), _NEVER)
             mask = self._narrow[options.hides]
         return mask if options.choice is None else mask.masked_fill(~options.choice.masks, _NEVER)
 
-    def _within(self, options: AttentionOptions) -> Tensor:
-        """[rows, queries, prefix_width + width] True for tokens in the window and the chunk of a query."""
+    def _in_window(self, options: AttentionOptions) -> Tensor:
+        """[rows, queries, prefix_width + width] True for tokens inside the window and the chunk of a query."""
         prompt = to_device(self.prefix_lengths, self.device)[:, None, None]
         before = to_device(self.before, self.device)[:, None, None]
         query = prompt + before + torch.arange(self.queries, device=self.device)[:, None]
         column, own = (torch.arange(width, device=self.device) for width in (self.prefix_width, self.width))
         return torch.cat([options.sees(query, column), options.sees(query, prompt + own)], -1)
 
-    def _beyond(self, width: int, last: Tensor) -> Tensor:
+    def _columns_after(self, width: int, last: Tensor) -> Tensor:
         """[rows, queries, width] True for columns after ``last`` [rows, queries]."""
         return torch.arange(width, device=self.device) > last[:, :, None]
 
-    def _strangers(self, parents: np.ndarray) -> Tensor:
-        """[rows, queries, width] True for columns that a node of a tree does not see."""
+    def _tree_hidden(self, parents: np.ndarray) -> Tensor:
+        """[rows, queries, width] True for columns that a tree node does not attend to."""
         nodes = parents.shape[1]
         family = np.zeros((self.count, nodes, nodes), bool)
         row = np.arange(self.count)
@@ -132,27 +133,27 @@ class CachedRows:
 
     @cached_property
     def own_slots(self) -> Tensor | None:
-        """Where the rows' own slabs are, None when they are the first ones in order."""
+        """Slots of the rows; None when they are the first slots in order."""
         return None if self.dense else to_device(self.slots, self.device)
 
     @cached_property
     def token_slots(self) -> Tensor:
-        """[tokens] slot each fed token is written to."""
+        """[tokens] destination slot of each fed token."""
         return to_device(np.repeat(self.slots, self.counts), self.device)
 
     @property
     def within(self) -> np.ndarray:
-        """[tokens] index of each fed token among its row's."""
+        """[tokens] index of each fed token among the fed tokens of its row."""
         return np.arange(int(self.counts.sum())) - np.repeat(self.counts.cumsum() - self.counts, self.counts)
 
     @cached_property
     def token_columns(self) -> Tensor:
-        """[tokens] column each fed token is written to."""
+        """[tokens] destination column of each fed token."""
         return to_device(np.repeat(self.before, self.counts) + self.within, self.device)
 
     @cached_property
     def query_pad(self) -> Tensor:
-        """[rows * queries] fed token at each padded query; token 0 where there is none."""
+        """[rows * queries] index of the fed token of each padded query; 0 for padding."""
         start = self.counts.cumsum() - self.counts
         column = np.arange(self.queries)
         real = column < self.counts[:, None]
@@ -160,7 +161,7 @@ class CachedRows:
 
     @cached_property
     def query_unpad(self) -> Tensor:
-        """[tokens] padded query of each fed token."""
+        """[tokens] index of the padded query of each fed token."""
         real = np.arange(self.queries) < self.counts[:, None]
         return to_device(np.flatnonzero(real.reshape(-1)), self.device)
 
@@ -175,7 +176,7 @@ class CachedRows:
         return np.repeat(self.prefix_lengths + self.before, self.counts) + self.within
 
     def write(self, slab: Tensor, flat: Tensor) -> None:
-        """Store the fed tokens' entries, flat [tokens, heads, ...], in an own slab."""
+        """Store the fed tokens' entries [tokens, heads, ...] in ``slab`` of the own store."""
         if self.queries == 1 and self.level and self.dense:
             slab[: self.count, :, int(self.before[0])] = flat
         else:

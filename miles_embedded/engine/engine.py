@@ -1,8 +1,7 @@
-"""The engine that ships with the core: continuous batching over Transformers modules, in this process.
+"""The embedded engine: continuous batching over Transformers modules in this process.
 
-Requests wait, join the batch at the next step, share the prompt they have in common, leave when they end. One
-asyncio task steps the batch while there is work and lets others run between steps; everything that touches the batch
-happens between two steps.
+Requests wait, join the batch at the next step, share the computation of common prompts and leave when they end. An asyncio task
+steps the batch while there is work and yields to other tasks between steps; the batch changes only between two steps.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.ahead import StepsAhead
 from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.cache import move_items
-from miles_embedded.engine.decoder import one_each
-from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks, not_recorded
+from miles_embedded.engine.decoder import to_emitted
+from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks, missing_fields_error
 from miles_embedded.engine.runner import Fed, Runner
 from miles_embedded.engine.scheduler import Row, Scheduler, parameters_of, slots_of, uniform_of
 from miles_embedded.engine.settings import Settings
@@ -40,7 +39,7 @@ from miles_embedded.quantized.linear import linear_shapes
 
 
 class EmbeddedEngine(Engine):
-    """An engine that generates with ``model``, prepared by ``miles_embedded.model.load``; it stays on its device."""
+    """Engine that generates with ``model``, as prepared by ``miles_embedded.model.load``, on the model's device."""
 
     capabilities = frozenset(c.name for c in EMBEDDED.declared("engine"))
 
@@ -55,7 +54,7 @@ class EmbeddedEngine(Engine):
         self.rows: list[Row] = []
         self._joining: list[Row] = []
         self._prefixes = Prefixes(self.runner)
-        self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._reweighted)
+        self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._invalidate_weights)
         self._paused, self._stopped = False, False
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
@@ -71,7 +70,7 @@ class EmbeddedEngine(Engine):
 
     @property
     def codec(self) -> Codec:
-        """What reads encoded weights now."""
+        """Codec that decodes incoming weights."""
         return self._weights.codec
 
     async def start(self) -> None:
@@ -94,7 +93,7 @@ class EmbeddedEngine(Engine):
         for i, sequence in enumerate(sequences):
             if not 0 < len(sequence) <= self.max_context:
                 raise MilesError(
-                    f"sequence {i} to score has {len(sequence)} tokens; 1 to {self.max_context} are possible"
+                    f"sequence {i} to score has {len(sequence)} tokens; it must have 1 to {self.max_context}"
                 )
         results: dict[int, np.ndarray] = {}
         for chunk in chunks([len(s) for s in sequences]):
@@ -105,16 +104,16 @@ class EmbeddedEngine(Engine):
         return [results[i] for i in range(len(sequences))]
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
-        self._quiet("update_weights")
+        self._require_idle("update_weights")
         self._weights.update(units, version)
 
     async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
-        self._quiet("share_weights")
+        self._require_idle("share_weights")
         return self._weights.update(units, version, share=True)
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         if not message.get("staged"):
-            self._quiet("receive")
+            self._require_idle("receive")
         await self._weights.arrivals.receive(message, version, last)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
@@ -124,7 +123,7 @@ class EmbeddedEngine(Engine):
         elif mode == "retract":
             self._retract(list(self.rows))
         elif mode != "in_place":
-            raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
+            raise ValueError(f"pause mode {mode!r} must be abort, retract or in_place")
         self.ahead.settle()
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
@@ -133,7 +132,7 @@ class EmbeddedEngine(Engine):
         self._finish([row for row in meant if row.slot >= 0], "abort")
         for row in waiting:
             self.scheduler.waiting.remove(row)
-            self.scheduler.respond(row, "abort", row.kept)
+            self.scheduler.respond(row, "abort", row.saved)
 
     async def resume(self) -> None:
         self._paused = False
@@ -143,7 +142,7 @@ class EmbeddedEngine(Engine):
         if self.rows:
             raise RuntimeError(f"sleep with {len(self.rows)} requests in the cache: abort or retract them first")
         if "cache" in parts:
-            self._clear()  # it comes back by itself
+            self._clear()  # allocated again on the next request
         if "weights" in parts:
             self._weights.sleep()
 
@@ -152,11 +151,11 @@ class EmbeddedEngine(Engine):
             self._weights.wake()
 
     async def rebuild(self, precision: str) -> None:
-        self._quiet("rebuild")
+        self._require_idle("rebuild")
         self._weights.rebuild(precision)
 
     def quantizer(self, format: Format) -> FormatItself:
-        """There is no other code here than the format's own."""
+        """Return the format's own quantizer; this engine defines no other code."""
         return FormatItself(format, self.settings.products.of(format, self.model), linear_shapes(self.model))
 
     @property
@@ -164,33 +163,33 @@ class EmbeddedEngine(Engine):
         return bool(self._weights.inputs.layers)
 
     def emulated_products(self) -> AbstractContextManager[None]:
-        return self._weights.inputs.emulated()
+        return self._weights.inputs.emulate()
 
     def model_facts(self) -> Mapping[str, Any]:
         return facts_of(self.model)
 
-    # -- what a decoder calls ---------------------------------------------------------------------------------------
+    # -- interface of decoders --------------------------------------------------------------------------------------
 
     def forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], parents: np.ndarray | None = None) -> Fed:
-        """Feed ``tokens[i]`` (one or more) to row i; logits and hidden states of all of them, flat, in order. ``parents``
-        [rows, tokens] makes them a tree, see ``CachedRows``."""
+        """Feed ``tokens[i]`` (at least one) to row i; returns logits and hidden states of all fed tokens, flattened in row order.
+        With ``parents`` [rows, tokens] the tokens form a tree, see ``CachedRows``."""
         return self.runner.forward(slots_of(rows), tokens, self.recorded_fields(), parents)
 
     def call(
         self, rows: Sequence[Row], counts: Sequence[int], lengths: Sequence[int], parents: np.ndarray | None = None
     ) -> DecodeCall:
-        """A call for layers that stand beside the model's. Row i feeds ``counts[i]`` tokens behind the first ``lengths[i]`` of
-        its sequence, or with ``parents`` the last nodes of a tree that stands there. Their keys and values are kept in the
-        cache of the same rows, which are not longer for it; what was kept behind ``lengths[i]`` is overwritten."""
+        """Make a call for layers outside the model's own forward. Row i feeds ``counts[i]`` tokens after the first ``lengths[i]`` of
+        its sequence, or with ``parents`` the last nodes of a tree at that place. Keys and values go to the cache of the same rows
+        and overwrite entries after ``lengths[i]``; the lengths of the rows do not change."""
         slots, counted = slots_of(rows), np.asarray(counts, np.int64)
         return self.runner.call(slots, counted, self.runner.cache.own_lengths(slots, lengths), parents)
 
     def truncate(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        """Drop the cache of row i beyond ``lengths[i]`` tokens, prompt included; never into the prompt."""
+        """Drop the cached tokens of row i after ``lengths[i]`` tokens, prompt included; cannot cut into the prompt."""
         self.runner.cache.cut(slots_of(rows), lengths)
 
     def keep(self, rows: Sequence[Row], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Of what row i was fed behind its first ``lengths[i]`` tokens, keep the tokens ``paths[i]`` (ascending), and no others."""
+        """Keep the tokens ``paths[i]`` (ascending) among those fed after the first ``lengths[i]`` tokens of row i; drop the others."""
         slots, counts = slots_of(rows), np.fromiter(map(len, paths), np.int64, len(paths))
         front = self.runner.cache.own_lengths(slots, lengths)
         self.runner.cache.pick(slots, front, counts, np.concatenate([np.asarray(p, np.int64) for p in paths]))
@@ -198,27 +197,27 @@ class EmbeddedEngine(Engine):
     def sample(
         self, logits: Tensor, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 0
     ) -> draw.Sampled:
-        """Draw one token from each logits row [n, vocab]; ``rows[i]`` gives its parameters and key. ``positions``
-        [n] are the indexes of the drawn tokens in their sequences, by default the next one of each row."""
+        """Sample one token from each logits row [n, vocab] with the parameters and key of ``rows[i]``. ``positions`` [n] are the
+        indices of the sampled tokens in their sequences, by default the next index of each row."""
         params, keys, recording = self._parameters(rows)
         u = uniform_of(self.settings.seed, rows, keys, positions, stream)
         return draw.sample(logits, params, u, recording)
 
     def distribution(self, logits: Tensor, rows: Sequence[Row], counts: Tensor | None = None) -> draw.Distribution:
-        """What ``sample`` draws from: [n, vocab] log-probabilities. ``counts`` [rows]: logits rows of each row, instead of one."""
-        return draw.distribution(logits, self._parameters(rows)[0].repeated(counts))
+        """Return the distribution that ``sample`` uses, [n, vocab]. ``counts`` [rows]: logits rows per row, by default one."""
+        return draw.distribution(logits, self._parameters(rows)[0].repeat(counts))
 
     def record(
         self, dist: draw.Distribution, rows: Sequence[Row], tokens: Tensor, counts: Tensor | None = None
     ) -> draw.Sampled:
-        """Log-probabilities and supports of tokens [n] that a decoder chose itself from ``distribution(logits, rows, counts)``."""
+        """Return log-probabilities and supports of tokens [n] that a decoder chose from ``distribution(logits, rows, counts)``."""
         recording = self._parameters(rows)[2]
         if recording is not None and counts is not None:
             recording = recording.repeat_interleave(counts)
         return draw.record(dist, tokens, recording)
 
     def uniform(self, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 1) -> Tensor:
-        """Float64 numbers in (0, 1) for ``positions`` [rows] or [rows, n]; ``stream`` 0 is what ``sample`` uses."""
+        """Return float64 numbers in (0, 1) for ``positions`` [rows] or [rows, n]; ``sample`` uses ``stream`` 0."""
         keys = self._parameters(rows)[1]
         if positions is not None and positions.dim() == 2:
             keys = keys.unsqueeze(1)
@@ -245,7 +244,7 @@ class EmbeddedEngine(Engine):
         self._weights.check()
         self._leave([row for row in self.rows if row.future.done()])
         try:
-            with self._weights.packs.used():
+            with self._weights.packs.activate():
                 self._admit()
                 emitted = self.decoder.step(self, self.rows) if self.rows else None
             if emitted is not None:
@@ -254,10 +253,10 @@ class EmbeddedEngine(Engine):
             raise NonFiniteError(self._find_nonfinite(error)) from error
 
     def _find_nonfinite(self, error: NonFiniteError) -> str:
-        """Run the rows through the model once more, to name the first module that computed what is not finite."""
+        """Score the rows again and describe the first module with a non-finite output."""
         tokens = [row.tokens for row in (*self.rows, *self._joining)]
         found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0))
-        return f"engine, weight version {self.version}: {found or 'no module by itself'} found by scoring its rows again, because {error}"
+        return f"engine, weight version {self.version}: {found or 'no single module'} found by scoring its rows again, because {error}"
 
     def _admit(self) -> None:
         waiting = self.scheduler.waiting
@@ -268,10 +267,10 @@ class EmbeddedEngine(Engine):
         if self._joining:
             self._join(self._joining)
             self._joining = []
-        # their next token is fed with other rotary frequencies than those in the cache: all of their tokens are computed again
+        # The next token of these rows uses other rotary frequencies than the cached keys: recompute all of their tokens.
         grown = [row for row in self.rows if self.runner.switch and len(row.tokens) == self.runner.switch + 1]
         if grown:
-            self._retract(grown, anew=True)
+            self._retract(grown, recompute=True)
             self._admit()
 
     def _join(self, joining: list[Row]) -> None:
@@ -281,7 +280,7 @@ class EmbeddedEngine(Engine):
         found = self._prefixes.compute(wanted, lambda prompts: self.decoder.prompts(self, prompts))
         for row in joining:
             if lacking := row.fields - found[row.start].fields:
-                row.future.set_exception(not_recorded(lacking))
+                row.future.set_exception(missing_fields_error(lacking))
         joining = [row for row in joining if not row.future.done()]
         if not joining:
             return
@@ -290,12 +289,12 @@ class EmbeddedEngine(Engine):
         for row, slot in zip(joining, slots.tolist(), strict=True):
             row.slot = slot
         self.rows += joining
-        self._changed()
+        self._invalidate_batch()
         self.decoder.join(self, joining, [p.hidden for p in prefixes])
-        self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if r.anew or not r.log_probs])
+        self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if r.recompute or not r.log_probs])
 
     def _first_tokens(self, fresh: list[tuple[Row, Prefix]]) -> None:
-        """Sample what follows the prefixes, whose logits are computed once for all rows that share one."""
+        """Sample the first token after the prefixes; logits are computed once per shared prefix."""
         if not fresh:
             return
         order = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefix for _, prefix in fresh))}
@@ -303,9 +302,9 @@ class EmbeddedEngine(Engine):
         index = torch.tensor([order[prefix] for _, prefix in fresh], device=logits.device)
         rows = [row for row, _ in fresh]
         for row in rows:
-            row.anew = False
+            row.recompute = False
         sampled = self.sample(logits.index_select(0, index), rows)
-        self._finish(self.scheduler.accept(rows, one_each(sampled), self.version))
+        self._finish(self.scheduler.accept(rows, to_emitted(sampled), self.version))
 
     def _finish(self, rows: list[Row], finish: str = "") -> None:
         if not rows:
@@ -325,28 +324,28 @@ class EmbeddedEngine(Engine):
             recorded = self.runner.fields(slots_of([rows[i] for i in asking]), name)
             for i, fresh in zip(asking, recorded, strict=True):
                 row = rows[i]
-                old = row.kept.get(name)
+                old = row.saved.get(name)
                 full = fresh if old is None else np.concatenate([old, fresh[len(old) :]])
                 out[i][name] = full[: len(row.tokens) - 1]
         return out
 
     def _leave(self, rows: Sequence[Row]) -> None:
-        """Take rows out of the batch and the cache."""
+        """Remove rows from the batch and the cache."""
         if not rows:
             return
         self.decoder.leave(rows)
         self.ahead.leave(rows)
-        where, whence, prefixes = self.runner.cache.remove_rows(np.sort(slots_of(rows)))
+        where, sources, prefixes = self.runner.cache.remove_rows(np.sort(slots_of(rows)))
         for row in rows:
             row.slot = -1
-        move_items(self.rows, where, whence, self.runner.cache.rows)
-        self.ahead.moved(where, whence)
-        self._prefixes.moved(*prefixes)
-        self._changed()
+        move_items(self.rows, where, sources, self.runner.cache.rows)
+        self.ahead.apply_moves(where, sources)
+        self._prefixes.apply_moves(*prefixes)
+        self._invalidate_batch()
 
-    def _retract(self, rows: list[Row], anew: bool = False) -> None:
-        for row, kept in zip(rows, self._extras(rows), strict=True):
-            row.kept, row.anew = kept, anew
+    def _retract(self, rows: list[Row], recompute: bool = False) -> None:
+        for row, saved in zip(rows, self._extras(rows), strict=True):
+            row.saved, row.recompute = saved, recompute
         self._leave(rows)
         self.scheduler.waiting.extendleft(reversed(rows))
 
@@ -358,7 +357,7 @@ class EmbeddedEngine(Engine):
         self._joining = []
         self.scheduler.waiting.clear()
         self._clear()
-        self._changed()
+        self._invalidate_batch()
         for row in rows:
             if not row.future.done():
                 if isinstance(error, Exception):
@@ -366,30 +365,30 @@ class EmbeddedEngine(Engine):
                 else:
                     row.future.cancel()
 
-    def _reweighted(self) -> None:
-        """The weights are other ones, or will be."""
+    def _invalidate_weights(self) -> None:
+        """Invalidate state that depends on the weights, which changed or will change."""
         self._prefixes.retire()
         self.ahead.settle()
         self.ahead.graphs.weights_changed()
 
     def _clear(self) -> None:
-        """Give the memory of the cache back."""
+        """Free the memory of the cache."""
         self.ahead.graphs.clear()
         self.runner.clear()
         self._prefixes.clear()
 
-    def _quiet(self, what: str) -> None:
-        """Refuse to change what requests in flight are computed with."""
+    def _require_idle(self, what: str) -> None:
+        """RuntimeError if unpaused requests are in flight, which ``what`` would affect."""
         if not self._paused and (self.rows or self.scheduler.waiting):
             raise RuntimeError(f"{what} with {len(self.rows)} requests in flight: pause or abort them first")
 
     def recorded_fields(self) -> set[str]:
-        """Names of the fields that some running row asked for."""
+        """Return the names of the fields that running rows request."""
         if self._names is None:
             self._names = set().union(*(row.fields for row in self.rows))
         return self._names
 
-    def _changed(self) -> None:
+    def _invalidate_batch(self) -> None:
         self._batch = self._names = None
 
     def _parameters(self, rows: Sequence[Row]) -> tuple[draw.Params, Tensor, Tensor | None]:

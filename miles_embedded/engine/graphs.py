@@ -1,4 +1,4 @@
-"""Static steps as CUDA graphs: recorded when first needed, replayed as long as everything stays where it was."""
+"""Static steps as CUDA graphs: recorded on first use and replayed until an address they contain changes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from miles_embedded.engine.static_step import Shape, StaticStep
 
 
 class Graphs:
-    """Runs static steps; on a GPU by replaying their graphs.
+    """Run static steps; on a GPU by replaying CUDA graphs.
 
-    A graph holds addresses: of the weights, of the cache's slabs, of the batch. The batch's never change. When the cache's do, or an
-    update put weights elsewhere, all graphs are dropped and recorded again when needed.
+    A graph contains the addresses of the weights, of the cache's slabs and of the batch. The batch never moves. When a slab moves, or
+    an update moves weights, all graphs are dropped and recorded again on their next use.
 
     Args:
-        step: what to run.
-        weights: returns the weights that it reads.
+        step: the step to record.
+        weights: returns the tensors whose addresses the graphs contain.
     """
 
     def __init__(self, step: StaticStep, weights: Callable[[], Iterable[Tensor]]) -> None:
@@ -31,11 +31,11 @@ class Graphs:
         self._weights: tuple[int, ...] = ()
 
     def ready(self, shape: Shape) -> bool:
-        """Whether ``run`` would start at once. Recording runs the step, which moves its batch on: fill it again afterwards."""
+        """Whether ``run`` needs no recording. Recording runs the step and advances the batch, so fill the batch again afterwards."""
         return not self.records or (self._current() and shape in self._recorded)
 
     def prepare(self, shape: Shape) -> None:
-        """Record a step that is not ready, with whatever its batch holds."""
+        """Record a step that is not ready, with the current content of its batch."""
         if self.ready(shape):
             return
         if not self._current():
@@ -43,7 +43,8 @@ class Graphs:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self.step(shape)  # makes slabs, loads kernels and compiles those of Triton, which a recording must not
+            # Allocates slabs, loads kernels and compiles Triton kernels, none of which may happen while recording.
+            self.step(shape)
         torch.cuda.current_stream().wait_stream(side)
         if not self._current():  # new slabs
             self.clear()
@@ -53,7 +54,7 @@ class Graphs:
         self._recorded[shape] = graph, logits
 
     def run(self, shape: Shape) -> Tensor:
-        """One step; returns its logits [rows, vocab], which the next one may overwrite."""
+        """Run one step; returns its logits [rows, vocab], which the next step may overwrite."""
         if not self.records:
             return self.step(shape)
         graph, logits = self._recorded[shape]
@@ -61,7 +62,7 @@ class Graphs:
         return logits
 
     def weights_changed(self) -> None:
-        """An update was loaded, in place or not."""
+        """Drop the graphs if an update moved any weight."""
         if self._recorded and self._addresses() != self._weights:
             self.clear()
 

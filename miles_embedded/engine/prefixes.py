@@ -1,6 +1,6 @@
-"""The prefixes in the cache, which rows share: a prompt, and behind a retract what was generated of it as well.
+"""The prefixes in the cache that rows share: a prompt, extended by generated tokens after a retract.
 
-A prefix is computed when the first row needs it, and kept while any row does.
+A prefix is computed when a row first needs it and is kept while any row uses it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.runner import Runner
 
 Key = tuple[int, ...]
-#: Prefix tokens, padding included, computed in one call.
+#: Largest number of prefix tokens, padding included, computed in one call.
 _TOKENS = 16384
 
 
 @dataclass(eq=False)
 class Prefix:
-    """One prefix: its tokens, its slot, its last token's hidden state [hidden], and the fields recorded for it."""
+    """One prefix: its tokens, its slot, the hidden state [hidden] of its last token and the names of its recorded fields."""
 
     key: Key
     slot: int
@@ -32,7 +32,7 @@ class Prefix:
 
 
 class Prefixes:
-    """Follows the prefix slots of ``runner``'s cache."""
+    """The prefixes in the slots of ``runner``'s cache."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -40,12 +40,12 @@ class Prefixes:
         self._known: dict[Key, Prefix] = {}
 
     def compute(self, wanted: Mapping[Key, set[str]], computed: Callable[[Prompts], None]) -> dict[Key, Prefix]:
-        """Find or compute prefixes.
+        """Look up prefixes, and compute those that are missing.
 
         Args:
-            wanted: tokens -> names of fields that must be recorded for them. A name that no module records is missing
-                from the result's ``fields``.
-            computed: told about prefixes that had to be computed.
+            wanted: tokens -> names of fields that must be recorded for them. The result's ``fields`` lacks names that no module
+                records.
+            computed: called with the prefixes that were computed.
         """
         known = self._known
         found = {k: known[k] for k, names in wanted.items() if k in known and names <= known[k].fields}
@@ -59,34 +59,34 @@ class Prefixes:
                 self._slots.append(prefix)
         return found
 
-    def moved(self, gone: np.ndarray, where: np.ndarray, whence: np.ndarray) -> None:
-        """Slots were freed and others moved, see ``Cache.remove_rows``."""
+    def apply_moves(self, gone: np.ndarray, where: np.ndarray, sources: np.ndarray) -> None:
+        """Apply freed and moved prompt slots, see ``Cache.remove_rows``."""
         for slot in gone.tolist():
             prefix = self._slots[slot]
             if prefix.key in self._known and self._known[prefix.key] is prefix:
                 del self._known[prefix.key]
-        move_items(self._slots, where, whence, self.runner.cache.prefixes.size)
+        move_items(self._slots, where, sources, self.runner.cache.prefixes.size)
 
     def retire(self) -> None:
-        """The weights changed: rows keep their prefixes, but no new row may share one."""
+        """Stop sharing the current prefixes after a change of weights; rows that use one keep it."""
         self._known.clear()
 
     def clear(self) -> None:
-        """The cache was emptied."""
+        """Forget all prefixes after the cache was emptied."""
         self._known.clear()
         self._slots.clear()
 
 
-def not_recorded(names: set[str]) -> MilesError:
-    """What a request is told that asks for fields which no prefix has."""
+def missing_fields_error(names: set[str]) -> MilesError:
+    """Make the error for a request with fields that no module records."""
     return MilesError(
-        f"a request asks for {', '.join(sorted(names))}, but nothing in the engine's model recorded it; "
+        f"a request asks for {', '.join(sorted(names))}, but no module of the engine's model recorded it; "
         "the plugin that declares the field must hook the rollout model (on_model with role rollout or shared)"
     )
 
 
 def chunks(lengths: Sequence[int]) -> list[list[int]]:
-    """Indexes in runs of similar length, each at most _TOKENS with its padding (or one sequence)."""
+    """Group indices by similar length; a group has at most _TOKENS tokens with padding, or a single sequence."""
     out: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if out and (len(out[-1]) + 1) * lengths[i] <= _TOKENS:

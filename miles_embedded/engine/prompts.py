@@ -1,4 +1,4 @@
-"""Prompts at the moment when the model has computed them."""
+"""Prompts that the model has just computed, for layers that extend their computation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from miles_embedded.engine.attention import PromptCall
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts that were just computed, packed one after the other.
+    """Computed prompts, packed one after the other.
 
     Attributes:
-        call: layers beside the model's that attend through it keep their keys and values with the prompt's.
+        call: the call of the prompts; additional layers that attend through it store their keys and values with the prompts'.
         tokens: [n] ids.
-        positions: [n] of each token in its prompt.
+        positions: [n] index of each token in its prompt.
         hidden: [n, hidden] after the last norm.
     """
 

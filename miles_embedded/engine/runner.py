@@ -1,4 +1,4 @@
-"""Running the model over cached rows: prompts in, tokens in, logits out. Knows nothing of requests or sampling."""
+"""Run the model over cached rows: computes prompts, feeds tokens, returns logits. Independent of requests and sampling."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load import backbone, decoder_layers, has_windows
 from miles_embedded.model.logprobs import logits_of
 
-#: Logits computed at once when scoring, rows x vocabulary.
+#: Logits (rows * vocabulary) computed at once when scoring.
 _LOGITS = 1 << 26
 
 
 @dataclass
 class Fed:
-    """What the model made of the tokens of one call.
+    """Output of the model for the tokens of one call.
 
     Attributes:
         hidden: [tokens, hidden] after the last norm.
+        head: hidden states -> logits.
     """
 
     hidden: Tensor
@@ -41,13 +42,20 @@ class Fed:
 
     @cached_property
     def logits(self) -> Tensor:
-        """[tokens, vocab] in the model's type."""
+        """[tokens, vocab] logits in the model's type."""
         return self.head(self.hidden)
 
 
 class Runner:
-    """A model and the cache of its rows. ``kv_dtype``: round keys and values as a cache of that type would. ``switch``: see
-    ``rope_switch``."""
+    """A model with the KV cache of its rows.
+
+    Args:
+        model: the model.
+        kv_dtype: round keys and values as a cache of this type would; "" keeps the model's type.
+
+    Attributes:
+        switch: length at which rotary frequencies change, see ``rope_switch``.
+    """
 
     def __init__(self, model: nn.Module, kv_dtype: str = "") -> None:
         self.kv_dtype = check_kv_dtype(kv_dtype)
@@ -58,12 +66,12 @@ class Runner:
         self.layers = tuple(range(len(decoder_layers(model))))
         self.vocabulary, self.device = len(head(model).weight), next(model.parameters()).device
         self.cache = Cache()
-        # Making masks looks for packed sequences first: a few small operations a call, which a decode step on a CPU feels and for
-        # which a GPU is waited for. Layers that all see everything need none.
+        # Building masks first searches for packed sequences: several small operations per call, which cost time in a CPU decode
+        # step and synchronise with a GPU. Models without windowed layers need no masks.
         self._mask = None if has_windows(model) else window_mask(0)
 
     def clear(self) -> None:
-        """Forget every row and give the cache's memory back, to other processes too."""
+        """Drop every row and return the cache's memory to the device."""
         self.cache = Cache()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -75,12 +83,12 @@ class Runner:
         """Compute prefixes into new slots of the cache.
 
         Args:
-            sequences: their tokens.
-            names: fields to keep if modules record them.
-            computed: told about them, while their call can still attend.
+            sequences: token ids of each prefix.
+            names: recorded fields to keep if modules record them.
+            computed: called with the prefixes while their call can still attend.
 
         Returns:
-            Their slots, the hidden state of their last tokens [prefixes, hidden], and the names that were recorded.
+            Their slots, the hidden states of their last tokens [prefixes, hidden], and the names that were recorded.
         """
         lengths = [len(s) for s in sequences]
         slots = self.cache.add_prefixes(lengths)
@@ -101,7 +109,7 @@ class Runner:
     def forward(
         self, slots: np.ndarray, tokens: Sequence[Sequence[int]], names: set[str], parents: np.ndarray | None = None
     ) -> Fed:
-        """Feed ``tokens[i]`` (at least one) after what row ``slots[i]`` holds and append them to its cache; ``parents``: see ``CachedRows``."""
+        """Feed ``tokens[i]`` (at least one) to row ``slots[i]`` and append them to its cache; ``parents``: see ``CachedRows``."""
         counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
         call = self.call(slots, counts, None, parents)
         held = call.rows
@@ -119,13 +127,13 @@ class Runner:
         lengths: np.ndarray | None = None,
         parents: np.ndarray | None = None,
     ) -> DecodeCall:
-        """A call over cached rows, see ``CachedRows``; how many tokens the rows hold stays as it is."""
+        """Make a call over cached rows, see ``CachedRows``. Does not change the lengths of the rows."""
         held = CachedRows(self.cache, slots, counts, self.device, lengths, parents)
         return DecodeCall(self.context(int(counts.sum())), held)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
-        """log p of every token after the first, [len - 1] float32 each, over the full vocabulary."""
+        """Return log p of every token after the first, [len - 1] float32 per sequence, over the full vocabulary."""
         switch = self.switch or max(map(len, sequences))
         grown = {i: s[: switch + 1] for i, s in enumerate(sequences) if len(s) > switch + 1}
         scored = self._score([*sequences, *grown.values()], temperature)
@@ -134,7 +142,7 @@ class Runner:
         return scored[: len(sequences)]
 
     def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
-        """Of sequences each of which has one set of rotary frequencies up to its last token but one, which is not run."""
+        """Score sequences whose tokens, except the last (which is not fed), all use the same rotary frequencies."""
         fed = [s[:-1] or s for s in sequences]
         lengths, counts = [len(s) for s in fed], [len(s) - 1 for s in sequences]
         call = PromptCall(self.context(sum(lengths)), lengths)
@@ -151,7 +159,7 @@ class Runner:
         return np.split(flat, np.cumsum(counts)[:-1])
 
     def fields(self, slots: np.ndarray, name: str) -> list[np.ndarray]:
-        """What was recorded under ``name`` for each row: one entry a cached token, prompt first."""
+        """Return the values recorded under ``name`` for each row: one entry per cached token, prompt first."""
         cache = self.cache
         prefix_slots, which = np.unique(cache.prefix_of[slots], return_inverse=True)
         prompts = _read(cache.prefixes, name, prefix_slots)
@@ -162,14 +170,14 @@ class Runner:
         return [np.concatenate([prompts[w], o]) for w, o in zip(which, own, strict=True)]
 
     def context(self, tokens: int) -> Context:
-        """The context of a call of so many tokens."""
+        """Make the context of a call of ``tokens`` tokens."""
         ctx = Context("rollout", self.layers, torch.arange(tokens, device=self.device))
         if self.kv_dtype:
             ctx.attached[KV_DTYPE] = self.kv_dtype
         return ctx
 
     def run(self, ids: Tensor, positions: Tensor, call: Call) -> Tensor:
-        """The model on ids [tokens] at these positions [tokens]; hidden states [tokens, hidden] after the last norm."""
+        """Run the model on ids [tokens] at positions [tokens]; returns hidden states [tokens, hidden] after the last norm."""
         out: Any = self.backbone(
             input_ids=ids[None], position_ids=positions[None], attention_mask=self._mask, use_cache=False, call=call
         )
@@ -185,12 +193,12 @@ def _positions(lengths: Sequence[int]) -> np.ndarray:
 
 
 def field_slab(store: Store, name: str, like: Tensor) -> Tensor:
-    """Where ``store`` keeps the field ``name`` of each token, [slots, 1, width, ...]; ``like`` [tokens, ...] is some of it."""
+    """Slab of ``store`` for the recorded field ``name``, [slots, 1, width, ...]; ``like`` [tokens, ...] gives dtype and shape."""
     return store.slab(("field", name), 1, like.shape[1:], like)
 
 
 def _read(store: Store, name: str, slots: np.ndarray) -> list[np.ndarray] | None:
-    """Views, one a slot, of a copy of what the slots hold."""
+    """Copy the field ``name`` of ``slots`` to the host; returns a view per slot, or None if the field was never recorded."""
     slab = store.slabs.get(("field", name))
     if slab is None:
         return None

@@ -1,14 +1,12 @@
-"""Sampling a token from logits, the same one whatever else is in the batch.
+"""Sample tokens from logits, independently of the composition of the batch.
 
-The random number of a token is a function of (seed, key, position, stream) alone, made by a counter-based integer hash
-(SplitMix64's finaliser, Steele, Lea and Flood 2014) in wrapping int64 arithmetic, so CPU and CUDA give the same
-bits. The token is read off the inverse of the cumulative distribution in vocabulary order. Cumulative sums are
-float64: in float32 the tail of a large vocabulary is lost in rounding, and a different order of summation on another
-device would move tokens.
+The random number of a token is a function of (seed, key, position, stream) only, computed by a counter-based integer hash
+(SplitMix64's finaliser, Steele, Lea and Flood 2014) in wrapping int64 arithmetic, so CPU and CUDA produce the same bits. The token
+is chosen by inverting the cumulative distribution in vocabulary order. Cumulative sums are float64: in float32 the tail of a large
+vocabulary is lost to rounding, and another order of summation on another device would change tokens.
 
-Top-k and top-p are taken jointly on the temperature-scaled full distribution: tokens are ranked by probability
-(equal ones by id), top-k keeps the first k ranks, top-p the shortest head that holds that mass, and the support is
-what both keep.
+Top-k and top-p both apply to the temperature-scaled full distribution. Tokens are ranked by probability (ties by id). Top-k keeps
+the first k ranks, top-p the shortest prefix of the ranks whose mass reaches p; the support is the intersection.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from torch import Tensor
 from miles_core.contracts.engine import Sampling
 from miles_core.errors import NonFiniteError
 
-#: A truncated distribution never keeps more than this many tokens: the recorded support is then always the true one.
+#: Largest support of a truncated distribution. Limiting the distribution itself keeps every recorded support exact.
 SUPPORT_CAP = 4096
-#: Ranks looked at before sorting a whole vocabulary.
+#: Number of top ranks to try before sorting the whole vocabulary.
 _FIRST_RANKS = 1024
 
 
@@ -55,13 +53,13 @@ def stream_start(seed: int, stream: int = 0) -> int:
 
 
 def uniform(seed: int, keys: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
-    """One number in (0, 1) for each (key, position).
+    """Return one number in (0, 1) per (key, position).
 
     Args:
         seed: the run's seed.
-        keys: [n] int64 sample numbers.
+        keys: [n] int64 request keys.
         positions: [n] int64 index of the token in its sequence, prompt included.
-        stream: a further independent draw for the same token (0 draws the token itself).
+        stream: selects an independent draw for the same token; 0 is the draw of the token itself.
 
     Returns:
         [n] float64, multiples of 2**-49: at least 2**-49 and at most 1 - 2**-49.
@@ -73,10 +71,10 @@ def uniform(seed: int, keys: Tensor, positions: Tensor, stream: int = 0) -> Tens
 
 
 def pick(probs: Tensor, u: Tensor) -> Tensor:
-    """Invert the cumulative distribution: probs [n, vocab] (need not sum to one), u [n] in (0, 1) -> [n] int64.
+    """Invert the cumulative distribution of probs [n, vocab] (not necessarily normalised) at u [n] in (0, 1); returns [n] int64.
 
-    The first index whose cumulative sum exceeds u * total; that sum grew there, so its probability is not zero. As u
-    <= 1 - 2**-49, the product stays below the total in float64.
+    The result is the first index whose cumulative sum exceeds u * total. The sum increases there, so its probability is not zero. As
+    u <= 1 - 2**-49, the product stays below the total in float64.
     """
     cumulative = probs.double().cumsum(-1)
     target = (u * cumulative[:, -1]).unsqueeze(1)
@@ -85,7 +83,7 @@ def pick(probs: Tensor, u: Tensor) -> Tensor:
 
 @dataclass
 class Params:
-    """Sampling parameters of n logit rows. A number holds for every row; a tensor [n, 1] differs by row."""
+    """Sampling parameters of n logits rows. A number applies to every row; a tensor [n, 1] holds a value per row."""
 
     temperature: float | Tensor
     top_k: int | Tensor = -1
@@ -94,11 +92,11 @@ class Params:
 
     @property
     def truncated(self) -> bool:
-        """True when some row's support is smaller than the vocabulary."""
+        """Whether the support of some row is smaller than the vocabulary."""
         return not (isinstance(self.top_k, int) and self.top_k <= 0 and self.top_p == 1.0)
 
-    def repeated(self, counts: Tensor | None) -> Params:
-        """Each row's parameters ``counts`` [n] times; None is once."""
+    def repeat(self, counts: Tensor | None) -> Params:
+        """Repeat the parameters of each row ``counts`` [n] times; None repeats them once."""
         if counts is None:
             return self
         each = {n: x.repeat_interleave(counts, 0) for n, x in vars(self).items() if isinstance(x, Tensor)}
@@ -106,7 +104,7 @@ class Params:
 
 
 def params_of(samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Params:
-    """Parameters of one logit row each; numbers where they all agree, which is the fast case."""
+    """Make the parameters of n logits rows; plain numbers where all rows agree, which is the fast case."""
     first = samplings[0]
     if all(s is first or s == first for s in samplings):
         greedy = first.temperature == 0
@@ -132,14 +130,14 @@ def params_of(samplings: Sequence[Sampling], device: torch.device | str = "cpu")
 
 @dataclass
 class Distribution:
-    """What n tokens are sampled from.
+    """The distribution that n tokens are sampled from.
 
     Attributes:
-        log_probs: [n, vocab] float32 of the sampled distribution; -inf outside the support, a greedy row is a point mass.
-        full: [n, vocab] float32 over the whole vocabulary at the row's temperature (greedy: 1); ``log_probs`` itself
-            where nothing is cut.
-        support: [n, vocab] bool, None where nothing is truncated.
-        capped: [n] bool, None likewise: SUPPORT_CAP cut this row.
+        log_probs: [n, vocab] float32 of the sampled distribution; -inf outside the support, a point mass for greedy rows.
+        full: [n, vocab] float32 over the whole vocabulary at the row's temperature (1 for greedy rows); the same tensor as
+            ``log_probs`` where nothing is truncated.
+        support: [n, vocab] bool; None where nothing is truncated.
+        capped: [n] bool, whether SUPPORT_CAP reduced the support of the row; None where nothing is truncated.
     """
 
     log_probs: Tensor
@@ -149,7 +147,7 @@ class Distribution:
 
 
 def distribution(logits: Tensor, params: Params) -> Distribution:
-    """logits [n, vocab] -> what is sampled from. A greedy row takes its first maximum."""
+    """Compute the sampled distribution from logits [n, vocab]. Greedy rows choose the first maximum."""
     logits = logits.float()
     if params.greedy is True:
         return Distribution(_point(logits), logits.log_softmax(-1))
@@ -173,13 +171,14 @@ def _support(log_probs: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> t
     vocab = log_probs.shape[-1]
     probs = log_probs.double().exp()
     for ranks in (min(_FIRST_RANKS, vocab), vocab):
-        # A stable full sort ranks equal probabilities by id; topk alone would leave that to the device.
+        # A stable full sort ranks equal probabilities by id; topk leaves the order of ties to the device.
         if ranks < vocab:
             values, index = probs.topk(ranks, dim=-1)
         else:
             values, index = probs.sort(dim=-1, descending=True, stable=True)
         before = values.cumsum(-1) - values
-        keep = (before < top_p) | torch.as_tensor(top_p >= 1, device=before.device)  # rounded sums reach 1 too early
+        # With top_p = 1 keep every rank: rounded sums may reach 1 before the last rank.
+        keep = (before < top_p) | torch.as_tensor(top_p >= 1, device=before.device)
         if isinstance(top_k, Tensor):
             keep &= (torch.arange(ranks, device=keep.device) < top_k) | (top_k <= 0)
         elif top_k > 0:
@@ -204,7 +203,7 @@ def _support(log_probs: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> t
 
 
 def _settled(values: Tensor, keep: Tensor) -> bool:
-    """The cut lies inside the ranks looked at, and not between equal probabilities."""
+    """Whether the cut is inside the sorted ranks and not between equal probabilities."""
     if bool(keep[:, -1].any()):
         return False
     cut = keep.sum(-1, keepdim=True).clamp(min=1)
@@ -217,9 +216,9 @@ class Sampled:
 
     Attributes:
         tokens: [n] ids.
-        log_probs: [n] over the support for rows that record it, else over the full vocabulary.
-        supports: each recording row's support, an empty array for the others; None when no row records.
-        capped: likewise, whether the cap cut it.
+        log_probs: [n], over the support for rows that record it, otherwise over the full vocabulary.
+        supports: support of each recording row, an empty array for other rows; None when no row records.
+        capped: whether SUPPORT_CAP reduced each row's support; None when no row records.
     """
 
     tokens: list[int]
@@ -229,13 +228,13 @@ class Sampled:
 
 
 def sample(logits: Tensor, params: Params, u: Tensor, recording: Tensor | None = None) -> Sampled:
-    """Draw one token a row.
+    """Sample one token per row.
 
     Args:
         logits: [n, vocab].
-        params: of each row.
+        params: sampling parameters of the rows.
         u: [n] from ``uniform``.
-        recording: [n] bool, rows whose support is wanted; None for none.
+        recording: [n] bool, rows that record their support; None for no row.
     """
     dist = distribution(logits, params)
     index = logits.argmax(-1) if params.greedy is True else pick(dist.log_probs.exp(), u)
@@ -243,11 +242,11 @@ def sample(logits: Tensor, params: Params, u: Tensor, recording: Tensor | None =
 
 
 def sample_on_device(logits: Tensor, params: Params, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token from each row of logits [n, vocab] of an untruncated distribution, without waiting for the device.
+    """Sample one token per row from logits [n, vocab] without truncation, and without synchronising with the device.
 
     Returns:
         tokens [n] int64 and their log-probabilities [n] float32 over the vocabulary. Pass both to ``check_finite`` once they are
-        on the host: where logits are not finite, a token is beyond the vocabulary or its log-probability is NaN.
+        on the host: where logits are not finite, the token exceeds the vocabulary or its log-probability is NaN.
     """
     dist = distribution(logits, params)
     tokens = pick(dist.log_probs.exp(), u)
@@ -256,13 +255,13 @@ def sample_on_device(logits: Tensor, params: Params, u: Tensor) -> tuple[Tensor,
 
 
 def check_finite(tokens: Sequence[int], log_probs: Sequence[float], vocabulary: int) -> None:
-    """NonFiniteError when these were drawn from logits that hold NaN or infinity."""
+    """Raise NonFiniteError if tokens or log-probabilities show that their logits contained NaN or infinity."""
     if max(tokens) >= vocabulary or any(map(math.isnan, log_probs)):
         raise NonFiniteError("the model's logits are not finite; its weights or the last update hold NaN or infinity")
 
 
 def record(dist: Distribution, tokens: Tensor, recording: Tensor | None = None) -> Sampled:
-    """Log-probabilities and supports of ``tokens`` [n], however they were chosen. NonFiniteError when logits are not."""
+    """Return log-probabilities and supports of chosen ``tokens`` [n]. Raises NonFiniteError when logits are not finite."""
     last = dist.full.shape[-1] - 1
     index = tokens.clamp(max=last).unsqueeze(1)
     log_probs = dist.full.gather(-1, index)
@@ -278,6 +277,6 @@ def record(dist: Distribution, tokens: Tensor, recording: Tensor | None = None) 
 
 
 def _ids(mask: Tensor) -> list[np.ndarray]:
-    """mask [n, vocab] -> ascending int32 ids of each row."""
+    """Return the ascending int32 ids that are set in each row of mask [n, vocab]."""
     ids = mask.nonzero()[:, 1].to(torch.int32).cpu().numpy()
     return np.split(ids, mask.sum(-1).cumsum(0).tolist()[:-1])

@@ -1,4 +1,4 @@
-"""Rows: requests while they are being generated. When one is finished, and what its text is."""
+"""Requests in the engine: their rows, stop conditions and responses."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(eq=False)
 class Row:
-    """One request in the engine.
+    """A request in the engine.
 
     Attributes:
-        tokens: prompt and response so far; the last one is not yet in the cache.
-        prompt_length: tokens of the prompt.
-        limit: length at which it ends for lack of budget or context.
-        stops: token ids that end it.
-        log_probs, versions, supports, capped: the response's, see ``Response`` and ``Emitted``.
-        kept: recorded fields of tokens whose cache was dropped; they stay in force when it is computed again.
-        slot: where the cache holds it, -1 outside.
-        fields: recorded fields it asked for, without the sampling support.
-        records_support: it wants its sampling support, and has one.
-        anew: all of its tokens are computed as one prompt when it joins again.
-        metrics: numbers that the decoder keeps about it; the response's.
-        finish: why it ended, "" while it runs.
+        tokens: prompt and response so far; the last token is not cached yet.
+        prompt_length: number of prompt tokens.
+        limit: total length at which generation stops, from the token budget and the context.
+        stops: token ids that end the response.
+        log_probs, versions, supports, capped: of the response, see ``Response`` and ``Emitted``.
+        saved: recorded fields of tokens that left the cache; they take precedence when these tokens are computed again.
+        slot: cache slot, -1 outside the cache.
+        fields: names of the requested recorded fields, without the sampling support.
+        records_support: whether to record the sampling support: it is requested, and the sampling is truncated.
+        recompute: recompute all tokens as one prompt when the row joins again.
+        metrics: numbers that the decoder adds to the response.
+        finish: reason why the row ended, "" while it runs.
     """
 
     request: Request
@@ -50,9 +50,9 @@ class Row:
     versions: list[tuple[int, int]] = field(default_factory=list)
     supports: list[np.ndarray] = field(default_factory=list)
     capped: int = 0
-    kept: dict[str, np.ndarray] = field(default_factory=dict)
+    saved: dict[str, np.ndarray] = field(default_factory=dict)
     slot: int = -1
-    anew: bool = False
+    recompute: bool = False
     finish: str = ""
     text: StopText | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -63,21 +63,21 @@ class Row:
 
     @property
     def start(self) -> tuple[int, ...]:
-        """What is computed as one prompt when the row joins: the prompt, and after a retract all but the last token (or ``anew``)."""
-        return tuple(self.tokens[:-1] if self.log_probs and not self.anew else self.tokens)
+        """Tokens to compute as one prefix when the row joins: the prompt, or after a retract all tokens but the last (see ``recompute``)."""
+        return tuple(self.tokens[:-1] if self.log_probs and not self.recompute else self.tokens)
 
     @property
     def response(self) -> list[int]:
-        """The tokens generated so far."""
+        """Tokens generated so far."""
         return self.tokens[self.prompt_length :]
 
 
 class StopText:
-    """The response's text, decoded as it grows, to find a stop string in it.
+    """Incrementally decoded text of a response, searched for stop strings.
 
-    A token may end inside a character (byte-level vocabularies) or decode differently at the start of a text (a leading
-    space), so new text is the difference between decoding a few tokens with and without the new ones, held back
-    while it ends in an incomplete character (Text Generation Inference and vLLM do the same).
+    A token may end inside a character (byte-level vocabularies) or decode differently at the start of a text (leading space). New
+    text is therefore the difference between decoding a few tokens with and without the new token, and is withheld while it ends
+    with an incomplete character (as in Text Generation Inference and vLLM).
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
@@ -87,7 +87,7 @@ class StopText:
         self._from = self._read = 0
 
     def add(self, token: int) -> bool:
-        """Take one token; True when a stop string is complete, and ``text`` is then cut before it."""
+        """Append one token; returns True when a stop string is complete, after cutting ``text`` in front of it."""
         self.tokens.append(token)
         known = self.decode(self.tokens[self._from : self._read])
         now = self.decode(self.tokens[self._from :])
@@ -103,12 +103,12 @@ class StopText:
 
 
 class Scheduler:
-    """Who waits and who ends.
+    """Validates requests, queues them and decides when rows end.
 
     Args:
-        decode: token ids to text.
-        eos: ids that end a response unless ``ignore_eos``.
-        max_context: longest sequence, prompt included.
+        decode: token ids -> text.
+        eos: ids that end a response unless ``ignore_eos`` is set.
+        max_context: largest sequence length, prompt included.
         vocab: number of token ids.
     """
 
@@ -118,7 +118,7 @@ class Scheduler:
         self.waiting: deque[Row] = deque()
 
     def make_row(self, request: Request, future: asyncio.Future[Response]) -> Row:
-        """Check a request; MilesError when it cannot be generated."""
+        """Make the row of a valid request; MilesError if the request cannot be generated."""
         length, sampling = len(request.tokens), request.sampling
         if not length:
             raise MilesError(f"request {request.key} has an empty prompt; give at least one token")
@@ -129,9 +129,11 @@ class Scheduler:
             )
         if not 0 <= min(request.tokens) <= max(request.tokens) < self.vocab:
             bad = next(t for t in request.tokens if not 0 <= t < self.vocab)
-            raise MilesError(f"request {request.key} has token {bad}, the model's vocabulary has {self.vocab}")
+            raise MilesError(
+                f"request {request.key} has token {bad}, but the model's vocabulary has {self.vocab} tokens"
+            )
         if sampling.max_new_tokens < 1:
-            raise MilesError(f"request {request.key} asks for {sampling.max_new_tokens} new tokens; ask for at least 1")
+            raise MilesError(f"request {request.key} sets max_new_tokens to {sampling.max_new_tokens}; set at least 1")
         if not (sampling.temperature >= 0 and 0 <= sampling.top_p <= 1):
             raise MilesError(
                 f"request {request.key} has temperature {sampling.temperature} and top_p {sampling.top_p}; "
@@ -149,7 +151,7 @@ class Scheduler:
         )
 
     def accept(self, rows: Sequence[Row], emitted: Emitted, version: int) -> list[Row]:
-        """Append what a step emitted; returns the rows that ended. Tokens after an end are dropped."""
+        """Append the tokens of a step; returns the rows that ended. Drops tokens after the end of a row."""
         done = []
         for i, (row, tokens, log_probs) in enumerate(zip(rows, emitted.tokens, emitted.log_probs, strict=True)):
             if tokens and (not row.versions or row.versions[-1][1] != version):
@@ -170,12 +172,12 @@ class Scheduler:
         return done
 
     def respond(self, row: Row, finish: str, extras: dict[str, Any]) -> None:
-        """Hand the result to whoever waits for it."""
+        """Resolve the future of the request with its response."""
         if row.future.done():
             return
         try:
             row.future.set_result(self._response(row, finish, extras))
-        except Exception as error:  # a tokenizer that fails must not leave this request, or others, without an answer
+        except Exception as error:  # a failing tokenizer must fail this request only, and must not leave it unanswered
             row.future.set_exception(error)
 
     def _response(self, row: Row, finish: str, extras: dict[str, Any]) -> Response:
@@ -183,7 +185,7 @@ class Scheduler:
         text = row.text.text if row.text is not None and finish == "stop" and row.tokens[-1] not in row.stops else None
         metrics = dict(row.metrics)
         if SAMPLING_SUPPORT.name in row.request.extras:
-            # No row recorded anything: nothing was truncated, and an empty support means the whole vocabulary.
+            # Without truncation nothing is recorded, and an empty support represents the whole vocabulary.
             extras[SAMPLING_SUPPORT.name] = row.supports or [np.zeros(0, np.int32)] * len(tokens)
             metrics["sampling_support_capped"] = float(row.capped)
         return Response(
@@ -198,12 +200,12 @@ class Scheduler:
 
 
 def slots_of(rows: Sequence[Row]) -> np.ndarray:
-    """[rows] where the cache holds them."""
+    """[rows] cache slots of the rows."""
     return np.fromiter((row.slot for row in rows), np.int64, len(rows))
 
 
 def parameters_of(rows: Sequence[Row], device: torch.device) -> tuple[Params, Tensor, Tensor | None]:
-    """The parameters of ``rows``, their keys [rows] int64, and which record their support [rows] bool (None where none does)."""
+    """Return sampling parameters, keys [rows] int64, and which rows record their support [rows] bool (None if no row does)."""
     records = [row.records_support for row in rows]
     return (
         params_of([row.request.sampling for row in rows], device),
@@ -213,7 +215,7 @@ def parameters_of(rows: Sequence[Row], device: torch.device) -> tuple[Params, Te
 
 
 def uniform_of(seed: int, rows: Sequence[Row], keys: Tensor, positions: Tensor | None, stream: int) -> Tensor:
-    """``sampling.uniform`` at ``positions``, by default those of each row's next token."""
+    """Call ``sampling.uniform`` at ``positions``, by default the position of each row's next token."""
     if positions is None:
         positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=keys.device)
     return uniform(seed, keys, positions, stream)

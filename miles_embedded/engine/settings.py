@@ -1,4 +1,4 @@
-"""What the engine is told when it is made."""
+"""Settings of the embedded engine."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from miles_embedded.engine.decoder import Decoder, PlainDecoder
 
 @dataclass
 class Settings:
-    """Limits of the engine.
+    """Settings of the embedded engine.
 
     Attributes:
         seed: the run's seed.
-        max_running_requests: rows in the batch at most.
-        max_context: longest sequence; 0 takes the model's own limit.
+        max_running_requests: largest number of rows in the batch.
+        max_context: largest sequence length; 0 uses the model's limit.
         eos: ids that end a response.
-        detokenize: token ids to text.
-        kv_cache_dtype: keys and values hold what this type can (``kv_dtype.KV_DTYPES``); "" is the model's own.
-        codec: reads encoded weights, and rounds the inputs of layers where their format says so.
+        detokenize: token ids -> text.
+        kv_cache_dtype: type to round keys and values to (``kv_dtype.KV_DTYPES``); "" keeps the model's type.
+        codec: decodes weights, and rounds the inputs of layers if their format requires it.
         codec_of: precision -> codec, for ``rebuild``.
         products: how quantised layers multiply.
-        decoder: one scheduler step; core's emits one token a row.
-        cuda_graphs: on a GPU, decode by replaying CUDA graphs where the model allows it.
+        decoder: performs the scheduler steps; by default samples one token per row.
+        cuda_graphs: on a GPU, decode by replaying CUDA graphs if the model allows it.
     """
 
     detokenize: Callable[[list[int]], str]

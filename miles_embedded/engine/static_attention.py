@@ -1,7 +1,7 @@
-"""Attention of a decode step whose shapes depend on the cache's capacity and never on what it holds.
+"""Attention of a decode step with shapes that depend on the capacity of the cache only, as a CUDA graph requires.
 
-How many tokens each row has is on the device, and so is the mask. On a GPU a Triton kernel reads the tokens that are there
-(``kernels.attend``); torch reads the whole capacity, and says what the kernel has to compute.
+Row lengths and the mask are computed on the device. On a GPU a Triton kernel (``kernels.attend``) reads the valid tokens; the
+torch implementation reads the whole capacity and serves as the reference of the kernel.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from miles_embedded.kernels.operations import kernels_run
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys
 from miles_embedded.model.indexer import Indexed
 
-#: Largest head dimension of the kernel.
+#: Largest head dimension that the kernel supports.
 _WIDEST = 256
 
 
 class CannotBeStatic(Exception):
-    """A step of this model depends on more than static buffers hold; the message says on what."""
+    """Raised if a step depends on data outside the static buffers; the message names it."""
 
 
 class StaticCall:
-    """One token of each of the first ``count`` rows of a ``StaticBatch``.
+    """A call that feeds one token to each of the first ``count`` rows of a ``StaticBatch``.
 
     Args:
-        ctx: of this call.
-        cache: slabs of at least ``count`` slots with room for one more token each.
-        batch: which rows.
-        count: how many, padding included.
+        ctx: context of this call.
+        cache: cache with at least ``count`` slots and room for one more token in each.
+        batch: the rows.
+        count: number of rows, padding included.
     """
 
     def __init__(self, ctx: Context, cache: Cache, batch: StaticBatch, count: int) -> None:
@@ -46,7 +46,7 @@ class StaticCall:
 
     @property
     def longest(self) -> int:
-        """The most keys that fit; rows have fewer."""
+        """Number of keys that fit in the cache, an upper bound for every row."""
         return self.cache.prefixes.width + self.cache.own.width
 
     @property
@@ -70,17 +70,17 @@ class StaticCall:
         """See ``Call.attend``."""
         keys, values = self._slabs("k", module.layer_idx, key), self._slabs("v", module.layer_idx, value)
         q = query[0].transpose(0, 1)
-        if _kernel_takes(q, key, value):
+        if _kernels_support(q, key, value):
             from miles_embedded.kernels.attend import append_rows, attend_rows
 
             append_rows(key, value, keys[1], values[1], self.lengths)
             return attend_rows(q.contiguous(), keys, values, self, scaling, options)[None]
         self.write(keys[1], key[0].transpose(0, 1))
         self.write(values[1], value[0].transpose(0, 1))
-        return self._by_torch(q, keys, values, scaling, options)[None]
+        return self._attend_with_torch(q, keys, values, scaling, options)[None]
 
     def write(self, slab: Tensor, entries: Tensor) -> None:
-        """Store the fed tokens' entries [count, heads, ...] in an own slab."""
+        """Store the fed tokens' entries [count, heads, ...] in ``slab`` of the own store."""
         slab[self.index, :, self.lengths] = entries
 
     def _slabs(self, kind: str, layer: int, fed: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ class StaticCall:
         prompts, own = (store.slab((kind, layer), fed.shape[1], fed.shape[3:], fed) for store in stores)
         return prompts, own
 
-    def _by_torch(
+    def _attend_with_torch(
         self,
         q: Tensor,
         keys: tuple[Tensor, Tensor],
@@ -97,21 +97,23 @@ class StaticCall:
         scaling: float,
         options: AttentionOptions | None,
     ) -> Tensor:
-        """q [rows, heads, dim] -> [rows, heads, value dim]; scores and softmax in float32."""
+        """Attend q [rows, heads, dim] -> [rows, heads, value dim]; scores and softmax are float32."""
         options = options or AttentionOptions()
         k, v = (torch.cat([p.index_select(0, self.prompt_slots), o[: self.count]], 2) for p, o in (keys, values))
         rows, kv_heads, width, dim = k.shape
         scores = product(q.reshape(rows * kv_heads, -1, dim), k.flatten(0, 1).transpose(1, 2)) * scaling
         if options.cap:
             scores = torch.tanh(scores / options.cap) * options.cap
-        scores = scores.view(rows, kv_heads, -1, width).masked_fill(self._unseen(options)[:, None, None], -torch.inf)
+        scores = scores.view(rows, kv_heads, -1, width).masked_fill(
+            self._find_hidden(options)[:, None, None], -torch.inf
+        )
         if options.sinks is not None:
             sinks = options.sinks.to(scores.dtype).view(1, kv_heads, -1, 1).expand(rows, -1, -1, 1)
             scores = torch.cat([scores, sinks], -1)
         weights = scores.softmax(-1)[..., :width].to(v.dtype).flatten(0, 1)
         return product(weights, v.flatten(0, 1)).view(rows, q.shape[1], -1).to(v.dtype)
 
-    def _unseen(self, options: AttentionOptions) -> Tensor:
+    def _find_hidden(self, options: AttentionOptions) -> Tensor:
         """[rows, prompt width + own width] True for columns that a row does not attend to."""
         if options.hides not in self._hidden:
             device, prompt = self.positions.device, self.prompt_lengths[:, None]
@@ -123,8 +125,8 @@ class StaticCall:
         return self._hidden[options.hides]
 
 
-def _kernel_takes(q: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernels compute this here."""
+def _kernels_support(q: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernels support these tensors."""
     dtypes = (torch.bfloat16, torch.float16)  # float32 takes more shared memory than a GPU has
     inner = key.stride(3) == value.stride(3) == 1
     return (

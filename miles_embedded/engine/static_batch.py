@@ -1,4 +1,4 @@
-"""The rows of a decode step in buffers whose addresses never change, as a CUDA graph wants them."""
+"""The rows of a decode step in buffers with fixed addresses, as a CUDA graph requires."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ _INTEGERS = ("tokens", "lengths", "prompt_slots", "prompt_lengths", "keys", "gre
 
 
 class StaticBatch:
-    """Row i is the one in slot i of the cache. A step reads these buffers, and writes what the next step of the same rows reads:
-    a second step needs nothing from the host.
+    """Inputs and results of a decode step. Row i is the row in slot i of the cache.
+
+    A step reads these buffers and writes the inputs of the next step of the same rows, which therefore needs no data from the host.
 
     Args:
-        size: the most rows.
-        device: of the model.
+        size: largest number of rows.
+        device: device of the model.
 
     Attributes:
-        tokens: [size] int64, the last token of each row, which is fed.
+        tokens: [size] int64, last token of each row, to be fed.
         lengths: [size] int64, own tokens in the cache in front of it.
-        prompt_slots, prompt_lengths: [size] int64, where each row's prompt is, and how long.
-        keys: [size] int64 of the requests, for sampling.
-        greedy: [size] int64, 1 for rows that take the most likely token.
+        prompt_slots, prompt_lengths: [size] int64, slot and length of each row's prompt.
+        keys: [size] int64, request keys for sampling.
+        greedy: [size] int64, 1 for rows that choose the most likely token.
         temperature: [size, 1] float32; 1 for greedy rows.
         index: [size] int64, 0, 1, 2 ...
-        results: [2, size] float64, the tokens that a step drew and their log-probabilities.
+        results: [2, size] float64, tokens sampled by a step and their log-probabilities.
     """
 
     tokens: Tensor
@@ -58,8 +59,8 @@ class StaticBatch:
         keys: Sequence[int],
         temperatures: Sequence[float],
     ) -> None:
-        """Write what a step of some rows reads; a temperature of 0 is greedy. Rows behind them are padding: token 0 without a
-        prompt, in a slot of its own."""
+        """Write the inputs of a step; temperature 0 means greedy. The remaining rows are padding: token 0 without a prompt, each in
+        its own slot."""
         count = len(tokens)
         integers = np.zeros((len(_INTEGERS), self.size), np.int64)
         greedy = [temperature == 0 for temperature in temperatures]
@@ -69,16 +70,16 @@ class StaticBatch:
         self._integers.copy_(torch.from_numpy(integers))
         self.temperature.copy_(torch.from_numpy(temperature))
 
-    def move(self, where: np.ndarray, whence: np.ndarray, count: int) -> None:
-        """Rows moved from slots ``whence`` to ``where``, and ``count`` are left."""
+    def move(self, where: np.ndarray, sources: np.ndarray, count: int) -> None:
+        """Move rows from slots ``sources`` to ``where``; ``count`` rows remain, and the others become padding."""
         if len(where):
-            to, source = (to_device(slots, self.index.device) for slots in (where, whence))
+            to, source = (to_device(slots, self.index.device) for slots in (where, sources))
             self._integers.index_copy_(1, to, self._integers.index_select(1, source))
             self.temperature.index_copy_(0, to, self.temperature.index_select(0, source))
         self._integers[:, count:] = 0
         self.temperature[count:] = 1
 
     def params(self, count: int, mixed: bool) -> Params:
-        """How the first ``count`` rows are sampled; ``mixed``: some of them may be greedy."""
+        """Return the sampling parameters of the first ``count`` rows; ``mixed``: some of them may be greedy."""
         greedy = self.greedy[:count, None].bool() if mixed else False
         return Params(self.temperature[:count], greedy=greedy)

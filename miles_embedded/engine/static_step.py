@@ -1,5 +1,7 @@
-"""One decode step over static buffers: feed each row's last token, draw the next one, and leave everything where the next step
-reads it. Nothing in it depends on numbers on the host, so a CUDA graph can replay it."""
+"""One decode step over static buffers: feed the last token of each row, sample the next one and store it for the next step.
+
+The step reads no number from the host, so a CUDA graph can replay it.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from miles_embedded.kernels.operations import kernels_run
 
 @dataclass(frozen=True)
 class Shape:
-    """What distinguishes one step from another while it is recorded.
+    """Properties that require a separate recording of a step.
 
     Attributes:
-        rows: of the batch, padding included.
-        draws: the step draws tokens; otherwise it ends with logits.
-        mixed: some rows may be greedy.
-        names: fields to keep if modules record them.
+        rows: rows of the batch, padding included.
+        draws: whether the step samples tokens; otherwise it ends with the logits.
+        mixed: whether some rows may be greedy.
+        names: recorded fields to keep if modules record them.
     """
 
     rows: int
@@ -34,15 +36,17 @@ class Shape:
 
 
 def padded_rows(count: int) -> int:
-    """The rows of the smallest step that holds ``count``: powers of two to 8, then multiples of 16 to 64, then of 64. Fewer sizes
-    mean fewer graphs; below 185 rows a GPU waits for weights, so padding costs little."""
+    """Return the number of rows of the smallest step for ``count`` rows: powers of two to 8, multiples of 16 to 64, then of 64.
+
+    Fewer sizes need fewer graphs. Below 185 rows a GPU is limited by reading weights, so padding is cheap.
+    """
     if count <= 8:
         return 1 << (count - 1).bit_length()
     return round_up(count, 16 if count <= 64 else 64)
 
 
 class StaticStep:
-    """A decode step of ``runner``'s model over ``batch``; ``seed`` of the run."""
+    """A decode step of ``runner``'s model over ``batch``; ``seed`` is the run's seed."""
 
     def __init__(self, runner: Runner, batch: StaticBatch, seed: int) -> None:
         self.runner, self.batch, self.seed = runner, batch, seed
@@ -51,7 +55,7 @@ class StaticStep:
     def __call__(self, shape: Shape) -> Tensor:
         """Feed ``batch.tokens`` and append them to the cache; returns logits [rows, vocab].
 
-        A step that draws writes ``batch.results``, and moves ``batch.tokens`` and ``batch.lengths`` on.
+        If ``shape.draws``, also writes ``batch.results`` and advances ``batch.tokens`` and ``batch.lengths``.
         """
         runner, batch, count = self.runner, self.batch, shape.rows
         call = StaticCall(runner.context(count), runner.cache, batch, count)

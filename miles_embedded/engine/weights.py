@@ -1,4 +1,4 @@
-"""The engine's weights: which version they are, whether they are complete, and the ways in which new ones come."""
+"""The weights of the engine: their version, whether they are complete, and how updates arrive."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from miles_transport.arrivals import Arrival, Arrivals
 
 
 class Weights:
-    """The weights of one model. They lie here as plain numbers, beside the codes of native products: a precision is how they
-    are read, and how products read their inputs.
+    """The weights of one model, stored unquantised, plus the codes of native quantised products. A precision determines how incoming
+    weights are decoded and how products round their inputs.
 
     Args:
         model: the engine's module.
-        codec: reads encoded weights.
+        codec: decodes encoded weights.
         products: how quantised layers multiply.
-        codec_of: precision -> codec, where it may change.
-        changed: called when the weights are other ones, or will be.
+        codec_of: precision -> codec; None if the precision is fixed.
+        changed: called when the weights changed or are about to change.
 
     Attributes:
-        codec: reads encoded weights.
-        inputs: how products read their inputs.
-        version: of the last complete update; -1 before the first.
-        complete: whether the model holds one version and nothing else.
-        arrivals: takes updates that come in buckets.
-        packs: copies of some of them that are faster to read.
+        codec: decodes encoded weights.
+        inputs: rounds the inputs of products.
+        version: version of the last complete update; -1 before the first.
+        complete: whether the model consists of exactly one version.
+        arrivals: receives updates that arrive in buckets.
+        packs: packed copies of some weights that are faster to read.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class Weights:
         self.complete = True
         self.packs = Packs()
         self._codec_of, self._changed = codec_of, changed
-        self._read_with(codec)
+        self._set_codec(codec)
         self._shared: set[str] = set()
-        self.arrivals = Arrivals(lambda version, staged: (_Beside if staged else _Into)(self, version))
+        self.arrivals = Arrivals(lambda version, staged: (_StagedArrival if staged else _DirectArrival)(self, version))
         self._released = Released(keep=False)
 
     def check(self) -> None:
-        """The model may be asked.
+        """Check that the model can be run.
 
         Raises:
-            MilesError: it does not hold one version and nothing else.
+            MilesError: its weights are incomplete.
         """
         if not self.complete:
             raise MilesError(
-                "the engine has no complete weights (an update failed part-way, its layout changed, or they slept); it cannot "
-                "generate or score until an update succeeds"
+                "the engine has no complete weights (an update failed part-way, the layout changed, or they were put to sleep); it "
+                "cannot generate or score until an update succeeds"
             )
 
     def tensors(self) -> Iterator[Tensor]:
@@ -76,7 +76,7 @@ class Weights:
             yield from (layer.codes or {}).values()
 
     def sleep(self) -> None:
-        """Give the memory of the model's parameters back, all but that of the trainer; an update must come before they are read."""
+        """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read."""
         self.complete = False
         self.packs.clear()
         self.arrivals.drop()
@@ -84,58 +84,58 @@ class Weights:
         self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate the memory of the parameters again."""
         self._released.restore()
 
     def rebuild(self, precision: str) -> None:
-        """Read the next update, which has to come, in another precision."""
+        """Decode the following updates in another precision; the weights are incomplete until the next update."""
         if self._codec_of is None:
             raise RuntimeError("this engine was built without a way to make other codecs (Settings.codec_of)")
         self.inputs.remove()
-        self._read_with(self._codec_of(precision))
+        self._set_codec(self._codec_of(precision))
         self.complete = False
         self._changed()
 
     def update(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
-        """Take a whole update at once; ``share`` as for ``Update``. Returns how many bytes were copied."""
+        """Load a whole update; ``share`` as for ``Update``. Returns the number of copied bytes."""
         self.arrivals.forget()
         return self.load(units, version, share)
 
-    def begun(self, share: bool = False) -> Update:
-        """An update of the model, tensor by tensor: until it is finished and ``serve`` is called, the model holds no version."""
+    def begin_update(self, share: bool = False) -> Update:
+        """Start an update tensor by tensor. The weights are incomplete until it is finished and ``serve`` is called."""
         if self._released:
-            raise RuntimeError("these weights sleep: wake them before they are updated")
+            raise RuntimeError("the weights are asleep: wake them before an update")
         self.complete = False
         self.packs.clear()
         return Update(self.model, self.codec.decode, self._shared, share)
 
     def load(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
-        """As ``update``, for an update that came in buckets."""
-        update = self.begun(share)
-        update.take(self.inputs.taking(units))
+        """Load a whole update like ``update``, without discarding arrivals in buckets."""
+        update = self.begin_update(share)
+        update.take(self.inputs.take_each(units))
         copied = update.finish()
         self.serve(version)
         return copied
 
     def serve(self, version: int) -> None:
-        """The model holds this version."""
+        """Mark the weights as complete with this version."""
         self.version, self.complete = version, True
         self.packs.clear()
         self._changed()
 
-    def _read_with(self, codec: Codec) -> None:
+    def _set_codec(self, codec: Codec) -> None:
         self.codec = codec
         self.inputs = RoundedInputs(self.model, codec, self.products.of(codec.format, self.model))
 
 
-class _Into(Arrival):
-    """Goes into the model bucket by bucket."""
+class _DirectArrival(Arrival):
+    """Loads an update into the model bucket by bucket."""
 
     def __init__(self, weights: Weights, version: int) -> None:
-        self._weights, self._version, self._update = weights, version, weights.begun(share=True)
+        self._weights, self._version, self._update = weights, version, weights.begin_update(share=True)
 
     async def take(self, units: Iterator[Encoded]) -> None:
-        self._update.take(self._weights.inputs.taking(units))
+        self._update.take(self._weights.inputs.take_each(units))
         _wait_for_gpu()
 
     async def finish(self) -> None:
@@ -143,8 +143,8 @@ class _Into(Arrival):
         self._weights.serve(self._version)
 
 
-class _Beside(Arrival):
-    """Is held beside the model until it is put in force."""
+class _StagedArrival(Arrival):
+    """Stores an update next to the model and loads it when it is complete."""
 
     def __init__(self, weights: Weights, version: int) -> None:
         self._weights, self._version, self._held = weights, version, list[Encoded]()
@@ -162,6 +162,6 @@ class _Beside(Arrival):
 
 
 def _wait_for_gpu() -> None:
-    """The sender writes over a bucket as soon as its ``receive`` returns."""
+    """Synchronise with the current stream, because the sender reuses a bucket as soon as ``receive`` returns."""
     if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()  # not those on which the next bucket may be coming
+        torch.cuda.current_stream().synchronize()  # only this stream: the next bucket may be arriving on others

@@ -1,8 +1,8 @@
-"""Attention of a decode step as Triton kernels: one query a row against its prompt and its own tokens, where the cache has them.
+"""Triton attention kernels for a decode step: one query per row attends to the row's prompt and own tokens, directly in the cache.
 
-The keys of a row are divided into splits of fixed size (Dao et al. 2023, Flash-Decoding). A program takes one split of one row for
-the query heads that share a key head, and a second kernel merges the splits by their sums of exponentials. A key's split depends on
-its position alone, so the result of a row is the same in any batch, and wherever its prompt ends.
+The keys of a row are divided into splits of fixed size (Dao et al. 2023, Flash-Decoding). A program handles one split of one row for
+the query heads that share a key/value head; a second kernel merges the splits by their sums of exponentials. The split of a key
+depends on its position only, so the result of a row depends neither on the batch nor on where its prompt ends.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from torch import Tensor
 
 from miles_embedded.model.attention import AttentionOptions
 
-#: Keys of a step of the loop, and of a split while there are no more splits than that; warps and steps in flight of a program.
+#: Keys per loop iteration, keys per split (doubled when there would be too many splits), and the largest number of splits.
 BLOCK, SPLIT, MOST_SPLITS = 32, 128, 64
+#: Warps and pipeline stages of a program.
 WARPS, STAGES = 2, 3
 
 
 class Rows(Protocol):
-    """Which tokens of the slabs each row has: of the prompt in slot ``prompt_slots`` the first ``prompt_lengths``, then its own
-    first ``lengths`` and the one that is fed; [rows] int64 each. No row has more than ``longest``."""
+    """Tokens that each row attends to. All tensors are [rows] int64.
+
+    A row attends to the first ``prompt_lengths`` tokens of prompt slot ``prompt_slots``, then to its own first ``lengths`` tokens
+    and the one being fed. ``longest`` is an upper bound on the tokens of any row.
+    """
 
     prompt_slots: Tensor
     prompt_lengths: Tensor
@@ -38,7 +42,7 @@ class Rows(Protocol):
 def _append(  # type: ignore[no-untyped-def]
     fed, fed_head, fed_row, slab, row, length, width, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """One row's entries of all heads into its slot behind ``length`` tokens."""
+    """Store the entries of all heads of one row in its slot, behind ``length`` tokens."""
     at = tl.arange(0, BLOCK)
     head, dim = at // DIM, at % DIM
     entry = tl.load(fed + head * fed_head + row * fed_row + dim, mask=head < HEADS)
@@ -68,9 +72,9 @@ def _attend_split(  # type: ignore[no-untyped-def]
 ):
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     prompt = tl.load(prompt_lengths + row)
-    last = prompt + tl.load(own_lengths + row)  # the query's position, whose own key is in the cache
+    last = prompt + tl.load(own_lengths + row)  # position of the query, whose own key is already in the cache
     if split * split_size > last:
-        return  # the merge does not look here
+        return  # the merge does not read this split
     first = last * 0
     if WINDOW > 0:
         first = tl.maximum(first, last + 1 - WINDOW)
@@ -96,7 +100,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
         if CAPPED:
             score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
         score = tl.where(seen[None, :], score, -float("inf"))
-        now = tl.maximum(highest, tl.max(score, 1))  # finite: a block that is looked at holds a key that is seen
+        now = tl.maximum(highest, tl.max(score, 1))  # finite: every block of the loop contains a visible key
         before, weight = tl.exp(highest - now), tl.exp(score - now[:, None])
         at = tl.where(shared, prompt_values + (of_prompts + position) * VALUE_DIM, own_values + (of_row + position) * VALUE_DIM)
         value = tl.load(at[:, None] + value_dim[None, :], mask=known & (value_dim[None, :] < VALUE_DIM), other=0.0)
@@ -131,7 +135,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
     result = tl.zeros([BLOCK_VALUE], tl.float32)
     for split in range(0, used):
         at = row_head * splits + split
-        weight = tl.exp(tl.load(sums + at * 2) - highest)  # 0 for a split without keys
+        weight = tl.exp(tl.load(sums + at * 2) - highest)  # 0 for a split without visible keys
         total += weight * tl.load(sums + at * 2 + 1)
         result += weight * tl.load(partial + at * VALUE_DIM + dim, mask=known, other=0.0)
     tl.store(out + row_head * VALUE_DIM + dim, (result / total).to(out.dtype.element_ty), mask=known)
@@ -147,14 +151,14 @@ def attend_rows(
     scaling: float,
     options: AttentionOptions | None = None,
 ) -> Tensor:
-    """The attention of one layer, with whatever ``options`` say.
+    """Compute the attention of one layer, including the windows, soft caps and sinks of ``options``.
 
     Args:
         q: [rows, heads, dim], contiguous.
         keys: slabs of the prompts and of the rows, [slots, kv heads, width, dim], contiguous.
-        values: likewise, [slots, kv heads, width, value dim].
-        call: which tokens of the slabs each row has; the query's own is among them.
-        scaling: of the scores.
+        values: slabs of the prompts and of the rows, [slots, kv heads, width, value dim], contiguous.
+        call: tokens that each row attends to, including the query's own.
+        scaling: factor on the scores.
 
     Returns:
         [rows, heads, value dim] in the type of the values.
@@ -163,38 +167,23 @@ def attend_rows(
     rows, heads, dim = q.shape
     (prompt_keys, own_keys), (prompt_values, own_values) = keys, values
     kv_heads, value_dim = own_keys.shape[1], own_values.shape[3]
-    size = SPLIT
-    while MOST_SPLITS * size < call.longest:
-        size *= 2
-    splits = triton.cdiv(call.longest, size)
+    size, splits = _split(call.longest)
     partial = q.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)
     sums = q.new_empty(rows, heads, splits, 2, dtype=torch.float32)
     out = own_values.new_empty(rows, heads, value_dim)
-    wide: dict[str, Any] = {"VALUE_DIM": value_dim, "BLOCK_VALUE": max(16, triton.next_power_of_2(value_dim))}
+    wide: dict[str, Any] = {"VALUE_DIM": value_dim, "BLOCK_VALUE": _block(value_dim)}
     tokens = (call.prompt_slots, call.prompt_lengths, call.lengths)
     slabs = (prompt_keys, prompt_values, own_keys, own_values)
-    widths = (prompt_keys.shape[2], own_keys.shape[2])
-    blocks = {"BLOCK_HEADS": max(16, triton.next_power_of_2(heads // kv_heads)), "BLOCK_KEYS": BLOCK}
-    blocks["BLOCK_DIM"] = max(16, triton.next_power_of_2(dim))
-    shape = {"KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim}
-    hides = {"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)}
-    _attend_split[(rows, kv_heads, splits)](
-        q,
-        *slabs,
-        *tokens,
-        partial,
-        sums,
-        scaling,
-        options.cap or 1.0,
-        *widths,
-        size,
-        **shape,
-        **hides,
-        **blocks,
+    numbers = (scaling, options.cap or 1.0, prompt_keys.shape[2], own_keys.shape[2], size)
+    constants = {
+        **{"KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim},
+        **{"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
+        **{"BLOCK_HEADS": _block(heads // kv_heads), "BLOCK_DIM": _block(dim), "BLOCK_KEYS": BLOCK},
         **wide,
-        num_warps=WARPS,
-        num_stages=STAGES,
-    )
+        "num_warps": WARPS,
+        "num_stages": STAGES,
+    }
+    _attend_split[(rows, kv_heads, splits)](q, *slabs, *tokens, partial, sums, *numbers, **constants)
     sinks = q if options.sinks is None else options.sinks
     lengths = (call.prompt_lengths, call.lengths)
     merged = {"SINKS": options.sinks is not None, **wide}
@@ -203,7 +192,7 @@ def attend_rows(
 
 
 def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
-    """Store the fed token's key and value of each row behind what the row has.
+    """Append the key and the value of each row's fed token to its slot.
 
     Args:
         key: [1, kv heads, rows, dim], the last dimension contiguous.
@@ -217,3 +206,16 @@ def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, length
     blocks |= {"VALUE_DIM": value.shape[3], "BLOCK_VALUE": triton.next_power_of_2(heads * value.shape[3])}
     strides = (*key.stride()[1:3], *value.stride()[1:3])
     _append_row[(rows, 2)](key, value, keys, values, lengths, *strides, keys.shape[2], HEADS=heads, **blocks)
+
+
+def _split(longest: int) -> tuple[int, int]:
+    """Keys per split and number of splits for rows of at most ``longest`` tokens."""
+    size = SPLIT
+    while MOST_SPLITS * size < longest:
+        size *= 2
+    return size, triton.cdiv(longest, size)
+
+
+def _block(length: int) -> int:
+    """Smallest block for ``length`` elements: a power of two, at least 16 as ``tl.dot`` requires."""
+    return max(16, triton.next_power_of_2(length))

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Rows, columns and inner entries of a block; warps and steps in flight of a program.
-ROWS, COLUMNS, INNER, WARPS, STAGES = 32, 64, 64, 4, 4
+#: Columns and inner entries of a block; warps and pipeline stages of a program.
+COLUMNS, INNER, WARPS, STAGES = 64, 64, 4, 3
 #: Up to this many rows an expert on average.
 FEW = 96
 
@@ -82,6 +82,8 @@ def few(index: Tensor, *weights: Tensor) -> bool:
 def _multiply(x: Tensor, weight: Tensor, row: Tensor, ends: Tensor, places: int, width: int, gated: bool) -> Tensor:
     out = torch.empty(places, width, dtype=x.dtype, device=x.device)
     grid = triton.cdiv(width, COLUMNS), len(weight)
-    blocks = {"BLOCK_ROWS": ROWS, "BLOCK_COLUMNS": COLUMNS, "BLOCK_INNER": INNER, "GATED": gated, "GATHERED": gated}
+    # twice the average, so that few experts need a second block
+    rows = min(64, max(16, triton.next_power_of_2(2 * places // len(weight))))
+    blocks = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": COLUMNS, "BLOCK_INNER": INNER, "GATED": gated, "GATHERED": gated}
     _product[grid](x, weight, row, ends, out, width, x.shape[1], **blocks, num_warps=WARPS, num_stages=STAGES)
     return out

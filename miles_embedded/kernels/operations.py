@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.errors import first_line
-from miles_embedded.model.grouped_experts import in_one_product, swiglu_experts
+from miles_embedded.model.grouped_experts import swiglu_experts, uses_grouped_product
 from miles_embedded.model.operations import operations_of, use_operations
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def _experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, do
     """See ``grouped_experts.swiglu_experts``."""
     from miles_embedded.kernels.experts import experts, fits
 
-    if fits(hidden, index) and hidden.dtype == torch.bfloat16 and in_one_product(hidden, index, down):
+    if fits(hidden, index) and hidden.dtype == torch.bfloat16 and uses_grouped_product(hidden, index, down):
         return experts(hidden, index, weights, gate_up, down)
     if hidden.is_cuda:
         from miles_embedded.kernels.swiglu import swiglu

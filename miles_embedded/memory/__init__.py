@@ -1,3 +1,3 @@
-"""The memory of a model, from its ``config.json`` alone: how many parameters it has (``model_size``), and what one GPU holds of the
-embedded engine and trainer (``usage``). Imports no torch.
+"""Memory estimates from ``config.json``: the number of parameters (``model_size``) and the memory of the embedded engine and trainer
+on one GPU (``usage``). Does not import torch.
 """

@@ -1,8 +1,8 @@
-"""How many parameters a decoder has and what it caches for a token, from its ``config.json``. Imports no torch.
+"""Number of parameters and cached elements of a decoder, from its ``config.json``. Does not import torch.
 
-Counts the matrices that decoders have in common: embeddings, attention with grouped queries or with a latent (DeepSeek-V2, arXiv
-2405.04434), gated feed-forward layers, routed and shared experts, one norm or two per layer. What families have beyond these (indexers,
-biases, compressors) is small next to them.
+Counts the matrices that decoders have in common: embeddings, attention with grouped queries or a latent (DeepSeek-V2, arXiv
+2405.04434), gated feed-forward layers, routed and shared experts, one or two norms per layer. Further parts of some families (indexers,
+biases, compressors) are small in comparison.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Types whose feed-forward layer has no gate.
+#: Model types whose feed-forward layers have no gate.
 _UNGATED = frozenset({"gpt_neox", "starcoder2", "phi", "nemotron", "gpt2", "opt", "bloom", "falcon", "gptj", "codegen"})
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of one decoder, in elements.
+    """Sizes of a decoder, in elements unless stated otherwise.
 
     Attributes:
-        layers, hidden, vocab: decoder layers, width, rows of the embedding.
-        embeddings: parameters of the embedding and of the output layer, where it has its own.
-        attention: parameters of one layer's attention.
-        dense: parameters of one dense feed-forward layer.
+        layers: number of decoder layers.
+        hidden: width of the hidden states.
+        vocab: rows of the embedding.
+        embeddings: parameters of the embedding and, if it is separate, of the output layer.
+        attention: parameters of the attention of one layer.
+        dense: parameters of a dense feed-forward layer.
         routed: parameters of all routed experts of one sparse layer.
-        shared: parameters of one sparse layer beside routed experts.
-        sparse_layers: layers with experts.
-        cached: elements cached for each token, in all layers.
-        heads: heads of keys and values; 1 where they are a latent, which cannot be divided.
-        active_ffn: inner units that a token meets in one layer, its experts together.
-        mtp_layers: layers that predict a further token, beside ``layers``.
+        shared: other feed-forward parameters of one sparse layer: shared experts and router.
+        sparse_layers: number of layers with experts.
+        cached: cached elements per token, in all layers.
+        heads: key/value heads; 1 for a latent, which cannot be split.
+        active_ffn: intermediate units per token in one layer, summed over its experts.
+        mtp_layers: number of MTP layers, not counted in ``layers``.
     """
 
     layers: int
@@ -54,7 +56,7 @@ class ModelSize:
 
     @property
     def layer(self) -> int:
-        """Parameters of the largest layer."""
+        """Parameters of the largest decoder layer."""
         return self.attention + max(self.routed + self.shared, self.dense if self.sparse_layers < self.layers else 0)
 
     @property
@@ -66,17 +68,17 @@ class ModelSize:
 
     @property
     def mtp(self) -> int:
-        """Parameters of the MTP layers: decoder layers, each with a projection of two inputs."""
+        """Parameters of the MTP layers: a decoder layer each, plus a projection of two inputs."""
         return self.mtp_layers * (self.layer + 2 * self.hidden * self.hidden)
 
 
 def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) -> ModelSize | None:
-    """The sizes of a language model; None where ``config.json`` lacks one of width, layers, vocabulary or heads.
+    """Compute the sizes of a language model; None if ``config.json`` lacks the width, layers, vocabulary or heads.
 
     Args:
-        config: ``config.json``; of a model with several parts its ``text_config`` is read.
-        moe_layers: layers with experts (the fact ``model.moe_layers``).
-        mtp_layers: the fact ``model.mtp_layers``.
+        config: content of ``config.json``; of a multimodal model its ``text_config`` is used.
+        moe_layers: number of layers with experts (the fact ``model.moe_layers``).
+        mtp_layers: number of MTP layers (the fact ``model.mtp_layers``).
     """
     text = config.get("text_config")
     keys = {**config, **text} if isinstance(text, Mapping) else config
@@ -112,7 +114,7 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
 
 
 def _number(keys: Mapping[str, Any], *names: str) -> int:
-    """The first of these entries that is a number; 0 without one. A list holds one per layer: its largest."""
+    """Return the first of these entries that is a number, else 0. For a list with a value per layer, return the largest."""
     for name in names:
         value = keys.get(name)
         if isinstance(value, list) and value and all(isinstance(v, int) for v in value):
@@ -123,7 +125,7 @@ def _number(keys: Mapping[str, Any], *names: str) -> int:
 
 
 def _attention(keys: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int, int]:
-    """(parameters of a layer, elements cached for a token in a layer, heads that the cache divides into)."""
+    """Return (parameters per layer, cached elements per token and layer, heads that the cache can be split by)."""
     if latent := _number(keys, "kv_lora_rank"):
         rope, nope = _number(keys, "qk_rope_head_dim"), _number(keys, "qk_nope_head_dim")
         value, queries = _number(keys, "v_head_dim"), heads * (nope + rope)
@@ -140,7 +142,7 @@ def _attention(keys: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, i
 
 
 def _shared(keys: Mapping[str, Any], expert: int) -> int:
-    """Inner units of all shared experts together."""
+    """Intermediate units of all shared experts of a layer."""
     if given := _number(keys, "shared_expert_intermediate_size", "shared_intermediate_size"):
         return given
     if str(keys.get("model_type", "")).startswith("llama4"):

@@ -1,8 +1,8 @@
-"""What one GPU holds of the embedded trainer and engine, and which other options would take less. Imports no torch.
+"""Memory of the embedded trainer and engine on one GPU, and options that reduce it. Does not import torch.
 
-The trainer keeps a BF16 copy of each parameter, an FP32 master, its FP32 gradient and two FP32 moments: 18 bytes (16 where the copy is
-FP32 and its own master). ``full_shard`` divides all of it among the ranks, and puts one decoder layer together at a time, the next one
-ahead of it. Activations are counted per token as Transformers' modules keep them; with recomputation a layer keeps its input.
+The trainer keeps a BF16 copy of each parameter, an FP32 master, its FP32 gradient and two FP32 moments: 18 bytes (16 if the copy is
+FP32 and serves as the master). ``full_shard`` shards all of it across the ranks and gathers one decoder layer at a time, prefetching
+the next. Activations are counted per token as Transformers' modules keep them; with recomputation a layer keeps its input only.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 from miles_core import MICRO_BATCH_TOKENS, Facts, Parts, Usage
 from miles_embedded.memory.model_size import ModelSize, model_size
 
-#: Elements of logits held at once (``model.logprobs``), and bytes of each with its copies and gradient.
+#: Logits in memory at once, in elements (``model.logprobs``), and bytes per logit including copies and gradient.
 LOGITS, LOGIT_BYTES = 1 << 26, 14
-#: Bytes of a CUDA context with its libraries, and of NCCL's buffers where there are several ranks.
+#: Bytes of a CUDA context with its libraries, and of NCCL's buffers with several ranks.
 CONTEXT, CHANNELS = 1.0e9, 1.0e9
-#: Sums of gradients travel in pieces of this many FP32 elements (``trainer.data_parallel``).
+#: FP32 elements per bucket of the gradient reduction (``trainer.data_parallel``).
 BUCKET = 1 << 24
-#: GPUs of a machine where nothing says how many there are.
+#: GPUs per machine if the number is unknown.
 _MACHINE = 8
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a rank trains.
+    """Training settings of a rank.
 
     Attributes:
-        width: bytes of a parameter and of an activation.
-        ranks: that train together.
-        sharded: weights, gradients and optimizer are divided among them.
-        tokens: of a micro-batch.
-        recompute: layers are computed again in the backward pass.
-        reference: a second model, which is not trained.
+        width: bytes per parameter and activation element.
+        ranks: number of data-parallel ranks.
+        sharded: whether weights, gradients and optimizer states are sharded across the ranks.
+        tokens: tokens per micro-batch.
+        recompute: whether layers are recomputed in the backward pass.
+        reference: whether there is a second, frozen model.
     """
 
     width: int
@@ -46,7 +46,7 @@ class Training:
 
     @property
     def share(self) -> float:
-        """Of the model that one rank keeps."""
+        """Fraction of the model that one rank stores."""
         return 1 / self.ranks if self.sharded else 1.0
 
 
@@ -62,12 +62,12 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
 
 
 def size_of(facts: Facts, model: Mapping[str, Any]) -> ModelSize | None:
-    """The sizes of the run's model; None where ``config.json`` does not give them."""
+    """Compute the sizes of the run's model; None if ``config.json`` does not determine them."""
     return model_size(model, int(facts.value("model.moe_layers") or 0), int(facts.value("model.mtp_layers") or 0))
 
 
 def longest_sample(facts: Facts) -> tuple[int, str]:
-    """Tokens of the longest sample, and where the number comes from."""
+    """Return the tokens of the longest sample, and the option that determines the number."""
     if limit := facts.value("rollout.max_context_len"):
         return int(limit), "--rollout-max-context-len"
     answer = int(facts.value("rollout.max_response_len") or 1024)
@@ -77,7 +77,7 @@ def longest_sample(facts: Facts) -> tuple[int, str]:
 
 
 def wanted_rows(facts: Facts) -> int:
-    """Sequences that one engine may decode at once: all samples of a rollout, or as many as are allowed."""
+    """Return how many sequences one engine may decode at once: all samples of a rollout, up to the configured limit."""
     prompts = facts.value("rollout.over_sampling_batch_size") or facts.value("rollout.batch_size") or 1
     samples = int(prompts) * int(facts.value("rollout.n_samples_per_prompt") or 1)
     allowed = int(facts.value("rollout.max_running_requests") or 256)
@@ -85,7 +85,7 @@ def wanted_rows(facts: Facts) -> int:
 
 
 def training_of(facts: Facts) -> Training:
-    """From the options of a run."""
+    """Derive the training settings from the options of a run."""
     ranks = 1
     if facts.value("plugin.ray"):
         ranks = int(facts.value("ray.actor_num_nodes") or 1) * int(facts.value("ray.actor_num_gpus_per_node") or 1)
@@ -107,7 +107,7 @@ def _width(facts: Facts) -> int:
 
 
 def trainer_parts(size: ModelSize, how: Training) -> Parts:
-    """One rank's memory while it trains, in bytes."""
+    """Memory of one rank during training, in bytes."""
     held = size.parameters * how.share
     gathered = reduced = 0.0
     if how.sharded:
@@ -129,8 +129,8 @@ def trainer_parts(size: ModelSize, how: Training) -> Parts:
 def activations(size: ModelSize, how: Training) -> float:
     """Bytes at the peak of a forward and backward pass over one micro-batch.
 
-    A layer keeps two norms' inputs in FP32 beside their outputs, queries, keys and values before and after rotation, attention's
-    output, and gate, up, activated gate and product of a feed-forward layer.
+    A layer keeps the FP32 inputs and the outputs of two norms, queries, keys and values before and after rotation, the attention
+    output, and gate, up, activated gate and product of the feed-forward layer.
     """
     attended = size.attention / size.hidden
     kept = 2 * (2 * size.hidden * how.width + 4 * size.hidden) + how.width * (1.5 * attended + 4 * size.active_ffn)
@@ -161,7 +161,7 @@ def _trainer(facts: Facts, size: ModelSize) -> Usage:
 def _smaller_trainer(
     facts: Facts, size: ModelSize, how: Training, budget: float, alone: float
 ) -> Iterator[dict[str, Any]]:
-    """Changes with which a rank takes at most ``budget`` bytes, or on a GPU of its own ``alone``."""
+    """Yield changes of options that reduce a rank to ``budget`` bytes, or to ``alone`` bytes on its own GPU."""
     longest = longest_sample(facts)[0]
     recompute = {"train.activation_checkpointing": True}
     ways: list[tuple[Training, dict[str, Any]]] = [(how, {})]
@@ -187,7 +187,7 @@ def _smaller_trainer(
 
 
 def engines_gpus(facts: Facts) -> int:
-    """GPUs that engines take for themselves under a runtime of several processes."""
+    """Number of GPUs reserved for engines in a multi-process runtime."""
     if facts.value("colocate"):
         return 0
     found = facts.value("ray.rollout_num_gpus") if facts.value("plugin.ray") else None
@@ -196,7 +196,7 @@ def engines_gpus(facts: Facts) -> int:
 
 
 def _on_ranks(facts: Facts, ranks: int, engines: int) -> dict[str, Any]:
-    """How a run gets so many ranks next to ``engines`` GPUs of engines."""
+    """Options that give a run this number of ranks in addition to ``engines`` GPUs for engines."""
     count = int(facts.value("gpu.count") or 0)
     each = min(max(count, _MACHINE), ranks)
     nodes, machines = -(-ranks // each), -(-(ranks + engines) // max(count, _MACHINE))
@@ -226,7 +226,7 @@ def _engine(facts: Facts, size: ModelSize) -> Usage:
     )
     note = f"engine: a cache of {rows:,} sequences of {longest:,} tokens ({why}; --max-running-requests bounds the sequences)"
     if not weights:
-        note += "; its weights are the trainer's"
+        note += "; it shares the trainer's weights"
 
     def fitting(budget: float, alone: float) -> Iterator[dict[str, Any]]:
         left = int((budget - (parts.total - parts.cache)) // row)
@@ -237,6 +237,6 @@ def _engine(facts: Facts, size: ModelSize) -> Usage:
 
 
 def shares_storage(facts: Facts) -> bool:
-    """Whether engine and trainer are one set of weights in one process."""
+    """Whether engine and trainer share one copy of the weights in one process."""
     here = facts.value("runtime") == "inline" and facts.value("trainer") == "embedded"
     return here and bool(facts.value("plugin.zero_copy")) and facts.value("schedule") == "sync"

@@ -1,5 +1,5 @@
-"""One model definition for both sides: loading, attention, experts, export.
+"""The model definition that engine and trainer share: loading, attention, experts, export.
 
-One forward call with the context of its pass, log-probabilities, and the names that a checkpoint knows a module's tensors
-by. ``operations`` is the table of a layer's steps that a plugin may compute in another way.
+Both run the same Transformers modules with a ``Call`` per forward pass, compute log-probabilities the same way, and address tensors by
+their checkpoint names. ``operations`` lets a plugin replace individual steps of a layer.
 """

@@ -1,14 +1,14 @@
-"""Attention as both sides need it: what a layer has beyond plain causal attention, and attention over padded sequences.
+"""Attention for engine and trainer: options beyond plain causal attention, and attention over padded sequences.
 
-These occur in Transformers' families beside "a query sees every key up to itself", and any layer may have any of them:
+Transformers' families add these options to causal attention. Any layer may have any of them:
 
-- a sliding window: a query sees the last ``window`` keys, itself included;
-- chunks: positions are divided into runs of ``chunk``, and a query sees the keys of its own run (Llama 4);
-- a cap: a score s becomes ``cap * tanh(s / cap)`` (Gemma 2);
-- sinks: a logit a head that takes part in the softmax and has no value, so that attention need not add up to one;
-- a choice: an indexer names the keys of each query (``indexer``).
+- a sliding window: a query attends to the last ``window`` keys, itself included;
+- chunks: positions are divided into chunks of ``chunk``, and a query attends to keys of its own chunk (Llama 4);
+- a soft cap: a score s becomes ``cap * tanh(s / cap)`` (Gemma 2);
+- sinks: a logit per head that takes part in the softmax without a value, so the attention weights may sum to less than one;
+- a choice: an indexer selects the keys of each query (``indexer``).
 
-A layer with none of them has no ``AttentionOptions``, and a window that reaches over all keys of a call is none.
+A layer without options has no ``AttentionOptions``. A window that covers all keys of a call counts as no window.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot, pad, scaled_dot_product_attention
 
-#: Up to this many keys a CPU is faster with plain products.
+#: Up to this many keys, plain matrix products are faster on a CPU.
 _SHORT = 64
 
 
 @dataclass(frozen=True)
 class ChosenKeys:
-    """The keys an indexer chose. What ``masks`` is, is between the ``choose`` and the ``attend`` of one call; None: all keys."""
+    """Keys chosen by an indexer. The content of ``masks`` is private to the call that made it in ``choose``; None means all keys."""
 
     masks: Any = None
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What one layer's attention has beyond plain causal attention.
+    """Options of one layer's attention beyond plain causal attention.
 
     Attributes:
-        window: keys a query sees; 0 for all.
+        window: keys a query attends to; 0 for all.
         sinks: [heads] logits.
-        choice: chosen keys.
-        chunk: length of the runs of positions that see each other; 0 for one run.
-        cap: bound of a score; 0 for none.
+        choice: keys chosen by an indexer.
+        chunk: length of the chunks; 0 for none.
+        cap: soft cap of the scores; 0 for none.
     """
 
     window: int = 0
@@ -51,14 +51,14 @@ class AttentionOptions:
     cap: float = 0.0
 
     def within(self, longest: int) -> AttentionOptions | None:
-        """What is left of it where no query has more than ``longest`` keys; None when nothing is."""
+        """Drop options without effect for at most ``longest`` keys per query; None if none is left."""
         window, chunk = (size if size < longest else 0 for size in (self.window, self.chunk))
         choice = self.choice if self.choice is not None and self.choice.masks is not None else None
         left = replace(self, window=window, choice=choice, chunk=chunk)
         return None if left == AttentionOptions() else left
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """bool, of two tensors of positions that broadcast: whether the window and the chunk of a query hold a key up to it."""
+        """Return a bool tensor, broadcast from query and key positions: causal, and inside the query's window and chunk."""
         seen = key <= query
         if self.window:
             seen &= key > query - self.window
@@ -68,47 +68,49 @@ class AttentionOptions:
 
     @property
     def hides(self) -> tuple[int, int]:
-        """What ``sees`` depends on."""
+        """(window, chunk), which determine the result of ``sees``."""
         return self.window, self.chunk
 
 
 def attention_options(
     module: nn.Module, attention_mask: Tensor | None, arguments: dict[str, Any]
 ) -> AttentionOptions | None:
-    """From what a module hands its attention function: itself, the mask, and its keyword arguments."""
+    """Derive the options from the arguments of an attention function: module, mask and keyword arguments."""
     local = arguments.get("sliding_window") or (0 if attention_mask is None else int(attention_mask))
     sinks, choice, cap = (arguments.get(name) for name in ("s_aux", "indices", "softcap"))
     if not local and sinks is None and choice is None and not cap:
         return None
-    window, chunk = (0, local) if _chunked(module) else (local, 0)
+    window, chunk = (0, local) if _is_chunked(module) else (local, 0)
     return AttentionOptions(window, sinks, choice, chunk, cap or 0.0)
 
 
-def _chunked(module: Any) -> bool:
-    """Whether what a layer's mask is made of is a chunk and not a window."""
+def _is_chunked(module: Any) -> bool:
+    """Whether the layer's local attention is chunked rather than windowed."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
     return kinds is not None and kinds[module.layer_idx] == "chunked_attention"
 
 
 @cache
 def window_mask(window: int) -> Tensor:
-    """Stands in for the mask of a sliding window, or of chunks. Not every module tells its attention function how many keys that
-    is, but every module gets a mask, so ours holds the one number that matters."""
+    """Return a placeholder for the mask of a sliding window or of chunks, which contains its size.
+
+    Not every module passes the size to its attention function, but every module passes a mask.
+    """
     return torch.full((1, 1, 1, 1), window)
 
 
-def causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """[queries, keys] True where a query sees a key: all up to it; the last query is at the last key."""
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """[queries, keys] True where a query attends to a key, with the last query at the last key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def with_sinks(
+def add_sinks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sinks as one more key in front, so that any attention function can take them.
+    """Add the sinks as one more key in front, so that any attention function can apply them.
 
-    The heads that share a key head have sinks of their own, so queries and keys get one more dimension for each of these heads: a query
-    is 1 in the dimension of its head, and the added key holds that head's sink there. Its value is 0.
+    Query heads that share a key head have different sinks. Queries and keys therefore get one additional dimension per such head: a
+    query is 1 in the dimension of its head, and the added key contains that head's sink there. The added value is 0.
 
     Args:
         q: [n, heads, queries, dim].
@@ -116,10 +118,10 @@ def with_sinks(
         v: [n, kv heads, keys, width].
         mask: bool, [n or 1, 1, queries, keys].
         sinks: [heads].
-        scaling: by which scores will be multiplied.
+        scaling: factor that will be applied to the scores.
 
     Returns:
-        q, k, v, mask with one more key, dimensions as above.
+        q, k, v and mask with one more key, otherwise the same layout.
     """
     shared = q.shape[1] // k.shape[1]
     head = torch.arange(q.shape[1], device=q.device) % shared
@@ -138,31 +140,33 @@ def attend_padded(
     gqa: bool,
     options: AttentionOptions | None = None,
 ) -> Tensor:
-    """q [segments, heads, length, dim], k and v [segments, kv heads, keys, dim]; causal without a mask. Of ``options``, the cap
-    and the sinks are what a mask does not say."""
+    """Attend q [segments, heads, length, dim] to k and v [segments, kv heads, keys, dim]; causal if ``mask`` is None.
+
+    Applies the cap and the sinks of ``options``; ``mask`` must already include the other options.
+    """
     options = options or AttentionOptions()
     if mask is None and (options.cap or options.sinks is not None):
-        mask = causal(q.shape[2], k.shape[2], q.device)[None, None]
+        mask = causal_mask(q.shape[2], k.shape[2], q.device)[None, None]
     if mask is not None and options.cap:
-        return _capped(q, k, v, mask, scaling, options)
+        return _attend_capped(q, k, v, mask, scaling, options)
     if mask is not None and options.sinks is not None:
-        q, k, v, mask = with_sinks(q, k, v, mask, options.sinks, scaling)
+        q, k, v, mask = add_sinks(q, k, v, mask, options.sinks, scaling)
     if k.shape[2] <= _SHORT and q.device.type == "cpu":
         return ShortAttention.apply(q, k, v, mask, scaling)
-    # The fused kernels want keys and values of one width (DeepSeek-V3 has 192 and 128).
+    # Fused kernels require keys and values of equal width (DeepSeek-V3 has 192 and 128).
     width = v.shape[-1]
     if width < k.shape[-1]:
         v = pad(v, (0, k.shape[-1] - width))
     if gqa and q.is_cuda:
-        # The memory-efficient kernel, the one that takes masks and float32, does not know shared heads.
+        # The memory-efficient kernel, the only one with masks and float32, does not support grouped heads.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         gqa = False
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
     return out[..., :width]
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, options: AttentionOptions) -> Tensor:
-    """Scores with a bound, which no fused kernel has: all of them are in memory at once."""
+def _attend_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, options: AttentionOptions) -> Tensor:
+    """Attend with a soft cap. Fused kernels do not support it, so all scores are in memory at once."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = options.cap * torch.tanh(q @ k.transpose(2, 3) * scaling / options.cap)
     scores = scores.to(_at_least_float32(q.dtype)).masked_fill(~mask, -torch.inf)
@@ -172,8 +176,8 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, optio
 
 
 class ShortAttention(torch.autograd.Function):
-    """Attention over few keys as plain batched products: for tens of keys the fused CPU kernel's blocks are mostly empty and
-    its backward takes twice as long. Query heads that share keys are rows of one product."""
+    """Attention over few keys as plain batched products. For tens of keys the blocks of the fused CPU kernel are mostly empty, and its
+    backward pass takes twice as long. Query heads that share keys are rows of one product."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:

@@ -1,9 +1,9 @@
-"""One call of the model, as its modules see it.
+"""One forward call of the model.
 
-Engine and trainer run the same Transformers modules. What differs is attention (a cache to extend, or packed sequences
-that share prompts), so it is not in the modules: a ``Call`` travels through the model's keyword arguments and the
-registered attention function asks it to attend. Because it is an argument, activation checkpointing hands the same call
-to the recomputation, whatever thread that runs in.
+Engine and trainer run the same Transformers modules. They differ in attention (a cache to extend, or packed sequences that share
+prompts), so attention is not part of the modules: a ``Call`` is passed through the model's keyword arguments, and the registered
+attention function delegates to it. Because it is an argument, activation checkpointing passes the same call to the recomputation in
+any thread.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from miles_embedded.model.indexer import Indexed, watch_indexer
 
 
 class Call(Protocol):
-    """What attention and the layers need of one call."""
+    """Interface of a forward call for attention and layers."""
 
     ctx: Context
 
     @property
     def longest(self) -> int:
-        """The most keys that a row of this call has, itself included."""
+        """Upper bound on the keys of a row, its own included."""
 
     @property
     def positions(self) -> Tensor:
-        """[rows] position of each row in its sequence."""
+        """[rows] index of each row in its sequence."""
 
     @property
     def spans(self) -> np.ndarray:
-        """[rows] on the host: how long the sequence is that each row's rotary frequencies are taken for."""
+        """[rows] on the host: sequence length that determines each row's rotary frequencies."""
 
     def attend(
         self,
@@ -45,42 +45,42 @@ class Call(Protocol):
         scaling: float,
         options: AttentionOptions | None = None,
     ) -> Tensor:
-        """The attention of one layer, by torch.
+        """Compute the attention of one layer with torch.
 
         Args:
-            module: the layer's attention; ``module.layer_idx`` says which layer it is.
-            query: [1, heads, rows, dim] of the rows computed in this call.
-            key: [1, kv heads, rows, dim], likewise.
-            value: [1, kv heads, rows, value dim], likewise.
-            scaling: of the scores.
-            options: what the layer has beyond plain causal attention; a window is shorter than ``longest``.
+            module: the layer's attention module; ``module.layer_idx`` is the layer's index.
+            query: [1, heads, rows, dim] for the rows of this call.
+            key: [1, kv heads, rows, dim].
+            value: [1, kv heads, rows, value dim].
+            scaling: factor on the scores.
+            options: options beyond plain causal attention; a window is shorter than ``longest``.
 
         Returns:
             [1, rows, heads, value dim].
         """
 
     def choose(self, indexed: Indexed) -> ChosenKeys:
-        """The keys that an indexer picks for the rows of this call, as a later ``attend`` of it wants them."""
+        """Choose keys for the rows of this call with an indexer, in the form that ``attend`` of the same call expects."""
 
 
 _active = threading.local()
 
 
 def active_context() -> Context | None:
-    """The context of the decoder layer now running in this thread; None outside of a layer."""
+    """Context of the decoder layer that runs in this thread; None outside a layer."""
     return getattr(_active, "ctx", None)
 
 
 def active_call() -> Call | None:
-    """The call that the model now runs in this thread; None outside of one."""
+    """Call that the model runs in this thread; None outside a forward pass."""
     return getattr(_active, "call", None)
 
 
 def watch_layers(backbone: nn.Module, layers: nn.ModuleList) -> None:
-    """Make ``active_context()`` answer inside these layers, in the forward and in a recomputation alike.
+    """Make ``active_context()`` valid inside these layers, in the forward pass and in recomputation.
 
-    A recomputation calls a layer's ``forward`` without its hooks but its submodules with theirs, so the context is set where
-    attention starts; every family attends before it routes.
+    Recomputation calls a layer's ``forward`` without the layer's hooks, but with those of its submodules. The context is therefore set
+    at the start of attention; every family attends before it routes.
     """
     for layer in layers:
         for child in layer.children():
@@ -104,7 +104,7 @@ def _enter(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _with_mask(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Attention with an indexer reads its mask before it calls the attention function."""
+    """Pass a mask placeholder to attention modules with an indexer, which read the mask before calling the attention function."""
     if active_call() is None:
         return args, kwargs
     return args, kwargs | {"attention_mask": window_mask(0)}

@@ -1,4 +1,4 @@
-"""What every Transformers model has, and its type does not say: a configuration and a head."""
+"""Typed access to the configuration and the head of a Transformers model."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 
 def configuration(model: Any) -> Any:
-    """What the model was built from."""
+    """Configuration that the model was built from."""
     return model.config
 
 
 def text_configuration(model: Any) -> Any:
-    """The part that describes the language model, where there are others."""
+    """Configuration of the language model; of a text-only model its whole configuration."""
     return configuration(model).get_text_config()
 
 
 def head(model: Any) -> Any:
-    """``lm_head``, whatever the family calls it."""
+    """Output layer (``lm_head``), independent of its name in the family."""
     return model.get_output_embeddings()

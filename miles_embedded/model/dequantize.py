@@ -1,7 +1,7 @@
-"""A quantised checkpoint as the embedded backend takes it: dequantised, as if it were a plain one.
+"""Load a quantised checkpoint as plain weights.
 
-Transformers would need kernels, or another library, for each format. Engine and trainer compute with plain matrices
-here: the values that the checkpoint's codes mean, exactly in FP32, rounded in BF16.
+Transformers would need kernels or another library for each format. Here engine and trainer compute with plain matrices: the exact
+values of the checkpoint's codes in FP32, rounded in BF16.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def dequantized(
+def dequantize(
     path: str | Path, config: Any, dtype: torch.dtype | None, flag: str = "--hf-checkpoint"
 ) -> dict[str, Tensor] | None:
-    """The plain weights of a quantised checkpoint, checkpoint name -> tensor; None when it is not quantised.
+    """Return the plain weights of a quantised checkpoint, checkpoint name -> tensor; None if it is not quantised.
 
     Args:
         path: the checkpoint directory.
-        config: its Transformers configuration; its words about quantised weights are removed.
-        dtype: of the weights; None is BF16.
-        flag: what named the checkpoint, for messages.
+        config: its Transformers configuration; its quantisation entry is removed.
+        dtype: type of the weights; None for BF16.
+        flag: flag that named the checkpoint, for messages.
 
     Raises:
-        CheckpointError: no installed number format recognises it, or its files are damaged.
+        CheckpointError: no installed number format recognises the checkpoint, or its files are damaged.
     """
-    source = quantized(path, config, flag)
+    source = open_files(path, config, flag)
     if source is None:
         return None
     dtype = dtype or torch.bfloat16
     log.warning(
         "%s %s is quantised (%s): %d weights are dequantised to %s for the embedded engine and trainer; "
-        "BF16 weights given as --ref-load DIR would be taken instead",
+        "pass BF16 weights as --ref-load DIR to use those instead",
         flag,
         path,
         source.format.name,
@@ -49,8 +49,8 @@ def dequantized(
     return dict(source.tensors(dtype))
 
 
-def quantized(path: str | Path, config: Any, flag: str) -> QuantizedFiles | None:
-    """The files of a quantised checkpoint, of which the headers are read; None when it is not quantised. As ``dequantized``."""
+def open_files(path: str | Path, config: Any, flag: str) -> QuantizedFiles | None:
+    """Open a quantised checkpoint and read its headers; None if it is not quantised. Arguments and errors as ``dequantize``."""
     from miles_tools.convert.decode import open_quantized
     from miles_tools.convert.json_files import quantization_block
 

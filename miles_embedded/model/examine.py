@@ -1,7 +1,7 @@
-"""What is wrong with a checkpoint, from its ``config.json`` and the headers of its weights.
+"""Check a checkpoint from its ``config.json`` and the headers of its weights.
 
-The model is built on the meta device and filled by the loader that fills the real one (``load``), with tensors that have shapes
-and no numbers. So both say the same sentences, and here they cost a fraction of a second however large the model is.
+The model is built on the meta device and filled by the same loader as a real one (``load``), with tensors that have shapes but no
+data. Errors are therefore the same, and the check takes a fraction of a second for any model size.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from torch import Tensor
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.errors import CheckpointError
 from miles_embedded.model.configuration import configuration
-from miles_embedded.model.dequantize import quantized
-from miles_embedded.model.load import FLAG, checkpoint_config, filled, refuse_config, shell, told
+from miles_embedded.model.dequantize import open_files
+from miles_embedded.model.load import FLAG, build_empty, checkpoint_config, fill_model, load_errors, refuse_config
 from miles_embedded.model.views import views
 
 _WEIGHTS = "*.safetensors*"
 
 
 class Header:
-    """A tensor of a weight file as the loader takes it, like a slice of safetensors that is read when it is indexed: this one gives
-    a tensor on the meta device."""
+    """Stand-in for a lazily read safetensors slice: indexing and ``to`` return a tensor on the meta device."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
@@ -34,12 +33,12 @@ class Header:
         return self
 
     def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Nowhere, whatever ``device`` is."""
+        """Return a meta tensor of this shape; ``device`` is ignored."""
         return torch.empty(self._shape, dtype=dtype, device="meta")
 
 
 def examine(config: Any, weights: bool) -> None:
-    """See ``miles_core.Plugin.examine``: what would end the run when its model is loaded."""
+    """See ``miles_core.Plugin.examine``: raise the errors that loading the run's model would raise."""
     options = config.model
     flag, path = ("--ref-load", options.ref_load) if options.ref_load else (FLAG, options.hf_checkpoint)
     if path is not None and Path(path).is_dir():
@@ -47,7 +46,7 @@ def examine(config: Any, weights: bool) -> None:
         _once(path, weights, flag, options.trust_remote_code, tuple(files))
 
 
-@lru_cache(maxsize=16)  # a notebook, or a suite of tests, starts many runs of one model
+@lru_cache(maxsize=16)  # notebooks and test suites start many runs of the same model
 def _once(path: str, weights: bool, flag: str, trust_remote_code: bool, files: tuple[object, ...]) -> None:
     examine_checkpoint(path, weights, flag, trust_remote_code)
 
@@ -55,38 +54,37 @@ def _once(path: str, weights: bool, flag: str, trust_remote_code: bool, files: t
 def examine_checkpoint(
     path: str | Path, weights: bool = True, flag: str = FLAG, trust_remote_code: bool = False
 ) -> None:
-    """Whether ``load_model`` could load it, the numbers in the weights aside.
+    """Check that ``load_model`` could load the checkpoint, without checking the values of the weights.
 
     Args:
         path, trust_remote_code, flag: as for ``load_model``.
-        weights: they must be there.
+        weights: require weights.
 
     Raises:
-        CheckpointError: as ``load_model``; or there are no weights.
+        CheckpointError: as ``load_model``; or weights are required and missing.
     """
     there = any(Path(path).glob(_WEIGHTS))
     if weights and not there:
-        raise CheckpointError(f"{flag} {path}: it holds no *.safetensors weights; others are not read")
+        raise CheckpointError(f"{flag} {path}: it has no *.safetensors weights; other formats are not supported")
     config = checkpoint_config(path, trust_remote_code, flag)
-    with told(path, flag):
+    with load_errors(path, flag):
         shapes = _shapes(path, config, flag) if there else {}
-        model = shell(config, trust_remote_code)
+        model = build_empty(config, trust_remote_code)
         refuse_config(model)
         if there:
             kind: Any = type(model)
-            # weights that are missing would be made at random, on a real device: as many numbers as the model has, at worst
-            # name and module are the model's own: conversions of its weights are found by them
+            # Initialising missing weights would allocate up to the whole model on a real device.
+            # Keep the class name and module: Transformers looks up weight conversions by them.
             same = {"__module__": kind.__module__, "initialize_weights": lambda self: None}
             empty = type(kind.__name__, (kind,), same)
             state = {name: Header(shape) for name, shape in shapes.items()}
-            views(
-                filled(empty, None, configuration(model), dtype=torch.bfloat16, state_dict=state)
-            )  # or it could not be exported
+            # Deriving the views checks that the model could be exported.
+            views(fill_model(empty, None, configuration(model), dtype=torch.bfloat16, state_dict=state))
 
 
 def _shapes(path: str | Path, config: Any, flag: str) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a checkpoint by the name that it has when nothing is quantised."""
-    source = quantized(path, config, flag)
+    """Return checkpoint name -> shape of the unquantised tensors."""
+    source = open_files(path, config, flag)
     if source is None:
         return {name: entry.shape for name, entry in CheckpointFiles(path, flag).entries.items()}
     inside = {member for joined in source.joined for group in joined.members for member in group}

@@ -1,8 +1,7 @@
-"""The experts of a mixture-of-experts layer, as Transformers' modules have them.
+"""The experts of mixture-of-experts layers, registered in Transformers' experts interface.
 
-Transformers calls ``grouped_experts`` through its experts interface. The usual experts are one operation of the model's table
-(``operations``); anything else (biases, transposed weights, another gate, rows that a number format rounds in front of a
-product) takes the steps of ``grouped_experts.py`` one by one.
+Standard experts are one operation of the model's table (``operations``). All others (biases, transposed weights, another gate, rows
+rounded by a number format in front of a product) use the individual steps of ``grouped_experts.py``.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from miles_embedded.model.grouped_experts import (
     combine,
     dispatch,
     grouped_linear,
-    in_one_product,
     sort_choices,
+    uses_grouped_product,
 )
 from miles_embedded.model.operations import operations_of
 from miles_embedded.model.own_forward import put_forward
@@ -30,11 +29,11 @@ _SILU = type(ACT2FN["silu"])
 
 
 def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of a Transformers experts module.
+    """Forward of a Transformers experts module.
 
     Args:
-        module: with ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` [experts, out, in], or [experts, in, out] when ``is_transposed``,
-            and biases when ``has_bias``.
+        module: module with ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` [experts, out, in], or [experts, in, out] if
+            ``is_transposed``, and with biases if ``has_bias``.
         hidden_states: [rows, hidden].
         top_k_index: [rows, k] int64.
         top_k_weights: [rows, k].
@@ -45,10 +44,10 @@ def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     rounding = getattr(module, INPUT_ROUNDING, None)
     if rounding is not None and not rounding.enabled:
         rounding = None
-    if rounding is None and _usual(module, hidden_states):
+    if rounding is None and _is_standard(module, hidden_states):
         experts = operations_of(module).experts
         return experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
-    one = in_one_product(hidden_states, top_k_index, module.down_proj)
+    one = uses_grouped_product(hidden_states, top_k_index, module.down_proj)
     choices = sort_choices(top_k_index, module.num_experts, counted=not one)
     expert = partial(_expert_of, top_k_index, choices)
     x = _project_up(module, hidden_states, choices, rounding, expert)
@@ -61,22 +60,22 @@ def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def round_inputs(module: Any, rounding: Any) -> None:
-    """Let the products of an experts module read rows that ``rounding`` has seen (``quantized.activation``)."""
+    """Make the products of an experts module read rows rounded by ``rounding`` (``quantized.activation``)."""
     if type(module).__name__ == "Llama4TextExperts":
-        from miles_embedded.model.stacked_experts import stacked_experts  # brings a model definition that few runs need
+        from miles_embedded.model.stacked_experts import stacked_experts  # imports a model definition that few runs use
 
         put_forward(module, stacked_experts)
     module.__dict__[INPUT_ROUNDING] = rounding
 
 
 def _project_up(module: Any, hidden: Tensor, choices: SortedChoices, rounding: Any, expert: Any) -> Tensor:
-    """[rows, hidden] -> [rows * k, inner] sorted: what the second product reads."""
+    """Compute the inputs of the second product: [rows, hidden] -> [rows * k, inner], sorted by expert."""
     gated = getattr(module, "has_gate", True)
     up = "gate_up_proj" if gated else "up_proj"
     if rounding is None:
         x = dispatch(hidden, choices)
-    elif rounding.all_of(up):
-        x = dispatch(rounding(up, hidden, expert), choices)  # once a row, not once a choice
+    elif rounding.rounds_all(up):
+        x = dispatch(rounding(up, hidden, expert), choices)  # round once per row instead of once per choice
     else:
         x = rounding(up, dispatch(hidden, choices), expert)
     x = _project(module, up, x, choices)
@@ -84,7 +83,7 @@ def _project_up(module: Any, hidden: Tensor, choices: SortedChoices, rounding: A
 
 
 def _expert_of(index: Tensor, choices: SortedChoices) -> Tensor:
-    """[rows * k] expert of each sorted place."""
+    """[rows * k] expert index of each sorted position."""
     return index.reshape(-1).index_select(0, choices.order)
 
 
@@ -93,8 +92,8 @@ def _project(module: Any, name: str, x: Tensor, choices: SortedChoices) -> Tenso
     return grouped_linear(x, getattr(module, name), choices, bias, getattr(module, "is_transposed", False))
 
 
-def _usual(module: Any, hidden: Tensor) -> bool:
-    """Whether these are experts ``down(silu(gate) * up)`` in one dtype, stored [out, in], gate above up, without biases."""
+def _is_standard(module: Any, hidden: Tensor) -> bool:
+    """Whether these are standard experts: ``down(silu(gate) * up)`` in one dtype, stored [out, in], gate first, without biases."""
     return (
         getattr(module, "has_gate", True)
         and getattr(module, "is_concatenated", True)

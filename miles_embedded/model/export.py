@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint from a model in memory: config, weights in shards, tokenizer."""
+"""Export a model to a Hugging Face checkpoint: configuration, sharded weights, tokenizer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from miles_embedded.model.configuration import configuration
 from miles_embedded.model.remote_code import export_code, is_remote
 from miles_embedded.model.views import export, unshare
 
-#: Bytes of one weight file.
+#: Maximum size of a weight file, in bytes.
 SHARD_BYTES = 5 * 10**9
-#: Files of a checkpoint that say how images, video and sound become its inputs.
+#: Checkpoint files that configure the preprocessing of images, video and audio.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
@@ -33,14 +33,17 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     units: Iterator[Unit] | None = None,
 ) -> None:
-    """Write ``directory``; it appears complete or not at all.
+    """Write a checkpoint to ``directory``, which appears complete or not at all.
 
     Args:
-        model: the model copy; its tensors are written in the dtype they have.
-        tokenizer: a Transformers tokenizer, or None to leave it out.
-        directory: must not exist, or be empty; CheckpointError otherwise, and when the disk refuses.
-        shard_bytes: a weight file is closed before it grows beyond this.
-        units: the weights to write, under the names and in the order that they come; the model's own by default.
+        model: the model; its tensors keep their dtypes.
+        tokenizer: a Transformers tokenizer, or None to omit it.
+        directory: target; must not exist or be empty.
+        shard_bytes: maximum size of a weight file.
+        units: the weights to write, in order, with their names; by default the model's.
+
+    Raises:
+        CheckpointError: the target is not empty, is in use by another export, or cannot be written.
     """
     directory = Path(os.path.realpath(directory))
     work = gathering(directory, "exporting")
@@ -49,7 +52,7 @@ def export_checkpoint(
     lock = -1
     try:
         lock = locked(work)
-        for left in work.iterdir():  # by a process that died
+        for left in work.iterdir():  # left by a process that died
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         _write(model, tokenizer, work, shard_bytes, units or export(model))
         place(work, directory)
@@ -76,7 +79,7 @@ def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int, 
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     source = Path(getattr(configuration(model), "_name_or_path", ""))
-    for name in PROCESSORS:  # of the towers, which are as they were
+    for name in PROCESSORS:  # the towers are not trained, so copy their files
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
     if source.is_dir() and source != Path():
@@ -85,8 +88,10 @@ def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int, 
 
 
 def _write_shards(units: Iterator[Unit], directory: Path, shard_bytes: int) -> None:
-    """The tensors of a stream as safetensors files, with an index where there are several. How many there are is known at the end
-    of the stream only, so files are named then."""
+    """Write a stream of tensors as safetensors files, with an index if there are several.
+
+    The number of files is known only at the end of the stream, so they are renamed then.
+    """
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     used = total = 0

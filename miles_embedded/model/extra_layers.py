@@ -1,8 +1,8 @@
-"""Layers that stand behind a model's own decoder layers and that its forward does not run.
+"""Additional layers after a model's own decoder layers, which the model's forward does not run.
 
-Checkpoints keep such layers under the numbers that follow the last decoder layer's. Here they are further entries of the model's list
-of layers: parameters, export, loading, precision and optimiser know them by their checkpoint names like any others. Who adds
-one runs it, with the call of a pass or of the engine.
+Checkpoints store such layers under the indices that follow the last decoder layer. Here they are further entries of the model's list
+of layers, so parameters, export, loading, precision and optimizer handle them by their checkpoint names like other layers. The plugin
+that adds a layer runs it, with the call of the pass.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from miles_tools.convert.decode import open_quantized
 
 
 def new_layer(model: nn.Module) -> nn.Module:
-    """A fresh layer of the model's own kind, like its last one, numbered as the next; not yet part of it.
+    """Make an untrained layer of the same type as the model's last one, with the next index; does not add it to the model.
 
     Raises:
-        CheckpointError: the model cannot have layers that it does not run, or its layers cannot be run one by one.
+        CheckpointError: the model runs every layer of its list, or its layers need more than hidden states and positions.
     """
     layers: Any = getattr(backbone(model), "layers", None)
     runs = inspect.getsource(inspect.unwrap(type(backbone(model)).forward))
@@ -37,17 +37,17 @@ def new_layer(model: nn.Module) -> nn.Module:
     plain = rotary is not None and len(inspect.signature(rotary.forward).parameters) == 2
     if "num_hidden_layers]" not in runs or not plain or any("Indexer" in type(m).__name__ for m in model.modules()):
         raise CheckpointError(
-            f"{type(model).__name__} cannot have a layer behind its own: its code runs every layer of its list, or its layers need "
+            f"{type(model).__name__} cannot have additional layers: its code runs every layer of its list, or its layers need "
             "more than hidden states and positions"
         )
     config = copy.deepcopy(text_configuration(model))
     count = len(decoder_layers(model))
     number = len(layers)
     for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == count:  # a word for each layer
+        if isinstance(value, list) and len(value) == count:  # an entry per layer
             setattr(config, name, [*value, *value[-1:] * (number + 1 - count)])
     last: Any = decoder_layers(model)[-1]
-    with torch.random.fork_rng(devices=[]):  # the run's own random numbers do not move
+    with torch.random.fork_rng(devices=[]):  # leave the run's random state unchanged
         made: nn.Module = type(last)(config, number).eval()
     dtypes = {name: tensor.dtype for name, tensor in last.state_dict().items()}
     usual = next(last.parameters())
@@ -57,7 +57,7 @@ def new_layer(model: nn.Module) -> nn.Module:
 
 
 def add_layer(model: nn.Module, layer: nn.Module) -> str:
-    """Put ``layer``, made by ``new_layer``, behind the others; returns the beginning of its tensors' names in the model."""
+    """Append ``layer``, made by ``new_layer``, to the model's layers; returns the prefix of its tensor names."""
     layers: Any = backbone(model).layers
     layers.append(layer)
     use_fast_linear(layer)
@@ -65,7 +65,7 @@ def add_layer(model: nn.Module, layer: nn.Module) -> str:
 
 
 def run_layer(model: nn.Module, layer: nn.Module, x: Tensor, positions: Tensor, call: Any) -> Tensor:
-    """x [n, hidden] through one layer as the model's own forward would call it: positions [n], ``call`` of the pass."""
+    """Run one layer on x [n, hidden] at positions [n], as the model's forward would; ``call`` is the call of the pass."""
     where = positions.unsqueeze(0)
     rotary: Any = backbone(model).rotary_emb
     states = x.unsqueeze(0)
@@ -81,16 +81,16 @@ def run_layer(model: nn.Module, layer: nn.Module, x: Tensor, positions: Tensor, 
 
 
 def read_layer(model: nn.Module, path: str | Path, prefix: str, without: Collection[str] = ()) -> None:
-    """Read the tensors whose checkpoint names begin with ``prefix`` into ``model``.
+    """Read the checkpoint tensors whose names start with ``prefix`` into ``model``.
 
     Args:
-        model: has the layer already.
+        model: the model, which already has the layer.
         path: a Hugging Face checkpoint; a quantised one is dequantised.
-        prefix: what ``add_layer`` returned.
-        without: names behind the prefix that are left out.
+        prefix: the result of ``add_layer``.
+        without: tensor names, relative to the prefix, to skip.
 
     Raises:
-        CheckpointError: the checkpoint lacks some of the layer's tensors, or holds others.
+        CheckpointError: the checkpoint lacks tensors of the layer, or has tensors that the layer lacks.
     """
     loader = Loader(model)
     for name, tensor in _tensors(Path(path), prefix):
@@ -98,7 +98,7 @@ def read_layer(model: nn.Module, path: str | Path, prefix: str, without: Collect
             loader.put(name, tensor)
     missing = [name for name in loader.missing() if name.startswith(prefix)]
     if missing:
-        raise CheckpointError(f"{path} holds {len(missing)} tensors of {prefix}* too few, the first is {missing[0]}")
+        raise CheckpointError(f"{path} lacks {len(missing)} tensors of {prefix}*, the first is {missing[0]}")
 
 
 def _tensors(path: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -1,11 +1,11 @@
-"""Experts on tensors: rows sorted by expert, one matrix product an expert, no padding.
+"""Mixture-of-experts products on tensors: rows sorted by expert, a matrix product per expert, no padding.
 
-Autograd would see hundreds of small slices here, each with a full-size zero gradient to add up, so the steps (gather, product,
-weighted sum) are functions with backward passes of their own, in which everything is a gather or a product as well: a row has
-exactly k places, so nothing is scattered.
+Plain autograd would record hundreds of small slices, each with a full-size zero gradient to add. The steps (gather, product, weighted
+sum) are therefore autograd functions whose backward passes also consist of gathers and products: a row has exactly k positions, so
+nothing needs a scatter.
 
-The usual expert, ``down(silu(gate) * up)``, goes through all steps before the next expert starts where the product is a loop anyway: its
-few hundred rows then stay in the processor's cache.
+Where the product is a loop over experts anyway, the standard expert, ``down(silu(gate) * up)``, runs all steps before the next expert
+starts, so that its few hundred rows stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from miles_embedded.model.onednn import available, padded, times
+from miles_embedded.model.onednn import available, matmul, pad_rows
 
-#: Attribute of a module whose products read rounded rows (``quantized.activation``); absent or None is the usual case.
+#: Attribute of a module whose products read rounded rows (``quantized.activation``); usually absent or None.
 INPUT_ROUNDING = "input_rounding"
 
-#: Up to this many (row, expert) pairs a CPU takes all experts at once when no gradient is asked for.
+#: Up to this many (row, expert) pairs, a CPU uses one grouped product for all experts if no gradient is needed.
 _FEW = 4096
 
 
 @dataclass
 class SortedChoices:
-    """Which row goes to which expert, sorted by expert.
+    """The assignment of rows to experts, sorted by expert.
 
     Attributes:
-        order: [rows * k] flat (row, choice) of each sorted place.
-        place: [rows, k] sorted place of each choice.
-        row: [rows * k] row of each sorted place.
-        ends: [experts] int32, where each expert's places end.
-        counts: places of each expert; None where one product takes all experts and needs ``ends`` alone (a GPU then need not be
-            waited for).
+        order: [rows * k] flat (row, choice) index of each sorted position.
+        place: [rows, k] sorted position of each choice.
+        row: [rows * k] row of each sorted position.
+        ends: [experts] int32, end of each expert's positions.
+        counts: positions per expert; None where a grouped product needs only ``ends``, which avoids synchronising with a GPU.
     """
 
     order: Tensor
@@ -48,7 +47,7 @@ class SortedChoices:
     counts: list[int] | None
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``."""
     return silu(gate) * up
 
@@ -59,43 +58,43 @@ def swiglu_experts(
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    gate: Callable[[Tensor, Tensor], Tensor] = gated,
+    gate: Callable[[Tensor, Tensor], Tensor] = swiglu,
 ) -> Tensor:
-    """The usual experts: each row's sum of ``down(silu(gate) * up)`` over its experts, by torch (Shazeer 2020).
+    """Compute standard experts with torch: each row's weighted sum of ``down(silu(gate) * up)`` over its experts (Shazeer 2020).
 
     Args:
         hidden: [rows, dim].
-        index: [rows, k] experts.
+        index: [rows, k] expert indices.
         weights: [rows, k].
-        gate_up: [experts, 2 inner, dim], the gate above.
+        gate_up: [experts, 2 * inner, dim], the gate first.
         down: [experts, dim, inner].
-        gate: ``gated``, where one product takes all experts.
+        gate: computes ``swiglu`` where one grouped product takes all experts.
 
     Returns:
         [rows, dim].
     """
-    if not in_one_product(hidden, index, down):
+    if not uses_grouped_product(hidden, index, down):
         return _SwiGLUExperts.apply(hidden, weights, gate_up, down, sort_choices(index, len(down)))
     choices = sort_choices(index, len(down), counted=False)
     inner = gate(*grouped_linear(dispatch(hidden, choices), gate_up, choices).chunk(2, dim=-1))
     return combine(grouped_linear(inner, down, choices), weights, choices).to(hidden.dtype)
 
 
-def in_one_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies these rows of all experts in one grouped product, or in one product an expert.
+def uses_grouped_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
+    """Whether torch multiplies the rows of all experts in one grouped product instead of a product per expert.
 
     Args:
         x: [rows, dim].
-        index: [rows, k] experts.
-        weight: [experts, n, m], one of theirs.
+        index: [rows, k] expert indices.
+        weight: [experts, n, m], one of the experts' weights.
     """
     if x.is_cuda:
-        return _grouped_on_gpu(x, weight)
-    return _grouped_on_cpu() and x.device.type == "cpu" and _few(x, index, weight)
+        return _gpu_has_grouped(x, weight)
+    return _cpu_has_grouped() and x.device.type == "cpu" and _is_few(x, index, weight)
 
 
 def sort_choices(index: Tensor, experts: int, counted: bool = True) -> SortedChoices:
-    """Sort the choices ``index`` [rows, k] by expert; rows stay in order within an expert. ``counted``: see ``SortedChoices.counts``."""
+    """Sort expert choices ``index`` [rows, k] by expert, stable in the row order. ``counted``: fill ``SortedChoices.counts``."""
     flat = index.reshape(-1)
     order = flat.argsort(stable=True)
     place = torch.empty_like(order)
@@ -111,21 +110,24 @@ def sort_choices(index: Tensor, experts: int, counted: bool = True) -> SortedCho
 
 
 def dispatch(hidden: Tensor, choices: SortedChoices) -> Tensor:
-    """[rows, hidden] -> [rows * k, hidden], sorted by expert."""
+    """Gather rows in sorted order: [rows, hidden] -> [rows * k, hidden]."""
     return _Dispatch.apply(hidden, choices.row, choices.place)
 
 
 def grouped_linear(
     x: Tensor, weight: Tensor, choices: SortedChoices, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
-    """Each expert's product with its own sorted rows.
+    """Multiply each expert's sorted rows by its matrix.
 
     Args:
-        x: [rows * k, in] sorted.
-        weight: [experts, out, in], or [experts, in, out] when ``transposed``.
-        choices: whose ``counts`` are known unless ``x`` is where torch has a grouped product.
+        x: [rows * k, in], sorted by expert.
+        weight: [experts, out, in], or [experts, in, out] if ``transposed``.
+        choices: the assignment; without ``counts``, torch's grouped product is used.
         bias: [experts, out].
-        transposed: see ``weight``.
+        transposed: layout of ``weight``.
+
+    Returns:
+        [rows * k, out].
     """
     matrix = weight if transposed else weight.transpose(1, 2)
     if choices.counts is not None:
@@ -139,12 +141,12 @@ def grouped_linear(
 
 
 def combine(x: Tensor, weights: Tensor, choices: SortedChoices) -> Tensor:
-    """[rows * k, hidden] sorted, weights [rows, k] -> [rows, hidden], each row the weighted sum of its k results."""
+    """Sum the k results of each row, weighted: sorted [rows * k, hidden], weights [rows, k] -> [rows, hidden]."""
     return _Combine.apply(x, weights, choices.row, choices.place, choices.order)
 
 
-def _grouped_on_gpu(x: Tensor, weight: Tensor) -> bool:
-    """bfloat16, rows of a multiple of 16 bytes."""
+def _gpu_has_grouped(x: Tensor, weight: Tensor) -> bool:
+    """Whether a GPU has a grouped product for these operands: bfloat16, with rows of a multiple of 16 bytes."""
     return (
         x.dtype == weight.dtype == torch.bfloat16
         and hasattr(torch.nn.functional, "grouped_mm")
@@ -154,9 +156,11 @@ def _grouped_on_gpu(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _few(x: Tensor, index: Tensor, weight: Tensor) -> bool:
-    """The few rows of a decode step, for which a product an expert is hundreds of small operations. One product has no
-    advantage where oneDNN is the faster library."""
+def _is_few(x: Tensor, index: Tensor, weight: Tensor) -> bool:
+    """Whether these are the few rows of a decode step, for which a product per expert means hundreds of small operations.
+
+    A grouped product has no advantage where oneDNN is the faster library.
+    """
     return (
         x.dtype == weight.dtype == torch.float32
         and index.numel() <= _FEW
@@ -166,8 +170,8 @@ def _few(x: Tensor, index: Tensor, weight: Tensor) -> bool:
 
 
 @cache
-def _grouped_on_cpu() -> bool:
-    """Whether this torch has the grouped product in float32 on a CPU."""
+def _cpu_has_grouped() -> bool:
+    """Whether this torch has a float32 grouped product on a CPU."""
     product = getattr(torch.nn.functional, "grouped_mm", None)
     if product is None:
         return False
@@ -179,7 +183,7 @@ def _grouped_on_cpu() -> bool:
 
 
 def _count(flat: Tensor, experts: int) -> Tensor:
-    # bincount synchronises on a GPU to learn the largest value.
+    # On a GPU bincount synchronises, to find the largest value.
     return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
@@ -215,7 +219,7 @@ class _GroupedProduct(torch.autograd.Function):
             for m, a, b in zip(matrix.unbind(0), grad.split(ctx.counts), grad_x.split(ctx.counts), strict=True):
                 torch.mm(a, m.t(), out=b)
         if ctx.needs_input_grad[1]:
-            # In the parameter's own layout, so that accumulating it needs no copy.
+            # Use the parameter's layout, so that accumulating the gradient needs no copy.
             grad_matrix = torch.empty_like(matrix)
             rows = zip(grad_matrix.unbind(0), x.split(ctx.counts), grad.split(ctx.counts), strict=True)
             for out, a, b in rows:
@@ -245,8 +249,11 @@ class _Combine(torch.autograd.Function):
 
 
 class _SwiGLUExperts(torch.autograd.Function):
-    """All steps of the usual expert, expert by expert. Only the gate and up products are kept for the backward pass; with h =
-    silu(gate) * up and y = down h, the gradient of a row's weight, grad . y, is (down^T grad) . h, so y is not needed."""
+    """All steps of the standard expert, expert by expert.
+
+    Only the gate and up products are saved for the backward pass. With h = silu(gate) * up and y = down h, the gradient of a row's
+    weight, grad . y, equals (down^T grad) . h, so y is not needed.
+    """
 
     @staticmethod
     def forward(
@@ -256,10 +263,10 @@ class _SwiGLUExperts(torch.autograd.Function):
         weight = weights.reshape(-1).index_select(0, choices.order).unsqueeze(1)
         products, outputs = [], []
         for expert, piece in _pieces(choices):
-            product = times(hidden.index_select(0, _padded_rows(choices, piece)), gate_up[expert].t())
+            product = matmul(hidden.index_select(0, _padded_rows(choices, piece)), gate_up[expert].t())
             gate, up = product.chunk(2, 1)
             products.append(product)
-            output = times(silu(gate).mul_(up), down[expert].t())[: piece.stop - piece.start]
+            output = matmul(silu(gate).mul_(up), down[expert].t())[: piece.stop - piece.start]
             outputs.append(output.mul_(weight[piece]))
         ctx.save_for_backward(hidden, weight, gate_up, down, *products)
         return _gather_sum(torch.cat(outputs), choices.place)
@@ -274,25 +281,25 @@ class _SwiGLUExperts(torch.autograd.Function):
         grad_down = torch.zeros_like(down) if needs[3] else None
         for (expert, piece), product in zip(_pieces(choices), products, strict=True):
             count, rows = piece.stop - piece.start, _padded_rows(choices, piece)
-            # Rows added to round a piece's size have weight 0, and with it gradients 0.
+            # Padding rows have weight 0, so their gradients are 0 too.
             scale = pad(weight[piece], (0, 0, 0, len(rows) - count))
             grad = grads[0].index_select(0, rows)
             gate, up = product.chunk(2, 1)
             active = silu(gate)
             h = active * up
-            grad_h = times(grad, down[expert])
+            grad_h = matmul(grad, down[expert])
             torch.sum((grad_h * h)[:count], 1, keepdim=True, dtype=weight.dtype, out=grad_weight[piece])
             if grad_down is not None:
-                grad_down[expert] = times(grad.t(), h.mul_(scale))
+                grad_down[expert] = matmul(grad.t(), h.mul_(scale))
             grad_h.mul_(scale)
             grad_product = torch.empty_like(product)
             grad_gate, grad_up = grad_product.chunk(2, 1)
             torch.mul(grad_h, active, out=grad_up)
             torch.ops.aten.silu_backward.grad_input(grad_h.mul_(up), gate, grad_input=grad_gate)
             if grad_gate_up is not None:
-                grad_gate_up[expert] = times(grad_product.t(), hidden.index_select(0, rows))
+                grad_gate_up[expert] = matmul(grad_product.t(), hidden.index_select(0, rows))
             if needs[0]:
-                grad_x.append(times(grad_product, gate_up[expert])[:count])
+                grad_x.append(matmul(grad_product, gate_up[expert])[:count])
         return (
             _gather_sum(torch.cat(grad_x), choices.place) if needs[0] else None,
             grad_weight[choices.place].squeeze(-1) if needs[1] else None,
@@ -303,13 +310,13 @@ class _SwiGLUExperts(torch.autograd.Function):
 
 
 def _padded_rows(choices: SortedChoices, piece: slice) -> Tensor:
-    """The rows of a piece, and row 0 as often as rounding its size takes."""
+    """Return the rows of a piece, padded with row 0 to the size that ``pad_rows`` returns."""
     count = piece.stop - piece.start
-    return pad(choices.row[piece], (0, padded(count) - count))
+    return pad(choices.row[piece], (0, pad_rows(count) - count))
 
 
 def _pieces(choices: SortedChoices) -> list[tuple[int, slice]]:
-    """(expert, its places) of every expert that has any."""
+    """Return (expert, sorted positions) of every expert with rows."""
     found, start = [], 0
     for expert, count in enumerate(choices.counts or ()):
         if count:
@@ -319,7 +326,7 @@ def _pieces(choices: SortedChoices) -> list[tuple[int, slice]]:
 
 
 def _gather_sum(x: Tensor, place: Tensor) -> Tensor:
-    """[rows * k, hidden] sorted -> [rows, hidden], the sum of each row's k places."""
+    """Sum the k positions of each row: sorted [rows * k, hidden] -> [rows, hidden]."""
     first, *others = place.unbind(1)
     total = x.index_select(0, first)
     for choice in others:

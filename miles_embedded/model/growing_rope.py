@@ -1,14 +1,14 @@
-"""Rotary embeddings whose frequencies grow with a sequence, over calls that hold several of them.
+"""Rotary embeddings whose frequencies depend on the sequence length, for calls with several sequences.
 
-Transformers takes the frequencies of a whole call from its largest position. A call here packs sequences, or feeds the next tokens
-of many, so each row gets its own:
+Transformers derives the frequencies of a whole call from its largest position. Here a call packs sequences, or feeds the next tokens
+of many, so the frequencies are selected per row:
 
-- ``longrope`` (Ding et al. 2024) has two sets and one length at which they change. Up to it a sequence uses the short set; with one
-  token more, all of its tokens use the long one. As in Phi-3's own generation, a token is predicted from a sequence of one set
-  only: behind that length the engine computes a row's cache anew, and trainer and scores compute such a sequence twice, its
-  beginning for the tokens that were generated before. ``Call.spans`` says how long the sequence of a row is.
-- ``dynamic`` has other frequencies for every length beyond ``max_position_embeddings``. A key keeps those of the length at which it
-  was fed, as in Transformers' generation with a cache, so a row's frequencies are those of its own position.
+- ``longrope`` (Ding et al. 2024) has two sets of frequencies and a length at which they change. Sequences up to that length use the
+  short set; all tokens of a longer sequence use the long set. As in Phi-3's own generation, each token is predicted from a sequence
+  with one set only: beyond that length the engine recomputes a row's cache, and trainer and scores compute such a sequence twice,
+  its beginning separately for the tokens generated before the change. ``Call.spans`` is the relevant sequence length of each row.
+- ``dynamic`` has different frequencies for every length beyond ``max_position_embeddings``. A key keeps the frequencies of the length
+  at which it was fed, as in Transformers' generation with a cache, so a row uses the frequencies of its own position.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from miles_embedded.model.call import active_call
 from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.own_forward import put_forward
 
-#: Cosine and sine, or one tensor where a family multiplies complex numbers.
+#: Cosine and sine; one tensor in families that multiply complex numbers.
 Rotation = Any
 
 
 def rope_switch(model: nn.Module) -> int:
-    """The length of a sequence beyond which it uses other rotary frequencies from its first token on; 0 for no such length."""
+    """Return the sequence length beyond which all tokens of a sequence use other rotary frequencies; 0 if there is none."""
     config = text_configuration(model)
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *(x for x in given.values() if isinstance(x, dict))):
@@ -41,7 +41,7 @@ def rope_switch(model: nn.Module) -> int:
 
 
 def follow_rows(rotary: nn.Module) -> None:
-    """Let a rotary embedding that grows give each row of a ``Call`` its own frequencies; any other stays as it is."""
+    """Make a length-dependent rotary embedding select frequencies per row of a ``Call``; leave others unchanged."""
     module: Any = rotary
     kinds = getattr(module, "rope_type", None)
     found = {kinds} if isinstance(kinds, str) else set(kinds.values()) if isinstance(kinds, dict) else set()
@@ -70,7 +70,7 @@ def _forward(rotary: Any, x: Tensor, position_ids: Tensor, layer_type: str | Non
 
 @torch.no_grad()
 def _of_positions(rotary: Any, x: Tensor, position_ids: Tensor, named: dict[str, str]) -> Rotation:
-    """The family's own rotation, but with one set of frequencies a row: those of the length that ends there."""
+    """Run the family's rotation with frequencies per row: those of the sequence length that ends at the row's position."""
     name, original = ("_".join([*named.values(), kind]) for kind in ("inv_freq", "original_inv_freq"))
     kept, lengths = getattr(rotary, name), position_ids[0, :, None] + 1
     grown, _ = ROPE_INIT_FUNCTIONS["dynamic"](rotary.config, x.device, seq_len=lengths, **named)
@@ -87,12 +87,12 @@ def _of_positions(rotary: Any, x: Tensor, position_ids: Tensor, named: dict[str,
         return rotated(frequencies, position_ids)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # before Transformers 5.20 families take one set a call, and cannot expand several
+    except RuntimeError:  # before Transformers 5.20 families accept one set of frequencies per call
         return _set_by_set(rotated, frequencies, position_ids)
 
 
 def _set_by_set(rotated: Callable[[Tensor, Tensor], Rotation], frequencies: Tensor, position_ids: Tensor) -> Rotation:
-    """One call for each set of frequencies, and each row from its own."""
+    """Rotate with each distinct set of frequencies, and select each row from its own set."""
     sets, own = frequencies.unique(dim=0, return_inverse=True)
     rows = [(own == number).nonzero()[:, 0] for number in range(len(sets))]
     back = torch.cat(rows).argsort()
@@ -103,8 +103,11 @@ def _set_by_set(rotated: Callable[[Tensor, Tensor], Rotation], frequencies: Tens
 
 
 def _of_spans(plain: Callable[[Tensor], Rotation], position_ids: Tensor, grown: np.ndarray, limit: int) -> Rotation:
-    """Rotations by the long set where ``grown`` [rows], else by the short one. A call's largest position decides between the two,
-    so one is added, or all are kept below."""
+    """Rotate with the long set where ``grown`` [rows] is True, else with the short one.
+
+    The largest position of a call selects the set: append a position above the limit for the long set, or clamp all positions for the
+    short one.
+    """
     short = None if grown.all() else plain(position_ids.clamp(max=limit - 1))
     if not grown.any():
         return short

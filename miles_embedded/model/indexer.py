@@ -1,11 +1,11 @@
-"""Sparse attention as DeepSeek-V3.2 has it: an indexer in front of attention scores all keys for each query and keeps a few.
+"""Sparse attention of DeepSeek-V3.2: an indexer scores all keys for each query and keeps the best ones for attention.
 
-The indexer of Transformers stays as it is. It expects sequences side by side, and a cache; so a hook runs its forward once a
-layout of ours (buckets, cached rows) with exactly that, and the module itself then only sees a single row whose result is thrown
-away. What attention gets as ``indices`` is the ``ChosenKeys`` that its call made. Scores are formed for every query and key, which costs
-memory and time that a kernel for sparse attention would not need.
+Transformers' indexer modules are used unchanged. They expect separate sequences and a cache. A hook therefore runs the indexer's
+forward in that form for each layout of ours (buckets, cached rows), and lets the module process only a single row, whose result is
+discarded. Attention receives as ``indices`` the ``ChosenKeys`` that its call made. Scores are computed for every query and key,
+which costs memory and time that a kernel for sparse attention would save.
 
-An indexer has no gradient, here as in Transformers. Where a key's score equals another's, ``torch.topk`` decides.
+An indexer has no gradient, as in Transformers. ``torch.topk`` resolves ties.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import Tensor, nn
 
 from miles_embedded.model.attention import ChosenKeys
 
-#: Classes whose forward this file knows; GLM's layers pass a choice on to the layers that follow.
+#: Supported indexer classes. GLM's layers pass a choice on to the following layers.
 KNOWN = ("DeepseekV32Indexer", "GlmMoeDsaIndexer")
-#: Scores at once: queries x indexer heads x keys.
+#: Largest number of scores computed at once: queries * indexer heads * keys.
 _SCORES = 1 << 26
 
 
 @dataclass(frozen=True)
 class Indexed:
-    """An indexer and what it was given: tensors [rows, ...] in a call, [sequences, queries, ...] once they are laid out.
+    """An indexer and its inputs: tensors [rows, ...] in a call, [sequences, queries, ...] after padding.
 
     Attributes:
         module: the indexer.
         hidden: [..., hidden].
-        query: [..., rank] the latent query.
+        query: [..., rank] latent query.
         cos: [..., rotary dimensions].
-        sin: like ``cos``.
+        sin: [..., rotary dimensions].
     """
 
     module: Any
@@ -45,24 +45,24 @@ class Indexed:
 
     @property
     def most(self) -> int:
-        """Keys that a query may keep: with no more than these, there is nothing to choose."""
+        """Number of keys that a query keeps; with at most this many keys nothing is dropped."""
         return int(self.module.index_topk)
 
     def map(self, function: Callable[..., Tensor], *args: Any) -> Indexed:
-        """With ``function(tensor, *args)`` for each tensor."""
+        """Apply ``function(tensor, *args)`` to each tensor."""
         hidden, query, cos, sin = (function(x, *args) for x in (self.hidden, self.query, self.cos, self.sin))
         return replace(self, hidden=hidden, query=query, cos=cos, sin=sin)
 
     @torch.no_grad()
     def choose(self, extend: Callable[[Tensor], Tensor], seen: Tensor) -> Tensor:
-        """The keys each query keeps.
+        """Choose the keys of each query.
 
         Args:
-            extend: given the new keys [sequences, queries, dim], returns all keys [sequences, keys, dim].
-            seen: bool, [sequences or 1, queries, keys], what a query may look at.
+            extend: called with the new keys [sequences, queries, dim]; returns all keys [sequences, keys, dim].
+            seen: bool, [sequences or 1, queries, keys], keys that a query may attend to.
 
         Returns:
-            bool, [sequences, queries, keys], within ``seen``.
+            bool, [sequences, queries, keys], a subset of ``seen``.
         """
         mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
         inputs = (self.hidden, self.query, (self.cos, self.sin), mask)
@@ -71,7 +71,7 @@ class Indexed:
         return kept.scatter_(2, index.long(), True).logical_and_(seen)
 
     def keys(self) -> Tensor:
-        """[sequences, queries, dim] of these rows, without choosing."""
+        """Return the indexer keys of these rows, [sequences, queries, dim], without choosing."""
         found: list[Tensor] = []
 
         def only_first(k: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ class Indexed:
         return found[0]
 
 
-def chosen(indexed: Indexed, before: Tensor | None, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """``Indexed.choose`` for rows that follow ``before`` and each other, a part at a time, so that scores stay bounded.
+def choose_in_parts(indexed: Indexed, before: Tensor | None, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Run ``Indexed.choose`` in parts, which bounds the memory of the scores, for rows that follow ``before`` and each other.
 
     Args:
         indexed: tensors [sequences, queries, ...].
@@ -117,29 +117,29 @@ def chosen(indexed: Indexed, before: Tensor | None, seen: Tensor) -> tuple[Tenso
 
 
 class _Keys:
-    """What the indexer takes for a cache."""
+    """Cache interface of the indexer, backed by a function."""
 
     def __init__(self, extend: Callable[[Tensor], Tensor]) -> None:
         self._extend = extend
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        """The keys to choose from."""
+        """Return the keys to choose from."""
         return self._extend(keys)
 
 
 class _Chosen:
-    """Rides through the indexer's forward as its cache, to be found by the hook behind it."""
+    """Passed to the indexer's forward as its cache, so that the forward hook finds the choice."""
 
     def __init__(self, choice: ChosenKeys) -> None:
         self.choice = choice
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        """The single row's own."""
+        """Return the keys of the single row."""
         return keys
 
 
 def watch_indexer(indexer: nn.Module, call: Callable[[], Any]) -> None:
-    """Make the ``Call`` that ``call()`` returns choose, instead of ``indexer``; without a call the indexer chooses by itself."""
+    """Make the ``Call`` returned by ``call()`` choose instead of ``indexer``; if it is None, the indexer runs normally."""
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if call() is None:
@@ -150,9 +150,9 @@ def watch_indexer(indexer: nn.Module, call: Callable[[], Any]) -> None:
         first = (hidden[:, :1], query[:, :1], (cos[:, :1], sin[:, :1]), hidden.new_zeros(1, 1, 1), None)
         return first, {"past_key_values": _Chosen(choice)}
 
-    def behind(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> ChosenKeys | None:
+    def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> ChosenKeys | None:
         cache = kwargs.get("past_key_values")
         return cache.choice if isinstance(cache, _Chosen) else None
 
     indexer.register_forward_pre_hook(before, with_kwargs=True)
-    indexer.register_forward_hook(behind, with_kwargs=True)
+    indexer.register_forward_hook(after, with_kwargs=True)

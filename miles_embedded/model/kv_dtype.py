@@ -1,4 +1,4 @@
-"""The type in which a cache keeps keys and values, imitated by rounding them wherever they are attended to."""
+"""Emulation of a KV cache dtype by rounding keys and values wherever they are attended to."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from torch import Tensor
 
 from miles_core.errors import ConfigError
 
-#: Key in ``Context.attached``: keys and values are rounded to this type wherever they are attended to.
+#: Key in ``Context.attached``: dtype to which keys and values are rounded.
 KV_DTYPE = "kv_dtype"
-#: What a cache can keep them in, and the largest value it can hold (beyond it, they saturate).
+#: Supported cache dtype -> largest finite value, at which values saturate; None without saturation.
 KV_DTYPES = {"bfloat16": None, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def check_kv_dtype(dtype: str) -> str:
-    """``dtype``, or ConfigError when no cache keeps keys and values so; "" is the model's own."""
+    """Return ``dtype``; ConfigError if it is no supported cache dtype. "" is the model's own dtype."""
     if dtype and dtype not in KV_DTYPES:
-        raise ConfigError(f"key/value cache dtype {dtype!r} is none of {', '.join(KV_DTYPES)}")
+        raise ConfigError(f"key/value cache dtype {dtype!r} must be one of {', '.join(KV_DTYPES)}")
     return dtype
 
 
-def as_cached(x: Tensor, dtype: str) -> Tensor:
-    """``x`` rounded to what a cache of this type would hold (no scale), in its own dtype."""
+def round_to_cache(x: Tensor, dtype: str) -> Tensor:
+    """Round ``x`` to a cache of this dtype (without scale); returns it in its own dtype."""
     limit = KV_DTYPES[dtype]
     if limit is not None:
         x = x.clamp(-limit, limit)

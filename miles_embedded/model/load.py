@@ -1,10 +1,10 @@
-"""Loading a Transformers causal language model so that engine and trainer can run it.
+"""Load Transformers causal language models for engine and trainer.
 
-The modules are Transformers' own, and its classes stay as they are. Attention and experts are computed here, through its extension points
-(``call``, ``experts``). Some modules get hooks (``temperature``), and some a forward of their own on the instance: linear layers on a CPU
-(``onednn``), rotary embeddings that grow (``growing_rope``), and steps for which the model has another operation (``replaced_steps``), as it
-has on a GPU (``kernels``). Such
-a forward steps aside where a plugin changes the module's class (``own_forward``).
+The modules and classes are Transformers' own. Attention and experts are computed here, through Transformers' extension points
+(``call``, ``experts``). Some modules get hooks (``temperature``), and some a forward on the instance: linear layers on a CPU
+(``onednn``) and those on a GPU that read one input (``joint_linear``), length-dependent rotary embeddings (``growing_rope``), and steps
+for which the model has another operation (``replaced_steps``), as on a GPU (``kernels``). An instance forward is bypassed when a plugin
+changes the module's class (``own_forward``).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
 from miles_embedded.kernels.operations import use_kernels
 from miles_embedded.manifest import LAYER_TYPES
-from miles_embedded.model.attention_function import attention, no_mask
+from miles_embedded.model.attention_function import attention, make_mask
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.configuration import configuration, head, text_configuration
-from miles_embedded.model.dequantize import dequantized
+from miles_embedded.model.dequantize import dequantize
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
@@ -51,14 +51,14 @@ FLAG = "--hf-checkpoint"
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, make_mask)
 ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def checkpoint_config(path: str | Path, trust_remote_code: bool = False, flag: str = FLAG) -> Any:
-    """The model's configuration; CheckpointError when ``path`` is no checkpoint directory."""
+    """Read the model's configuration; CheckpointError if ``path`` is no checkpoint directory."""
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{flag} {path}: no such directory; give a local Hugging Face checkpoint")
@@ -68,12 +68,12 @@ def checkpoint_config(path: str | Path, trust_remote_code: bool = False, flag: s
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{flag} {path}: config.json is not valid JSON ({error})") from error
-    except Exception as error:  # Transformers checks a configuration in many ways
+    except Exception as error:  # Transformers validates configurations with many exception types
         raise CheckpointError(f"{flag} {path}: config.json cannot be used ({first_line(error)})") from error
 
 
 def build_model(run: Any, policy: Any, role: str) -> nn.Module:
-    """A model for engine or trainer: from the first active plugin that provides one, else core's; plugins then see it."""
+    """Make a model for engine or trainer with the first plugin that provides one (default ``transformers``), then call ``on_model``."""
     name = run.hooks.provided("model")[0]
     model: nn.Module = run.hooks.make("model", name, run=run, policy=policy, role=role)
     if role == "critic":
@@ -83,13 +83,15 @@ def build_model(run: Any, policy: Any, role: str) -> nn.Module:
 
 
 def is_embedded(model: nn.Module) -> bool:
-    """Whether a model was loaded for this package's engine and trainer, so that ``active_context`` holds in its layers.
-    A backend of another name that runs such a model is meant too."""
+    """Whether the model was loaded for this package's engine and trainer, so that ``active_context`` works in its layers.
+
+    This includes models that a backend of another name runs.
+    """
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
 
 
 def make_model(run: Any, policy: Any) -> nn.Module:
-    """The provider of the model named ``transformers``: the policy's checkpoint, in the run's dtype, on its device."""
+    """Make the model named ``transformers``: the policy's checkpoint, in the run's dtype, on its device."""
     options = run.config_of(policy).model
     device, dtype = resolve_device(options.device), options.dtype
     if dtype == "auto":
@@ -99,7 +101,7 @@ def make_model(run: Any, policy: Any) -> nn.Module:
 
 
 def resolve_device(name: str) -> str:
-    """``auto`` becomes ``cuda`` where there is one."""
+    """Resolve ``auto`` to ``cuda`` if available, else ``cpu``."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return name
@@ -115,29 +117,29 @@ def load_model(
     """Load the causal language model in ``path``.
 
     Args:
-        path: a Hugging Face checkpoint directory with safetensors weights; quantised ones are dequantised.
+        path: a Hugging Face checkpoint directory with safetensors weights; quantised weights are dequantised.
         dtype: ``auto`` (as stored), ``float32`` or ``bfloat16``.
-        device: where the parameters live.
-        trust_remote_code: run model code that comes with the checkpoint.
-        flag: what named the checkpoint, for messages.
+        device: device of the parameters.
+        trust_remote_code: run model code from the checkpoint.
+        flag: flag that named the checkpoint, for messages.
 
     Returns:
         The model in evaluation mode, attending through a ``Call``.
 
     Raises:
-        CheckpointError: no model can be made of ``config.json``, its weights are not all there in their shapes, or one of them holds
-            a number that is not finite. ``examine`` says the same, the last excepted, without reading them.
+        CheckpointError: ``config.json`` does not describe a supported model, weights are missing or have other shapes, or a weight
+            is not finite. ``examine`` raises the same errors, except the last, without reading the weights.
     """
     config = checkpoint_config(path, trust_remote_code, flag)
-    with told(path, flag):
-        state = dequantized(path, config, _DTYPES.get(dtype), flag)
+    with load_errors(path, flag):
+        state = dequantize(path, config, _DTYPES.get(dtype), flag)
         if state is None:
             more = {"trust_remote_code": trust_remote_code, "use_safetensors": True}
-            model = filled(kind_of(config), path, config, dtype=_DTYPES.get(dtype, "auto"), **more)
+            model = fill_model(kind_of(config), path, config, dtype=_DTYPES.get(dtype, "auto"), **more)
         else:
-            made = shell(config, trust_remote_code)
+            made = build_empty(config, trust_remote_code)
             dtypes = _DTYPES.get(dtype, torch.bfloat16)
-            model = filled(type(made), None, configuration(made), dtype=dtypes, state_dict=state)
+            model = fill_model(type(made), None, configuration(made), dtype=dtypes, state_dict=state)
             if (Path(path) / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path)
         model = prepare(model.to(device))
@@ -146,8 +148,8 @@ def load_model(
 
 
 @contextmanager
-def told(path: str | Path, flag: str) -> Iterator[None]:
-    """What goes wrong while a model is made of the checkpoint ``path``, as a CheckpointError that names it."""
+def load_errors(path: str | Path, flag: str) -> Iterator[None]:
+    """Convert errors while loading the checkpoint ``path`` to CheckpointErrors that name it."""
     try:
         yield
     except CheckpointError as error:
@@ -157,31 +159,31 @@ def told(path: str | Path, flag: str) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{flag} {path}: {_said(error)}") from error
+        raise CheckpointError(f"{flag} {path}: {_describe_failure(error)}") from error
 
 
-def shell(config: Any, trust_remote_code: bool) -> nn.Module:
-    """The model of a configuration, without weights (its parameters are on the meta device)."""
+def build_empty(config: Any, trust_remote_code: bool) -> nn.Module:
+    """Make the model of a configuration without weights (parameters on the meta device)."""
     with torch.device("meta"):
         made: nn.Module = kind_of(config).from_config(config, trust_remote_code=trust_remote_code)
     return made
 
 
-def filled(kind: Any, path: str | Path | None, config: Any, **more: Any) -> Any:
-    """A model of the class ``kind`` with the weights of ``path``, or with ``state_dict``.
+def fill_model(kind: Any, path: str | Path | None, config: Any, **more: Any) -> Any:
+    """Make a model of class ``kind`` with the weights of ``path`` or ``state_dict``.
 
     Raises:
-        CheckpointError: a weight of the model is missing, or has another shape.
+        CheckpointError: a weight is missing or has another shape.
     """
     ours = {"attn_implementation": _attention(config), "experts_implementation": NAME, "output_loading_info": True}
     model, info = kind.from_pretrained(path, config=config, ignore_mismatched_sizes=True, **ours, **more)
-    if info["mismatched_keys"]:  # which would be initialised at random
+    if info["mismatched_keys"]:  # Transformers would initialise them randomly
         name, there, wanted = min(info["mismatched_keys"])
         count = len(info["mismatched_keys"])
         others = f" ({count} such weights)" if count > 1 else ""
         raise CheckpointError(
-            f"{name} is {list(there)} in its weights and {list(wanted)} by its config.json{others}: they are of different models; "
-            "copy both again"
+            f"{name} is {list(there)} in its weights and {list(wanted)} by its config.json{others}: the files belong to different "
+            "models; copy both again"
         )
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
@@ -191,8 +193,8 @@ def filled(kind: Any, path: str | Path | None, config: Any, **more: Any) -> Any:
 
 
 def _attention(config: Any) -> str | dict[str, str]:
-    """Which attention each part of a model has: ours in the language model; towers are not run, and some of them know Transformers' own
-    attentions only."""
+    """Return the attention implementation per part: ours for the language model, eager for towers, which are not run and may not
+    support other implementations."""
     text = config.get_text_config()
     parts = [
         n for n in getattr(config, "sub_configs", None) or {} if isinstance(getattr(config, n, None), PreTrainedConfig)
@@ -203,13 +205,16 @@ def _attention(config: Any) -> str | dict[str, str]:
 
 
 def refuse_config(model: nn.Module) -> None:
-    """CheckpointError for what makes a model, with or without weights, and cannot be run: layers that are not computed here, and
-    positions that are no numbers."""
+    """Check a model, with or without weights.
+
+    Raises:
+        CheckpointError: it has unsupported layers, or rotary frequencies that are not finite.
+    """
     _refuse_unknown_attention(model)
     decoder_layers(model)
     for name, module in model.named_modules():
         if getattr(module, "inv_freq", None) is not None and hasattr(module, "config"):
-            made: Any = type(module)(module.config)  # on the meta device there are no numbers to look at
+            made: Any = type(module)(module.config)  # the model itself may be on the meta device, without values
             if not made.inv_freq.isfinite().all():
                 rope = getattr(module.config, "rope_parameters", None)
                 raise CheckpointError(
@@ -219,9 +224,9 @@ def refuse_config(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _refuse_nonfinite(model: nn.Module) -> None:
-    """CheckpointError for weights that hold NaN or infinity: a run would lose the tokens that meet them, without a word."""
+    """CheckpointError if a weight contains NaN or infinity, which would silently invalidate the tokens that use it."""
     for name, parameter in model.state_dict(keep_vars=True).items():  # buffers too: a router's correction bias is one
-        # one pass without a mask; a sum may overflow where no number does
+        # the sum avoids a mask; it may overflow for finite values, so check these exactly below
         if not parameter.is_floating_point() or parameter.sum(dtype=torch.float32).isfinite():
             continue
         if len(where := (~parameter.isfinite()).nonzero()):
@@ -231,8 +236,8 @@ def _refuse_nonfinite(model: nn.Module) -> None:
             )
 
 
-def _said(error: Exception) -> str:
-    """Why Transformers made no model, on one line."""
+def _describe_failure(error: Exception) -> str:
+    """Describe an error of Transformers in one line."""
     first = first_line(error)
     if isinstance(error, (OSError, ValueError, RuntimeError)):
         return f"the weights cannot be loaded ({first})"
@@ -242,20 +247,20 @@ def _said(error: Exception) -> str:
 
 
 def unloaded_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A causal language model of this configuration with fresh weights, for parts that stand beside a loaded one; not yet prepared."""
-    with torch.random.fork_rng(devices=[]):  # the run's own random numbers do not move
+    """Make an untrained causal language model of this configuration, for parts outside the loaded model; does not ``prepare`` it."""
+    with torch.random.fork_rng(devices=[]):  # leave the run's random state unchanged
         made: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     return made.to(device)
 
 
 def kind_of(config: Any) -> Any:
-    """The auto class of a checkpoint: with the towers of other modalities, where it has them, so that they are exported again."""
+    """Return the auto class of a checkpoint. It includes the towers of other modalities, so that an export contains them again."""
     towers = config.get_text_config() is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if towers else AutoModelForCausalLM
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """Make a freshly built model usable by engine and trainer (once an instance). Only its language model is run, and trained."""
+    """Prepare a newly built model for engine and trainer; call once per instance. Only its language model is run and trained."""
     refuse_config(model)
     if text_configuration(model) is not configuration(model):
         model.requires_grad_(False)
@@ -273,7 +278,7 @@ def prepare(model: nn.Module) -> nn.Module:
 
 
 def _refuse_unknown_attention(model: nn.Module) -> None:
-    """CheckpointError for layers that would be computed as if each token saw all before it, and should not be."""
+    """CheckpointError for layers whose restricted attention is not supported and would be computed as full attention."""
     indexer = next(
         (n for n, m in model.named_modules() if type(m).__name__.endswith("Indexer") and type(m).__name__ not in KNOWN),
         None,
@@ -281,7 +286,7 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
     if indexer is not None:
         raise CheckpointError(
             f"{type(model).__name__} chooses the keys of its sparse attention ({indexer}) in a way that the embedded backend "
-            "does not know; use another engine and trainer"
+            "does not support; use another engine and trainer"
         )
     config = text_configuration(model)
     kinds = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
@@ -293,9 +298,9 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The decoder stack below ``lm_head``; of a model with towers, that of its language model."""
+    """Return the decoder stack below ``lm_head``; of a multimodal model, that of its language model."""
     found: Any = model
-    # Llama 4's text model is named after the one with vision
+    # Llama 4's text model has the attribute names of the model with vision
     names: tuple[str, ...] = (found.base_model_prefix, "model", "language_model")
     while not hasattr(found, "layers"):
         inner = next((x for n in names if isinstance(x := getattr(found, n, None), nn.Module) and x is not found), None)
@@ -307,14 +312,14 @@ def backbone(model: nn.Module) -> nn.Module:
 
 
 def has_windows(model: nn.Module) -> bool:
-    """Whether a layer may see less than all tokens before it."""
+    """Whether some layer may attend to fewer than all previous tokens."""
     config = text_configuration(model)
     kinds = set(getattr(config, "layer_types", None) or ())
     return bool(getattr(config, "sliding_window", None)) or bool(kinds - {"full_attention"})
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers that the model runs, in order. Layers behind them (``extra_layers``) are not among them."""
+    """Return the decoder layers that the model runs, in order, without additional layers (``extra_layers``)."""
     layers = getattr(backbone(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise CheckpointError(
@@ -325,11 +330,11 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def context_limit(model: nn.Module, wanted: int = 0) -> int:
-    """The longest sequence that the model is run with: ``wanted``, or what the fact ``model.context`` says where that is 0."""
+    """Return the longest sequence length: ``wanted``, or the model's limit (fact ``model.context``) if that is 0."""
     stated = facts_of(model)["model.context"]
     return wanted or int(text_configuration(model).max_position_embeddings if stated is None else stated)
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
-    """``model.*`` facts of the configuration that the module was built from, by name."""
+    """Return the ``model.*`` facts of the model's configuration, by name."""
     return {fact.name: fact.value for fact in config_facts(configuration(model).to_dict())}

@@ -1,8 +1,8 @@
-"""Log-probabilities of the tokens that are trained on, and of no others.
+"""Log-probabilities of the trained tokens.
 
-Only rows that predict such a token meet ``lm_head``, a chunk of rows at a time, so the [rows, vocabulary] matrix is bounded;
-with a gradient, the chunks are recomputed in the backward pass. Where the engine recorded the support it sampled from, the softmax
-is taken over that support on this side too, or the two sides would speak of different distributions.
+Only rows that predict a trained token are multiplied by ``lm_head``, in chunks of rows, which bounds the [rows, vocabulary] matrix;
+with gradients, chunks are recomputed in the backward pass. Where the engine recorded the support that it sampled from, the softmax
+here is restricted to the same support. Otherwise the two sides would compare different distributions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from miles_core.data.batch import Ragged
 from miles_embedded.model.configuration import head, text_configuration
 from miles_embedded.model.operations import LogProbs, operations_of
 
-#: Logits held at once: beyond this many elements, rows are worked off in chunks.
+#: Largest number of logits in memory at once; further rows are processed in chunks.
 CHUNK_ELEMENTS = 1 << 26
-#: Entries of a configuration that are factors of the logits, and the one that bounds them.
+#: Configuration entries that scale the logits, and the entry that caps them.
 FACTORS, CAP = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier"), "final_logit_softcapping"
-#: Model types whose ``logits_scaling`` multiplies.
+#: Model types whose ``logits_scaling`` is a factor instead of a divisor.
 _MULTIPLIED = ("hyperclovax",)
 
 
@@ -36,43 +36,70 @@ def token_log_probs(
     entropy: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(token | row), and the entropy of that distribution.
+    """Compute log p(token | row), and optionally the entropy of that distribution.
 
     Args:
-        model: a causal language model; its head is applied here.
+        model: a causal language model, whose head is applied here.
         hidden: [M, hidden] final hidden state of the row that predicts each token.
-        tokens: [M] the tokens.
-        temperature: of the distribution the tokens were sampled from.
-        support: M lists of token ids the sampler chose from; an empty list means the whole vocabulary.
+        tokens: [M] token ids.
+        temperature: temperature of the distribution that the tokens were sampled from.
+        support: for each token, the ids that the sampler chose from; an empty list means the whole vocabulary.
         entropy: also return the entropy in nats.
-        chunk_elements: bound on rows x vocabulary held at once.
+        chunk_elements: largest number of logits in memory at once.
 
     Returns:
-        [M] float32 (float64 for a float64 model) and the same or None.
+        log-probabilities [M] float32 (float64 for a float64 model), and entropies of the same shape and dtype, or None.
+    """
+    return head_log_probs(model, hidden, tokens, temperature, support, entropy, chunk_elements)[:2]
+
+
+def head_log_probs(
+    model: nn.Module,
+    hidden: Tensor,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    support: Ragged | None = None,
+    entropy: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    candidates: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What ``token_log_probs`` returns, and the log-probabilities of further tokens from the same logits.
+
+    Args:
+        model, hidden, tokens, temperature, support, entropy, chunk_elements: as for ``token_log_probs``.
+        candidates: [M, k] token ids; their probabilities are always over the whole vocabulary.
+
+    Returns:
+        [M], [M] or None, and [M, k] or None.
     """
     rows = max(chunk_elements // _vocabulary(model), 1)
     if len(tokens) <= rows:
-        return _chunk(model, hidden, tokens, temperature, support, entropy)
+        return _chunk(model, hidden, tokens, temperature, support, entropy, candidates)
     parts = []
     for at in range(0, len(tokens), rows):
         piece = slice(at, at + rows)
         chosen = None
         if support is not None:
             chosen = support.select(torch.arange(at, min(at + rows, len(tokens)), device=support.offsets.device))
-        arguments = (model, hidden[piece], tokens[piece], temperature, chosen, entropy)
+        others = None if candidates is None else candidates[piece]
+        arguments = (model, hidden[piece], tokens[piece], temperature, chosen, entropy, others)
         if torch.is_grad_enabled():
             parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))
         else:
             parts.append(_chunk(*arguments))
     log_probs = torch.cat([p[0] for p in parts])
-    return log_probs, torch.cat([p[1] for p in parts]) if entropy else None
+    return (
+        log_probs,
+        torch.cat([p[1] for p in parts]) if entropy else None,
+        None if candidates is None else torch.cat([p[2] for p in parts]),
+    )
 
 
 @torch.no_grad()
 def top_log_probs(
     model: nn.Module, hidden: Tensor, k: int, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` most probable tokens after each row, over the whole vocabulary, most probable first.
+    """Return the ``k`` most probable tokens after each row, in descending order, over the whole vocabulary.
 
     Args:
         model, temperature, chunk_elements: as for ``token_log_probs``.
@@ -91,7 +118,7 @@ def top_log_probs(
 
 
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
-    """``hidden`` [..., hidden] -> [..., vocabulary], with whatever the family does after ``lm_head``."""
+    """Compute logits [..., vocabulary] from ``hidden`` [..., hidden], including the family's steps after ``lm_head``."""
     logits = head(model)(hidden)
     config, steps = text_configuration(model), head_steps(type(model))  # type: ignore[arg-type]  # a class is hashable
     scale = _scale(config, steps)
@@ -102,7 +129,7 @@ def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _scale(config: Any, steps: frozenset[str]) -> float:
-    """The factor of a family's logits. ``logits_scaling`` is what most divide by, in front of the head or behind it."""
+    """Return the factor on the family's logits. Most families divide by ``logits_scaling``, before or after the head."""
     scale = 1.0
     for name in steps - {CAP}:
         value = float(getattr(config, name, None) or 1.0)
@@ -113,8 +140,8 @@ def _scale(config: Any, steps: frozenset[str]) -> float:
 
 @cache
 def head_steps(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the entries of a configuration with which this class changes its logits: those of ``FACTORS`` and ``CAP`` that its ``forward``
-    mentions. A model with vision may have a language model that scales its logits when it stands alone, and leave that out."""
+    """Return the configuration entries with which this class changes its logits: those of ``FACTORS`` and ``CAP`` that its ``forward``
+    uses. A multimodal model may skip a scaling that its language model applies on its own."""
     found: set[str] = set()
     for each in kind.__mro__:
         if "forward" not in vars(each):
@@ -131,13 +158,26 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _chunk(
-    model: nn.Module, hidden: Tensor, tokens: Tensor, temperature: float, support: Ragged | None, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+    model: nn.Module,
+    hidden: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    support: Ragged | None,
+    entropy: bool,
+    candidates: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     logits = logits_of(model, hidden)
     if logits.dtype != torch.float64:
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
+    others = None if candidates is None else logits.log_softmax(-1).gather(-1, candidates.long())
+    return *_sampled(model, logits, tokens, support, entropy), others
+
+
+def _sampled(
+    model: nn.Module, logits: Tensor, tokens: Tensor, support: Ragged | None, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     operation = operations_of(model).log_probs
     if support is None:
         return _full(logits, tokens, entropy, operation)
@@ -176,6 +216,6 @@ def _supported(logits: Tensor, tokens: Tensor, support: Ragged, entropy: bool) -
 
 
 def scatter(values: Tensor, targets: Tensor, length: int) -> Tensor:
-    """[M, ...] values at flat positions ``targets`` -> [length, ...], 0 elsewhere."""
+    """Place values [M, ...] at flat positions ``targets`` of a zero tensor [length, ...]."""
     out: Any = torch.zeros(length, *values.shape[1:], dtype=values.dtype, device=values.device)
     return out.index_copy(0, targets, values)

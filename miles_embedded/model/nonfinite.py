@@ -1,8 +1,8 @@
-"""Finding the first tensor that is not finite.
+"""Find the first module that computes a value that is not finite.
 
-Checking every tensor of every step would cost what it could save. So a step only checks what no NaN or infinity escapes, and when that
-fails the same rows are computed again with eyes on every module: the first output that is not finite in the forward pass,
-else the first gradient in the backward pass, is where it began.
+Checking every tensor of every step would be too slow. A step checks only values to which every NaN or infinity propagates. When that
+check fails, the same rows are computed again with hooks on every module: the origin is the first non-finite output in the forward
+pass, or else the first non-finite gradient in the backward pass.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 
 class NonFiniteWatch:
-    """While open, looks at every module's outputs and their gradients.
+    """Context manager that checks every module's outputs and their gradients.
 
     Attributes:
-        first: a description of the first tensor that was not finite; empty while all were.
+        first: description of the first tensor that was not finite; "" if there was none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,7 +36,7 @@ class NonFiniteWatch:
     def _look(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             for tensor in _tensors(output):
-                if not self.first and not finite(tensor):
+                if not self.first and not is_finite(tensor):
                     self.first = f"the output of {name} {_describe(tensor)}{_because(name, module, args)}"
                 if tensor.requires_grad:
                     self._handles.append(tensor.register_hook(self._look_back(name)))
@@ -45,14 +45,14 @@ class NonFiniteWatch:
 
     def _look_back(self, name: str) -> Any:
         def hook(gradient: Tensor) -> None:
-            if not self.first and not finite(gradient):
+            if not self.first and not is_finite(gradient):
                 self.first = f"the gradient of the output of {name} {_describe(gradient)}"
 
         return hook
 
 
 def first_nonfinite(model: nn.Module, body: Callable[[], object]) -> str:
-    """A description of the first tensor that is not finite while ``body()`` runs ``model``; empty when all are."""
+    """Run ``body()`` and describe the first non-finite tensor that ``model`` computes; "" if there is none."""
     with NonFiniteWatch(model) as watch:
         body()
     return watch.first
@@ -70,8 +70,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def finite(tensor: Tensor) -> bool:
-    """Whether all numbers of a tensor are."""
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values of a tensor are finite."""
     return bool(tensor.detach().isfinite().all())
 
 
@@ -83,10 +83,10 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _because(name: str, module: nn.Module, args: Any) -> str:
-    """A cause that lies in the module itself."""
+    """Describe a cause inside the module itself."""
     for own, parameter in module.named_parameters(recurse=False):
-        if not finite(parameter):
-            return f" because its parameter {name}.{own} does,"
-    if all(finite(t) for t in _tensors(args)):
+        if not is_finite(parameter):
+            return f" because its parameter {name}.{own} is not finite,"
+    if all(is_finite(t) for t in _tensors(args)):
         return " from finite inputs,"
     return ""

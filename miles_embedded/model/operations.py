@@ -1,11 +1,11 @@
-"""The steps of a model that a plugin may compute with code of its own: one table of functions a model.
+"""The table of layer steps that plugins may replace with their own implementation, per model.
 
-torch computes all of them unless somebody says otherwise. A plugin that has kernels gives a model a table in ``on_model``::
+By default torch computes all steps. A plugin with kernels sets a model's table in ``on_model``::
 
     use_operations(model, replace(operations_of(model), log_probs=my_log_probs))
 
-The table belongs to that model alone. ``norm``, ``rotation``, ``gate`` and ``route`` are called with the dtype and on the device that the model had
-then. The others must take whatever it may bring later: where they have no kernel, they call the function that they replaced.
+The table applies to that model only. ``norm``, ``rotation``, ``gate`` and ``route`` are called with the dtype and device that the model had
+at that time. The other operations must accept any input: where they have no kernel, they call the function that they replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Attention = Callable[[Call, nn.Module, Tensor, Tensor, Tensor, float, AttentionO
 
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """``Operations.log_probs`` by torch."""
+    """Default of ``Operations.log_probs``, with torch."""
     return logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
@@ -48,28 +48,28 @@ def attention(
     scaling: float,
     options: AttentionOptions | None,
 ) -> Tensor:
-    """``Operations.attention`` by torch: the call's own."""
+    """Default of ``Operations.attention``: the call's own implementation."""
     return call.attend(module, query, key, value, scaling, options)
 
 
 @dataclass(frozen=True)
 class Operations:
-    """One model's table.
+    """Table of the operations of one model.
 
     Attributes:
-        norm: (x [..., dim], weight [dim], eps) -> weight * x / sqrt(mean(x**2) + eps) over the last dimension, for the modules that
-            compute this norm (Zhang and Sennrich 2019); None leaves Transformers' code in place.
-        rotation: (x [1, heads, rows, dim], cosine [1, rows, dim], sine) -> x * cosine + (-x2 | x1) * sine, x1 and x2 the halves of x, for
-            the attention modules that rotate so (Su et al. 2021); None leaves Transformers' code in place.
-        gate: (gate [..., width], up [..., width]) -> silu(gate) * up, for the MLPs that compute ``down_proj(silu(gate_proj(x)) * up_proj(x))``
-            (Shazeer 2020); None leaves Transformers' code in place.
-        route: (logits [rows, experts], k, normalized) -> weights [rows, k] and index [rows, k] of the largest of a softmax in float32, for the
-            routers that choose so; None leaves Transformers' code in place.
-        experts: the arguments and the result of ``grouped_experts.swiglu_experts``: routing rows to the usual experts, the products,
-            and the weighted sum.
-        log_probs: (logits [rows, vocabulary], tokens [rows]) -> [rows] log softmax(logits) of the tokens, for those that are trained on,
-            over the whole vocabulary and without the entropy.
-        attention: (call, module, query, key, value, scaling, options) -> what ``call.attend`` returns for the rest of them, for every layer.
+        norm: (x [..., dim], weight [dim], eps) -> weight * x / sqrt(mean(x**2) + eps) over the last dimension, for modules that
+            compute this norm (Zhang and Sennrich 2019); None keeps Transformers' code.
+        rotation: (x [1, heads, rows, dim], cosine [1, rows, dim], sine) -> x * cosine + (-x2 | x1) * sine, with x1 and x2 the halves of
+            x, for attention modules with this rotation (Su et al. 2021); None keeps Transformers' code.
+        gate: (gate [..., width], up [..., width]) -> silu(gate) * up, for MLPs that compute
+            ``down_proj(silu(gate_proj(x)) * up_proj(x))`` (Shazeer 2020); None keeps Transformers' code.
+        route: (logits [rows, experts], k, normalized) -> weights [rows, k] and index [rows, k] of the k largest entries of a float32 softmax,
+            for routers with this choice; None keeps Transformers' code.
+        experts: routes rows to standard experts, multiplies, and sums the results; signature of ``grouped_experts.swiglu_experts``.
+        log_probs: (logits [rows, vocabulary], tokens [rows]) -> [rows] log softmax(logits) of the tokens. Used for trained tokens over
+            the whole vocabulary if no entropy is needed.
+        attention: (call, module, query, key, value, scaling, options) -> the result of ``call.attend`` for the other arguments, for every
+            layer.
     """
 
     norm: Norm | None = None
@@ -86,20 +86,19 @@ _ATTRIBUTE = "miles_operations"
 
 
 def operations_of(module: nn.Module) -> Operations:
-    """The table of the model that ``module`` is, or is part of."""
+    """Return the table of the model that contains ``module``."""
     found: Operations = module.__dict__.get(_ATTRIBUTE, TORCH)
     return found
 
 
 def use_operations(model: nn.Module, operations: Operations) -> dict[str, int]:
-    """Let ``model`` compute with these operations from now on.
+    """Make ``model`` use these operations.
 
-    Parameters, names, classes and hooks of its modules stay. Norms and rotary embeddings are Transformers' own code, of which there are
-    many variants under similar names, so a module gets the operation only if both compute the same on random numbers.
+    Parameters, names, classes and hooks of its modules do not change. Transformers has many variants of norms and rotary embeddings under
+    similar names, so such a module uses the operation only if both give the same results on random numbers.
 
     Returns:
-        How many norms (``norm``), attention modules (``rotation``), MLPs (``gate``) and routers (``route``) compute with the table's
-        operation now.
+        Number of norms (``norm``), attention modules (``rotation``), MLPs (``gate``) and routers (``route``) that use the table's operation.
     """
     done = dict.fromkeys(("norm", "rotation", "gate", "route"), 0)
     for module in model.modules():

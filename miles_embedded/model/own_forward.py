@@ -1,7 +1,7 @@
-"""A forward of our own for one module, that steps aside when the module's class computes something else.
+"""Replace the forward of a single module, until the module's class changes its forward.
 
-``on_model`` lets a plugin give a module another class. Python looks a method up on the instance before its class, so a forward that was put
-on the instance would hide the plugin's. The forward that is put there compares, at every call, the class's with the one it was made for.
+``on_model`` lets a plugin change the class of a module. An instance attribute ``forward`` would hide the forward of the new class, because
+Python looks up instances first. The replacement therefore compares, at every call, the class's current forward with the original one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import nn
 
 
 def put_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let ``forward(module, ...)`` compute ``module``, for as long as its class has the forward that it has now.
+    """Make ``forward(module, ...)`` the forward of ``module`` while its class keeps its current forward.
 
-    A subclass that keeps the forward (FSDP2's, a parametrization's) changes nothing.
+    A subclass that inherits the forward (FSDP2's, a parametrization's) does not disable the replacement.
     """
     replaced = type(module).forward
 

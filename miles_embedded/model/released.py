@@ -1,4 +1,4 @@
-"""Device memory that tensors do without for a while."""
+"""Temporarily free the device memory of tensors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from torch import Tensor
 
 
 class Released:
-    """The memory of some tensors, given back and taken again.
+    """Device memory of tensors that is freed and allocated again.
 
-    Their storages shrink to nothing and grow again, so that parameters, views of them and whatever else refers to the same memory
-    stay the objects they are. While it is released nobody may read or write any of them. A storage that cannot shrink (a file that
-    is mapped) keeps its memory.
+    The storages are resized to zero and back, so parameters, views and other references remain valid objects. While the memory is
+    released, no tensor on it may be read or written. A storage that cannot be resized (a memory-mapped file) keeps its memory.
 
     Args:
-        keep: put the contents aside in host memory, which is kept for the next time; otherwise they are lost.
+        keep: save the contents in host memory, which is kept for the next release; otherwise the contents are lost.
     """
 
     def __init__(self, keep: bool) -> None:
@@ -25,12 +24,12 @@ class Released:
         self._aside: dict[int, Tensor] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is released now."""
+        """Whether any memory is currently released."""
         return bool(self._sizes)
 
     @torch.no_grad()
     def release(self, tensors: Iterable[Tensor]) -> None:
-        """Give the memory of ``tensors`` back, and all of it that they share with others."""
+        """Free the memory of ``tensors``, including memory that they share with other tensors."""
         storages = {s._cdata: s for t in tensors if (s := t.untyped_storage()).nbytes() and s.resizable()}
         aside, self._aside = self._aside, {}
         for key, storage in storages.items():
@@ -45,11 +44,11 @@ class Released:
         for storage in storages.values():
             storage.resize_(0)
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # other processes take what this one's allocator would keep
+            torch.cuda.empty_cache()  # make the memory available to other processes
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Take the memory again, with its contents where they are kept."""
+        """Allocate the memory again, and restore the contents if they were kept."""
         for storage, size in self._sizes:
             storage.resize_(size)
             if self.keep:

@@ -1,8 +1,8 @@
-"""Python modules that a checkpoint brings for its own model or tokenizer, so that an export loads as the checkpoint did.
+"""Export the Python code that a checkpoint contains for its model or tokenizer, so that the export can be loaded like the checkpoint.
 
-The ``auto_map`` of a JSON file names them: ``{"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}``, where ``ORGANISATION/NAME--modeling_own.X``
-is code of another repository, which is fetched from there again. They are copied if this run has executed such code, which is what
-``--trust-remote-code`` allows; otherwise the export's files do not name any.
+The ``auto_map`` of a JSON file names the code: ``{"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}``. An entry
+``ORGANISATION/NAME--modeling_own.X`` refers to another repository and is not copied. Modules are copied only if this run executed such
+code, which requires ``--trust-remote-code``; otherwise the entries are removed from the export.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from miles_core.errors import CheckpointError
 
-#: Files of a checkpoint that may have an ``auto_map``.
+#: Checkpoint files that may contain an ``auto_map``.
 _NAMING = (
     "config.json",
     "tokenizer_config.json",
@@ -28,20 +28,20 @@ _NAMING = (
 
 
 def is_remote(part: Any) -> bool:
-    """Whether the class of a model or tokenizer came with a checkpoint."""
+    """Whether the class of a model or tokenizer was loaded from a checkpoint's code."""
     return any(kind.__module__.startswith("transformers_modules.") for kind in type(part).__mro__)
 
 
 def export_code(source: Path, directory: Path, trusted: bool) -> None:
-    """Make the ``auto_map`` entries of an export right.
+    """Write the ``auto_map`` entries of an export, and copy the modules they name.
 
     Args:
         source: the checkpoint that the model was loaded from.
-        directory: the export, whose JSON files have been written.
-        trusted: code of the checkpoint was executed; its modules are copied. Otherwise entries that name modules are removed.
+        directory: the export, with its JSON files already written.
+        trusted: whether code of the checkpoint was executed. If so, its modules are copied; otherwise the entries are removed.
 
     Raises:
-        CheckpointError: a module that is named is not in the checkpoint.
+        CheckpointError: the checkpoint lacks a named module.
     """
     for name in _NAMING:
         stored = _read(directory / name)
@@ -63,7 +63,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _modules(auto_map: dict[str, Any]) -> Iterator[str]:
-    """Names of the modules in the checkpoint itself. A tokenizer has a pair of classes, either may be null."""
+    """Yield the names of modules in the checkpoint itself. A tokenizer has a pair of classes, either of which may be null."""
     for entry in auto_map.values():
         for reference in entry if isinstance(entry, list | tuple) else [entry]:
             if isinstance(reference, str) and "--" not in reference:
@@ -71,11 +71,11 @@ def _modules(auto_map: dict[str, Any]) -> Iterator[str]:
 
 
 def _copy(source: Path, directory: Path, module: str) -> None:
-    """Copy a module and what it imports from its own checkpoint."""
+    """Copy a module and its relative imports."""
     file = source / f"{module.replace('.', '/')}.py"
     if not file.is_file():
         raise CheckpointError(
-            f"auto_map names {file.name}, which {source} does not hold, so an export would not load; copy the checkpoint again"
+            f"auto_map names {file.name}, which is missing in {source}, so an export could not be loaded; copy the checkpoint again"
         )
     for each in (file, *map(Path, get_relative_import_files(file))):
         target = directory / each.relative_to(source)

@@ -1,8 +1,7 @@
-"""Norms, rotary embeddings, gates and routers of Transformers' modules, computed by an operation of the model's table instead.
+"""Replace norms, rotary embeddings, gates and routers of Transformers' modules by operations of the model's table.
 
-A module gets a forward of its own (the instance's hides the class's) only if its class and the operation compute the same on random
-numbers of the module's dtype and device; for any other dtype, device or shape, that forward calls the class's. Classes and modules
-of Transformers stay as they are.
+An instance forward replaces the class's forward only if both give the same results on random numbers of the module's dtype and device;
+for any other dtype, device or shape the instance forward calls the class's. Classes and modules of Transformers are not modified.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.nn.functional import linear, silu
 from miles_embedded.model.own_forward import put_forward
 
 _ROTATION = "apply_rotary_pos_emb"
-#: Of the comparison: results of a handful of operations in another order, in units of the dtype's last place.
+#: Tolerance of the comparison, in units of the dtype's epsilon: a few operations in another order.
 _PLACES = 16
 
 
@@ -31,7 +30,7 @@ Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 
 
 def replace_norm(module: Any, norm: Norm | None) -> bool:
-    """Let a norm compute with ``norm`` where both are the same; otherwise, and for None, with its class's code."""
+    """Make a norm module use ``norm`` if both agree; otherwise, and for None, restore its class's forward. Returns whether it does."""
     module.__dict__.pop("forward", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
@@ -52,7 +51,7 @@ def replace_norm(module: Any, norm: Norm | None) -> bool:
 
 
 def replace_rotation(module: Any, rotation: Rotation | None) -> bool:
-    """Let an attention module rotate with ``rotation`` where both are the same; otherwise, and for None, with its class's code."""
+    """Make an attention module use ``rotation`` if both agree; otherwise, and for None, restore its class's forward."""
     module.__dict__.pop("forward", None)
     like = next(module.parameters(), None)
     if rotation is None or like is None:
@@ -159,10 +158,11 @@ def _same_norm(base: type[Any], norm: Norm, dtype: torch.dtype, device: str) -> 
 
 @cache
 def _rotating_forward(base: Any, rotation: Any, dtype: torch.dtype, device: str) -> Callable[..., Any] | None:
-    """The class's forward with ``rotation`` in it; None where the class rotates otherwise.
+    """Return the class's forward with ``rotation`` in place of its rotary function; None if the class rotates differently.
 
-    Transformers looks the rotation up among the globals of a model's file and has no place for another one, so the forward is made from
-    the class's code object with that one global bound anew; the alternative is to change the file's global for every model of the process.
+    Transformers looks up the rotation as a global of the model's file and has no extension point for it. The forward is therefore built
+    from the class's code object with only that global rebound. The alternative, changing the global, would affect every model of the
+    process.
     """
     forward: Any = base.forward
     original = getattr(forward, "__globals__", {}).get(_ROTATION)

@@ -1,9 +1,9 @@
-"""Routers, found by what they are and not by what a family calls them.
+"""Find the routers of mixture-of-experts blocks by structure, independently of their names.
 
-A mixture-of-experts block holds ``experts``, which know their number, and beside them a router: a module that has, itself or inside,
-a matrix with one row an expert. Its product with a hidden state are the logits. The usual router's choice arrives at the experts as
-``experts(hidden, index, weights)``. Llama 4's experts compute every row once an expert, and the router's scores, 0 for those that
-were not chosen, weigh these rows.
+A mixture-of-experts block contains ``experts``, with their number, and a router: a child module that has, itself or in a submodule, a
+matrix with one row per expert, whose product with a hidden state gives the logits. Usually the router's choice is passed to the experts
+as ``experts(hidden, index, weights)``. Llama 4's experts instead compute every row for every expert, with rows weighted by the
+router's scores, which are 0 for experts that were not chosen.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Routed:
     """A block that routes tokens to experts.
 
     Attributes:
-        block: what holds the router and the experts.
-        router: the child of the block.
-        scores: the router, or the layer in it, whose output are the logits, alone or first.
-        experts: the experts.
-        count: how many experts there are.
-        top_k: experts a token where the router's scores weigh the experts' input; 0 where the experts are given the choice.
+        block: the module that contains the router and the experts.
+        router: child module of the block.
+        scores: the router, or its submodule, whose output (or first output) is the logits.
+        experts: the experts module.
+        count: number of experts.
+        top_k: experts per token if the router's scores weight the experts' input; 0 if the choice is passed to the experts.
     """
 
     block: nn.Module
@@ -39,11 +39,11 @@ class Routed:
     top_k: int
 
     def on_logits(self, see: Callable[[Tensor], None]) -> None:
-        """Have ``see`` called with the logits [rows, experts] of every call."""
+        """Call ``see`` with the logits [rows, experts] of every forward."""
         self.scores.register_forward_hook(lambda module, args, output: see(first(output)))
 
     def on_choice(self, see: Callable[[Tensor], None]) -> None:
-        """Have ``see`` called with the chosen experts [rows, k] of every call."""
+        """Call ``see`` with the chosen experts [rows, k] of every forward."""
         if self.top_k:
             self.router.register_forward_hook(lambda module, args, output: see(output[0].topk(self.top_k)[1]))
         else:
@@ -51,14 +51,14 @@ class Routed:
 
 
 def routed_blocks(model: nn.Module) -> list[Routed]:
-    """Every block with routed experts in the layers that a model runs, or in a part of a model, in order."""
-    # a model may have layers behind its own that it does not run
+    """Return the routed blocks in the layers that a model runs, or in a part of a model, in order."""
+    # skip additional layers that the model does not run
     running = decoder_layers(model) if isinstance(model, PreTrainedModel) else model
-    return [found for module in running.modules() if (found := routed(module)) is not None]
+    return [found for module in running.modules() if (found := find_routed(module)) is not None]
 
 
-def routed(block: nn.Module) -> Routed | None:
-    """``block`` as what routes tokens to experts; None where it does not."""
+def find_routed(block: nn.Module) -> Routed | None:
+    """Return ``block`` as a ``Routed``; None if it does not route tokens to experts."""
     experts: Any = getattr(block, "experts", None)
     count = getattr(experts, "num_experts", None)
     if not isinstance(experts, nn.Module) or not isinstance(count, int):
@@ -72,13 +72,13 @@ def routed(block: nn.Module) -> Routed | None:
 
 
 def _scoring(router: nn.Module, count: int) -> Iterator[nn.Module]:
-    """Modules with one row an expert, where the module holds no matrix of another number of rows: an attention or a dense MLP
-    beside experts has many."""
+    """Yield the modules with one row per expert, if the router has no matrix with another number of rows. This excludes attention and
+    dense MLPs next to experts."""
     found = [(m, w) for m in router.modules() if isinstance(w := getattr(m, "weight", None), Tensor) and w.dim() == 2]
     if all(len(weight) == count for _, weight in found):
         yield from (module for module, _ in found)
 
 
 def first(output: Any) -> Tensor:
-    """The tensor that a module returned, or the first of several."""
+    """Return the tensor that a module returned, or the first of several."""
     return output if isinstance(output, Tensor) else output[0]

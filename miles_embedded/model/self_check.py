@@ -1,10 +1,10 @@
-"""Does this model, run as engine and trainer run it, say what the plain Transformers model says?
+"""Compare the model as engine and trainer run it with the plain Transformers model.
 
-A family that was never tried may compute something of its own in a place where packed sequences or cached keys matter: positions that
-are counted over a whole call, a cache that two attentions share, a recurrent state, a temperature that begins at some position. So
-when a model is built, a few sequences are scored by the embedded backend and by ordinary forwards of the same module, one sequence per
-call, and the log-probabilities are compared. One sequence is longer than the lengths at which the configuration says that something
-changes. Both sides compute in float32, whatever the model is kept in: the rounding of BF16 would hide small errors.
+An untested family may contain computations for which packed sequences or cached keys matter: positions counted over a whole call, a
+cache shared by two attentions, a recurrent state, a temperature that depends on the position. When a model is built, the embedded
+backend therefore scores a few sequences, and the log-probabilities are compared with ordinary forwards of the same module, one sequence
+per call. One sequence is longer than the lengths at which, according to the configuration, the computation changes. Both sides compute
+in float32 for every model dtype, because BF16 rounding would hide small errors.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from miles_embedded.model.load import NAME, decoder_layers
 
 log = logging.getLogger(__name__)
 
-#: Lengths of the short sequences; of the long one at least, and behind a boundary.
+#: Lengths of the short sequences; smallest length of the long sequence; its tokens after a boundary.
 SHORT, FEWEST, BEHIND = (17, 9), 64, 16
-#: Multiplications of weights, and tokens, that the long sequence may cost: on a CPU, on a GPU.
+#: Limits on the long sequence for a CPU and a GPU: multiplications by weights, and tokens.
 _WORK, _MOST = {"cpu": 2e11, "cuda": 2e14}, {"cpu": 1088, "cuda": 4352}
-#: Median and mean |difference| of log-probabilities, in nats, that FP32 explains. The mean allows for a router that tips over.
+#: Largest median and mean |difference| of log-probabilities in FP32, in nats. The mean allows for routers that choose another expert.
 MEDIAN, MEAN = 1e-3, 0.03
-#: Consecutive tokens whose median is judged.
+#: Number of consecutive tokens over which the median is taken.
 _STRETCH = 16
 
-#: Scores of sequences: log p of every token after the first, [len - 1] each.
+#: Scores sequences: returns log p of every token after the first, [len - 1] per sequence.
 Score = Callable[[list[list[int]]], list[np.ndarray]]
 
 
 def check_scores(model: nn.Module, scores: Mapping[str, Score]) -> None:
-    """Compare ways to score with plain forwards.
+    """Compare scoring functions with plain forwards.
 
     Args:
         model: prepared by ``load_model``.
-        scores: what happens -> a way to score, as in ``"packed sequences are scored"``. A way may score the first tokens only, or NaN
-            for tokens that it does not score.
+        scores: description -> scoring function, as in ``"packed sequences are scored"``. A function may score only the first tokens, and
+            return NaN for tokens that it does not score.
 
     Raises:
-        CheckpointError: one differs by more than rounding, or the model cannot be run in this way, or not plainly.
+        CheckpointError: a function differs by more than rounding, or a forward of either side fails.
     """
     name = type(model).__name__
     with in_float32(model):
         sequences = probe_sequences(model)
         try:
-            with plain(model):
-                expected = [_alone(model, sequence) for sequence in sequences]
+            with plain_forwards(model):
+                expected = [_score_plain(model, sequence) for sequence in sequences]
         except Exception as error:
             raise CheckpointError(
                 f"{name} could not be compared with its plain forward, which fails ({type(error).__name__}: {error}); use another "
-                "engine and trainer, or --no-self-check if the model is known to be computed rightly"
+                "engine and trainer, or --no-self-check if the model is known to be computed correctly"
             ) from error
         for what, score in scores.items():
             try:
@@ -78,13 +78,13 @@ def _judge(name: str, what: str, found: Sequence[np.ndarray], expected: Sequence
     median, mean = float(max(stretches)), float(np.concatenate(gaps).mean())
     if not (median <= MEDIAN and mean <= MEAN):
         raise CheckpointError(
-            f"{name} is not computed rightly by the embedded backend: where {what}, log-probs differ from those of Transformers by "
-            f"{max(median, mean):.2g} nats a token in float32; use another engine and trainer (--no-self-check runs it all the same)"
+            f"{name} is not computed correctly by the embedded backend: where {what}, log-probs differ from those of Transformers by "
+            f"{max(median, mean):.2g} nats per token in float32; use another engine and trainer (--no-self-check skips this check)"
         )
 
 
 def probe_sequences(model: nn.Module) -> list[list[int]]:
-    """Random token ids that stand for text: one long sequence, which crosses the model's boundaries as far as that is cheap, and short
+    """Return sequences of random token ids: a long one, which crosses the model's length boundaries as far as that is cheap, and short
     ones."""
     config = text_configuration(model)
     device = next(model.parameters()).device.type
@@ -92,7 +92,7 @@ def probe_sequences(model: nn.Module) -> list[list[int]]:
     kind = "cpu" if device == "cpu" else "cuda"
     lengths = boundaries(configuration(model).to_dict())
     most = int(min(_MOST[kind], max(_WORK[kind] / parameters, FEWEST)))
-    if "max_position_embeddings" not in lengths:  # else a longer sequence is what is to be compared
+    if "max_position_embeddings" not in lengths:  # otherwise a longer sequence is part of the comparison
         most = min(most, int(getattr(config, "max_position_embeddings", None) or most))
     reached = [length + BEHIND for length in lengths.values() if length + BEHIND <= most]
     longest = min(max([FEWEST, *reached]), most)
@@ -106,7 +106,7 @@ def probe_sequences(model: nn.Module) -> list[list[int]]:
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """While this is open the model computes in float32: everything outside of its layers is converted, and each layer while it runs."""
+    """Run the model in float32: convert tensors outside its layers for the whole context, and those of a layer while it runs."""
     kept: dict[Tensor, Tensor] = {}
 
     def convert(modules: Iterator[nn.Module] | Sequence[nn.Module]) -> list[Tensor]:
@@ -140,8 +140,8 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def plain(model: nn.Module) -> Iterator[None]:
-    """While this is open the model attends, and runs its experts, by Transformers' own functions."""
+def plain_forwards(model: nn.Module) -> Iterator[None]:
+    """Run attention and experts with Transformers' own functions inside this context."""
     named: Any = model
     named.set_attn_implementation("eager")
     named.set_experts_implementation("eager")
@@ -153,16 +153,19 @@ def plain(model: nn.Module) -> Iterator[None]:
 
 
 def _usual_tokens(model: nn.Module, vocabulary: int) -> list[int]:
-    """Ids that stand for text and not for an image, where a model has such."""
+    """Return the ids of text tokens, without placeholders for other modalities."""
     given = [v for k, v in configuration(model).to_dict().items() if k.endswith(("_token_id", "_token_index"))]
     special = {token for v in given for token in (v if isinstance(v, list) else [v])}
     return [token for token in range(vocabulary) if token not in special]
 
 
 @torch.no_grad()
-def _alone(model: Any, sequence: list[int]) -> np.ndarray:
-    """log p of every token after the first, [len - 1], by ordinary forwards as Transformers' generation makes them: where rotary
-    frequencies change at a length, one sequence ends there (``longrope``), or each token beyond is fed behind cached ones (``dynamic``)."""
+def _score_plain(model: Any, sequence: list[int]) -> np.ndarray:
+    """Return log p of every token after the first, [len - 1], by ordinary forwards as in Transformers' generation.
+
+    Where rotary frequencies change at a length, the beginning is computed as a separate sequence (``longrope``), or each later token is
+    fed after cached ones (``dynamic``).
+    """
     ids = torch.tensor([sequence], device=next(model.parameters()).device)
     inputs, switch, limit = ids[:, :-1], rope_switch(model), _dynamic_limit(model)
     if switch and inputs.shape[1] > switch:
@@ -185,7 +188,7 @@ def _alone(model: Any, sequence: list[int]) -> np.ndarray:
 
 
 def _reset_frequencies(model: nn.Module) -> None:
-    """Begin a new sequence: Transformers keeps the frequencies that an earlier, longer one needed."""
+    """Reset frequencies that Transformers kept from an earlier, longer sequence."""
     for module in model.modules():
         named: Any = module
         if hasattr(module, "original_inv_freq") and hasattr(module, "max_seq_len_cached"):
@@ -193,5 +196,5 @@ def _reset_frequencies(model: nn.Module) -> None:
 
 
 def _dynamic_limit(model: nn.Module) -> int:
-    """The length beyond which a ``dynamic`` rotary embedding has other frequencies for each length; 0 for none."""
+    """Return the length beyond which a ``dynamic`` rotary embedding changes its frequencies with every token; 0 if there is none."""
     return boundaries(configuration(model).to_dict()).get("max_position_embeddings", 0)

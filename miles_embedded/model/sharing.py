@@ -1,4 +1,4 @@
-"""An engine's model whose tensors lie in the trainer's memory."""
+"""Load weights into an engine's model by referencing the trainer's memory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from miles_embedded.model.views import Copy, Loader, View, sources
 
 
 class SharingLoader(Loader):
-    """Writes checkpoint tensors into a model, or puts the model's tensors where they lie.
+    """Copies checkpoint tensors into a model, or makes the model's tensors reference them.
 
     Args:
         model: prepared by ``miles_embedded.model.load``.
-        shared: names of module tensors that lie in somebody else's memory. They are never written to: one that gets other
-            numbers gets memory of its own again, and is no longer in the set.
+        shared: names of module tensors in foreign memory. They are never written to: a tensor with new values gets its own memory again
+            and is removed from the set.
 
     Attributes:
-        copied: bytes written so far.
+        copied: number of bytes written so far.
     """
 
     def __init__(self, model: nn.Module, shared: set[str]) -> None:
@@ -28,15 +28,15 @@ class SharingLoader(Loader):
         self.copied = 0
 
     def share(self, name: str, tensor: Tensor) -> None:
-        """As ``put``, for a tensor that stays where it is: ``settle`` puts the model's there, or copies it after all."""
-        view = self._arrived(name, tensor)
+        """Load a tensor like ``put``, without copying if possible: ``reference_shared`` references it, or copies it if it has to."""
+        view = self._find_view(name, tensor)
         if not _same(self._part_of_model(view), tensor):
             self._lasting.setdefault(view.source, []).append((view, tensor))
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Everything came: module tensors lie from now on where all of their parts were shared from one piece of memory that
-        is laid out as they are."""
+    def reference_shared(self) -> None:
+        """Complete the update after all tensors arrived. A module tensor references the shared memory if all of its parts are in one
+        allocation with the same layout; otherwise its parts are copied."""
         for source, parts in self._lasting.items():
             home = self._sources[source]
             starts = {(t.untyped_storage().data_ptr(), t.storage_offset() - view.offset) for view, t in parts}
@@ -51,13 +51,13 @@ class SharingLoader(Loader):
         self._lasting = {}
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
-        if self._held[view.source].divided:  # nobody shares what processes hold in part
+        if self._shards[view.source].sharded:  # shards of a tensor are never shared
             super()._write(view, tensor, copy)
             self.copied += tensor.numel() * tensor.element_size()
             return
         if _same(self._part_of_model(view), tensor):
             return
-        if view.source in self._shared:  # what is in it is the lender's
+        if view.source in self._shared:  # do not write to foreign memory
             home = self._sources[view.source]
             home.data = home.detach().clone()
             self._shared.remove(view.source)
@@ -69,5 +69,5 @@ class SharingLoader(Loader):
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape are the same memory, read the same way."""
+    """Whether two tensors of equal shape reference the same memory with the same layout."""
     return (a.data_ptr(), a.dtype, a.device, a.stride()) == (b.data_ptr(), b.dtype, b.device, b.stride())

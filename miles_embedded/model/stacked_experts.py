@@ -1,7 +1,7 @@
-"""Llama 4's experts, which Transformers does not call through its experts interface.
+"""The experts of Llama 4, which Transformers does not call through its experts interface.
 
-Their input has every row once an expert, expert after expert, and one batched product serves all. The definition is
-Transformers' own until a number format rounds the rows in front of the products (``experts.round_inputs``).
+Their input contains every row once per expert, sorted by expert, and one batched product computes all experts. Transformers' own forward
+is used unless a number format rounds the rows in front of the products (``experts.round_inputs``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from miles_embedded.model.grouped_experts import INPUT_ROUNDING
 
 
 def stacked_experts(module: Llama4TextExperts, hidden_states: Tensor) -> Tensor:
-    """The forward of Llama 4's experts, with rounded rows while rounding is on.
+    """Forward of Llama 4's experts, with rounded rows while rounding is enabled.
 
     Args:
-        module: ``gate_up_proj`` [experts, hidden, 2 x inner] and ``down_proj`` [experts, inner, hidden], gate in front of up.
+        module: with ``gate_up_proj`` [experts, hidden, 2 * inner], gate first, and ``down_proj`` [experts, inner, hidden].
         hidden_states: [experts * rows, hidden].
 
     Returns:

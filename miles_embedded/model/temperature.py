@@ -1,7 +1,8 @@
-"""Queries that grow with their position: Llama 4's layers without a rotary embedding (arXiv 2501.19399).
+"""Position-dependent scaling of queries, as in Llama 4's layers without a rotary embedding (arXiv 2501.19399).
 
-Transformers counts these positions from the first row of a call. Here a call holds several sequences, or the next tokens of many, so
-the module's own factor is switched off while it runs for a ``Call``, and the query gets the one of its position in its sequence.
+Transformers counts positions from the first row of a call. Here a call contains several sequences, or the next tokens of many.
+Therefore the module's own factor is disabled while it runs for a ``Call``, and each query is scaled by the factor of its position in
+its sequence.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from torch import Tensor, nn
 from miles_embedded.model.call import Call
 
 _SWITCH = "attn_temperature_tuning"
-#: Attribute of a module whose factor is ours.
+#: Attribute that marks modules whose factor is applied here.
 _TUNED = "miles_tuned"
 
 
 def tune_by_position(attention: nn.Module) -> None:
-    """Let ``tuned`` give the queries of this module their factor, where it has one."""
+    """Make ``scale_query`` scale the queries of this module, if it scales by position."""
     module: Any = attention
     if getattr(module, _SWITCH, False) and not module.use_rope:
         module.__dict__[_TUNED] = True
         module.register_forward_pre_hook(_switch, with_kwargs=True)
 
 
-def tuned(attention: nn.Module, query: Tensor, call: Call) -> Tensor:
-    """``query`` [1, heads, rows, dim] with the factor of each row's position."""
+def scale_query(attention: nn.Module, query: Tensor, call: Call) -> Tensor:
+    """Scale ``query`` [1, heads, rows, dim] by the factor of each row's position."""
     module: Any = attention
     if _TUNED not in module.__dict__:
         return query

@@ -1,12 +1,12 @@
-"""Module parameters and checkpoint tensors: the same numbers under two layouts.
+"""Checkpoint tensors as views of module parameters.
 
-Transformers stores all experts of a layer in one parameter, gate and up joined; a checkpoint has a tensor for each expert and
-projection. Transformers declares how the one is made from the other, and every such declaration we can use comes down to slices: a
-checkpoint tensor is a view of one module tensor. So the conversion is run once, on tensors without data, and what is kept is
-the list of views. Export and load are then the same list read in either direction, with no arithmetic and no copy of the rule.
+Transformers stores all experts of a layer in one parameter, with gate and up joined; a checkpoint has a tensor per expert and
+projection. Transformers declares these conversions, and every supported conversion consists of slices: a checkpoint tensor is a view of
+one module tensor. The conversion is run once on tensors without data, which gives the list of views. Export and load then use this
+list in either direction, without arithmetic and without repeating the conversion rules.
 
-Some families' checkpoints have all experts of a layer in one tensor too. Number formats take them apart
-(``precision.fused_experts``), which comes down to slices likewise.
+Some families' checkpoints also store all experts of a layer in one tensor. Number formats split them (``precision.fused_experts``),
+again by slices.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, first_line
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
 from miles_embedded.model.configuration import configuration
-from miles_embedded.model.sharded import Held, held, whole
+from miles_embedded.model.sharded import LocalShard, gather_tensor, local_shard
 
-#: Final names of the two halves that a number format encodes with one scale: gate and up.
+#: Names of the two projections that a number format encodes with one scale: gate -> up.
 _COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
 
-#: Copies into the first tensor from the second one.
+#: Copies the second tensor to the first.
 Copy = Callable[[Tensor, Tensor], object]
 
 _known: WeakKeyDictionary[nn.Module, tuple[tuple, list[View]]] = WeakKeyDictionary()
@@ -37,7 +37,7 @@ _known: WeakKeyDictionary[nn.Module, tuple[tuple, list[View]]] = WeakKeyDictiona
 
 @dataclass(frozen=True)
 class View:
-    """One checkpoint tensor: ``size``, ``stride`` and ``offset`` (elements) into the module tensor ``source``."""
+    """A checkpoint tensor: ``size``, ``stride`` and ``offset`` (in elements) into the module tensor ``source``."""
 
     name: str
     source: str
@@ -46,15 +46,15 @@ class View:
     offset: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of the module tensor."""
+        """Return this view of the module tensor."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
-    def write(self, source: Held, tensor: Tensor, copy: Copy) -> None:
-        """Copy the checkpoint tensor into what this process holds of the module tensor."""
-        if not source.divided:
+    def write(self, source: LocalShard, tensor: Tensor, copy: Copy) -> None:
+        """Copy the checkpoint tensor to the local shard of the module tensor."""
+        if not source.sharded:
             copy(self.of(source.tensor), tensor)
             return
-        # Along the dimension with the largest stride entries follow each other in memory, so a process has a run of them.
+        # Entries along the dimension with the largest stride are consecutive in memory, so a shard contains a range of them.
         along = max(range(len(self.size)), key=lambda d: (self.size[d] > 1, self.stride[d]))
         step, (start, end) = self.stride[along], source.elements
         first = max(-(-(start - self.offset) // step), 0)
@@ -65,14 +65,14 @@ class View:
             source.tensor.as_strided(size, self.stride, at).copy_(tensor.narrow(along, first, count))
 
     def part(self, expert: Expert) -> View:
-        """One matrix of this view, which holds all experts."""
+        """Return the view of one matrix; this view contains all experts."""
         stride, offset = expert.within(self.stride[1:])
         offset += self.offset + expert.index * self.stride[0]
         return View(expert.name, self.source, expert.shape, stride, offset)
 
 
 def views(model: nn.Module) -> list[View]:
-    """Every tensor of the model's checkpoint, in module order, tied ones once; derived once and again if modules change."""
+    """Return every tensor of the model's checkpoint in module order, tied tensors once. Cached until the modules change."""
     shapes = tuple((n, tuple(t.shape), t.stride()) for n, t in sources(model).items())
     known = _known.get(model)
     if known is None or known[0] != shapes:
@@ -81,23 +81,23 @@ def views(model: nn.Module) -> list[View]:
 
 
 def matrices(model: nn.Module, experts: Callable[[str, tuple[int, ...]], list[Expert]]) -> list[View]:
-    """``views``, but tensors that hold all experts taken apart.
+    """Return ``views`` with the tensors that contain all experts split into matrices.
 
     Args:
         model: prepared by ``miles_embedded.model.load``.
-        experts: checkpoint name and shape -> what is in it, as ``Codec.experts``.
+        experts: (checkpoint name, shape) -> its experts, as ``Codec.experts``.
     """
     return [v for view in views(model) for v in [view.part(x) for x in experts(view.name, view.size)] or [view]]
 
 
 def sources(model: nn.Module) -> dict[str, Tensor]:
-    """The module tensors a checkpoint is made of, by name; tied ones once."""
+    """Return the module tensors that a checkpoint consists of, by name; tied tensors once."""
     tied = tied_names(model)
     return {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in tied}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Names that a checkpoint leaves out because they share storage with another: left out -> the one that is kept."""
+    """Return the names that a checkpoint omits because of shared storage: omitted name -> stored name."""
     state = model.state_dict(keep_vars=True)
     declared = {
         f"{path}.{a}".lstrip("."): f"{path}.{b}".lstrip(".")
@@ -108,8 +108,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors, each in memory of its own where two are the same: layers may share a router or a norm without declaring
-    it, and a file of safetensors takes no memory twice."""
+    """Return contiguous tensors without shared memory, copying duplicates: layers may share a router or a norm without declaring it, and
+    safetensors files cannot store shared memory."""
     seen: set[tuple[int, int]] = set()
     found = {}
     for name, tensor in tensors.items():
@@ -121,20 +121,20 @@ def unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def export(model: nn.Module) -> Iterator[Unit]:
-    """The checkpoint's tensors, as views of the model's memory: one a unit, but gate and up of one MLP or expert together.
+    """Yield the checkpoint tensors as views of the model's memory: one per unit, except that gate and up of an MLP or expert share a unit.
 
-    A collective where parameters are divided among processes: each is put together in turn, and every process gets every unit.
+    A collective operation if parameters are sharded: each is gathered in turn, and every process receives every unit.
     """
-    units = list(together(views(model)))
+    units = list(group_coupled(views(model)))
     last = {view.source: number for number, members in enumerate(units) for view in members}
     state, gathered = sources(model), dict[str, Tensor]()
     for number, members in enumerate(units):
         for view in members:
             if view.source not in gathered:
-                gathered[view.source] = whole(state[view.source])
+                gathered[view.source] = gather_tensor(state[view.source])
         yield Unit(
             {v.name: v.of(gathered[v.source]) for v in members},
-            lasting=not any(held(state[v.source]).divided for v in members),
+            lasting=not any(local_shard(state[v.source]).sharded for v in members),
         )
         for view in members:
             if last[view.source] == number:
@@ -142,10 +142,10 @@ def export(model: nn.Module) -> Iterator[Unit]:
 
 
 class Loader:
-    """Writes checkpoint tensors into a model, in any order."""
+    """Copies checkpoint tensors into a model, in any order."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = {n: held(t) for n, t in sources(model).items()}
+        self._shards = {n: local_shard(t) for n, t in sources(model).items()}
         self._views = {v.name: v for v in views(model)}
         self._tied = tied_names(model)
         self._missing = dict.fromkeys(self._views)
@@ -155,26 +155,29 @@ class Loader:
 
     @torch.no_grad()
     def put(self, name: str, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
-        """Copy one checkpoint tensor in, or one matrix of a tensor that holds all experts; CheckpointError when the model
-        has no such tensor or its shape is another."""
-        self._write(self._arrived(name, tensor), tensor, copy)
+        """Copy one checkpoint tensor, or one matrix of a tensor that contains all experts.
+
+        Raises:
+            CheckpointError: the model has no such tensor, or it has another shape.
+        """
+        self._write(self._find_view(name, tensor), tensor, copy)
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
-        view.write(self._held[view.source], tensor, copy)
+        view.write(self._shards[view.source], tensor, copy)
 
-    def _arrived(self, name: str, tensor: Tensor) -> View:
-        """The view a tensor belongs to, which is no longer missing."""
+    def _find_view(self, name: str, tensor: Tensor) -> View:
+        """Return the view of a tensor that arrived, and mark it as not missing."""
         name = name if name in self._views else self._tied.get(name, name)
         view = self._views.get(name) or self._part(name)
         if view is None:
-            raise CheckpointError(f"the model has no tensor {name}; the weights are of another model")
+            raise CheckpointError(f"the model has no tensor {name}; the weights belong to another model")
         if tuple(tensor.shape) != view.size:
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the model's is {list(view.size)}")
         self._missing.pop(name, None)
         return view
 
     def _part(self, name: str) -> View | None:
-        """The view of one expert's matrix; from its first on, a joined tensor is expected matrix by matrix."""
+        """Return the view of one expert's matrix. After the first such matrix, the joined tensor is expected matrix by matrix."""
         if self._parts is None:
             self._parts = {}
             for view in [v for v in self._views.values() if self._family.joining and is_joined(v.name, v.size)]:
@@ -188,12 +191,12 @@ class Loader:
         return self._parts.get(name)
 
     def missing(self) -> list[str]:
-        """Names not put so far, in order."""
+        """Return the names that have not arrived, in order."""
         return list(self._missing)
 
 
 class _Aliasing(TorchDispatchMode):
-    """Copies that only change the memory layout become the tensor itself, so that its strides still tell where it is from."""
+    """Dispatch mode in which layout-changing copies return their input, so that strides still identify the source."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.ops.aten.clone.default:
@@ -209,9 +212,9 @@ def _derive(model: nn.Module) -> list[View]:
     try:
         with _Aliasing():
             converted = revert_weight_conversion(model, dict(twins))  # type: ignore[arg-type]
-    except RuntimeError as error:  # a step of the conversion that needs the numbers in another order
+    except RuntimeError as error:  # a step of the conversion that reorders the data
         raise CheckpointError(
-            f"{type(model).__name__} makes its parameters of its checkpoint's tensors in a way that is no slicing ({first_line(error)}); "
+            f"{type(model).__name__} converts its checkpoint's tensors to parameters by more than slicing ({first_line(error)}); "
             "the embedded backend cannot export this family yet; use another engine and trainer"
         ) from error
     found = []
@@ -227,14 +230,14 @@ def _derive(model: nn.Module) -> list[View]:
     return sorted(found, key=lambda v: (order[v.source], v.offset, v.name))
 
 
-def together(every: list[View]) -> Iterator[list[View]]:
-    """Checkpoint tensors one by one, but gate and up of one MLP or expert together."""
+def group_coupled(every: list[View]) -> Iterator[list[View]]:
+    """Group checkpoint tensors: gate and up of an MLP or expert together, all others alone."""
     by_name = {v.name: v for v in every}
     second = {b: a for a, b in _COUPLED.items()}
     for view in every:
         stem, _, leaf = view.name.rpartition(".")
         parent, _, last = stem.rpartition(".")
         if last in second and f"{parent}.{second[last]}.{leaf}" in by_name:
-            continue  # came with its other half
+            continue  # yielded with its gate
         partner = by_name.get(f"{parent}.{_COUPLED[last]}.{leaf}") if last in _COUPLED else None
         yield [view] if partner is None else [view, partner]

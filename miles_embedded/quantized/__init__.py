@@ -1,5 +1,4 @@
-"""The forward of a quantised layer, on both sides.
+"""The forward of quantised layers for engine and trainer.
 
-Weights that are held as a number format stores them, inputs rounded as its products read them, and linear layers that
-multiply codes natively.
+Fake-quantised weights, inputs rounded as a format's products require, and linear layers that multiply codes natively.
 """

@@ -1,18 +1,17 @@
-"""The products of quantised layers: their inputs, rounded as the format's matrix products read them.
+"""Rounding of the inputs of quantised layers, as the format's matrix products read them.
 
-A product in low precision reads two operands. Where a format quantises activations too, the engine's emulation and the
-trainer's fake-quantised forward both round them here, with the format's own function, exactly where the weight is
-quantised: the input of a linear layer; for experts the rows that gate and up read, and those that down reads. The
-backward pass is straight-through.
+A low-precision product reads two quantised operands. If a format also quantises activations, the engine's emulation and the trainer's
+fake-quantised forward both round them here, with the format's own function, wherever the weight is quantised: the input of a linear
+layer; for experts the rows that gate and up read, and those that down reads. The backward pass is straight-through.
 
-A token's rounding depends on that token alone, so neither batching nor packing changes it. What remains between two
-sides with the same codes is floating-point noise in front of the rounding: a value within that noise of the boundary
-between two codes may fall to either side, which moves it by one code (6 to 12 % of its value in E4M3). With the
-kernels of one machine this is rare, and it is why unified modes are at the level of kernels and not at zero.
+The rounding of a token depends on that token only, so batching and packing do not change it. With equal codes, the remaining difference
+between two sides is floating-point noise in front of the rounding: a value within that noise of the boundary between two codes may be
+rounded either way, which changes it by one code (6 to 12 % of its value in E4M3). With the kernels of one machine this is rare. It is
+the reason why unified modes agree up to kernel noise and not exactly.
 
-Where there is a native product (``precision.product``), linear layers that hold one whole checkpoint tensor hand their
-input to it as it is: it makes the same codes and multiplies them. The backward pass stays that of the emulated product,
-with the dequantised weight and the rounded input. Experts, and linear layers that join several tensors, are emulated.
+If there is a native product (``precision.product``), linear layers with one whole checkpoint tensor pass their input to it unrounded: the
+product computes the same codes and multiplies them. The backward pass is that of the emulated product, with the dequantised weight and
+the rounded input. Experts, and linear layers that join several tensors, are emulated.
 """
 
 from __future__ import annotations
@@ -35,21 +34,20 @@ from miles_embedded.model.grouped_experts import INPUT_ROUNDING
 from miles_embedded.model.views import View, matrices, views
 from miles_embedded.quantized.linear import NativeLinear
 
-#: Weight of an experts module -> experts whose input is rounded, [experts] bool; None is all of them.
+#: Weight name of an experts module -> [experts] bool, whose inputs are rounded; None for all.
 Chosen = dict[str, Tensor | None]
 
 
 class RoundedInputs:
-    """Rounds the inputs of one model's quantised matrices while ``enabled``; does nothing for a format of weights only.
+    """Rounds the inputs of a model's quantised matrices while ``enabled``; without effect for weight-only formats.
 
     Args:
-        model: prepared by ``miles_embedded.model.load``, before checkpointing, compilation or sharding wrap it.
-        codec: which weights are quantised, and how.
-        product: multiplies codes in place of linear layers' own product, once ``take`` has brought their weights; None
-            emulates it.
+        model: prepared by ``miles_embedded.model.load``, before it is wrapped for checkpointing, compilation or sharding.
+        codec: determines the quantised weights and their format.
+        product: native product for linear layers, used once ``take`` has received their codes; None emulates it.
 
     Raises:
-        ConfigError: matrices that read one input are quantised in part, or a module is neither linear nor experts.
+        ConfigError: matrices that read the same input are only partly quantised, or a module is neither linear nor experts.
     """
 
     def __init__(self, model: nn.Module, codec: Codec, product: Product | None = None) -> None:
@@ -69,32 +67,32 @@ class RoundedInputs:
                 self._attach(model, source, members, chosen)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., K] as the product reads it, with the gradient of x; x itself while this is disabled."""
+        """Round x [..., K] with straight-through gradient; returns x itself while disabled."""
         if not self.enabled:
             return x
         rounded: Tensor = _StraightThrough.apply(x, self._round)
         return rounded
 
     def take(self, encoded: Encoded) -> None:
-        """One tensor of a weight update: the codes that a native layer multiplies from now on."""
+        """Store one tensor of a weight update as the codes of its native layer."""
         if encoded.name in self.layers:
             self.layers[encoded.name].take(encoded)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Give up codes that ``take`` brought."""
+        """Drop the codes of these tensors."""
         for name in names:
             if name in self.layers:
                 self.layers[name].codes = None
 
-    def taking(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
-        """The update as it is, each tensor taken when it passes."""
+    def take_each(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
+        """Yield the units of an update unchanged and ``take`` each one."""
         for encoded in units:
             self.take(encoded)
             yield encoded
 
     @contextmanager
-    def emulated(self) -> Iterator[None]:
-        """While this is open, native layers are emulated too."""
+    def emulate(self) -> Iterator[None]:
+        """Emulate native layers inside this context."""
         self.native = False
         try:
             yield
@@ -102,7 +100,7 @@ class RoundedInputs:
             self.native = True
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model's original forward."""
         for layer in self.layers.values():
             layer.remove()
         self.layers = {}
@@ -117,10 +115,10 @@ class RoundedInputs:
         module = model.get_submodule(path)
         parameter = module._parameters[attribute]
         if isinstance(module, nn.Linear):
-            _all_or_none(members, chosen)
+            _check_uniform(members, chosen)
             view, (rows, columns) = members[0], module.weight.shape
             whole = (view.size, view.stride) == ((rows, columns), module.weight.stride())
-            own = type(module).forward is not nn.Linear.forward  # a plugin gave the layer another class
+            own = type(module).forward is not nn.Linear.forward  # a plugin changed the class of the layer
             if self.product is not None and whole and not own and self.product.takes((rows, columns)):
                 self.layers[view.name] = NativeLinear(self, module, self.format, self.product)
             else:
@@ -141,7 +139,7 @@ class RoundedInputs:
 
 
 class _ExpertInputs:
-    """What an experts module asks about the rows its products read (``model.experts``)."""
+    """Rounding interface for an experts module (``model.experts``)."""
 
     def __init__(self, inputs: RoundedInputs) -> None:
         self.inputs = inputs
@@ -151,12 +149,12 @@ class _ExpertInputs:
     def enabled(self) -> bool:
         return self.inputs.enabled
 
-    def all_of(self, name: str) -> bool:
-        """Whether every expert's input is rounded for this weight, so that it can be done before rows are copied."""
+    def rounds_all(self, name: str) -> bool:
+        """Whether the inputs of every expert are rounded for this weight, so that rows can be rounded before they are copied."""
         return name in self.chosen and self.chosen[name] is None
 
     def __call__(self, name: str, x: Tensor, expert: Callable[[], Tensor]) -> Tensor:
-        """x [places, K]; ``expert`` makes [places], which expert each belongs to."""
+        """Round x [positions, K] for the weight ``name``; ``expert()`` returns the expert of each position."""
         if name not in self.chosen:
             return x
         which = self.chosen[name]
@@ -176,7 +174,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def encoded_views(model: nn.Module, codec: Codec) -> list[View]:
-    """What ``codec`` encodes of a model: its checkpoint tensors, with experts apart where they are taken apart."""
+    """Return the views that ``codec`` encodes: checkpoint tensors, with joined experts split if the codec splits them."""
     codec.settle({view.name: view.size for view in views(model)}, Family.of(configuration(model).to_dict()))
     return matrices(model, codec.experts)
 
@@ -189,23 +187,23 @@ def _by_source(model: nn.Module, codec: Codec) -> dict[str, list[View]]:
 
 
 def _experts_of(parameter: Tensor, members: list[View], chosen: list[bool]) -> Tensor | None:
-    """[experts] bool: whose input is rounded; None when all are."""
+    """Return [experts] bool, whose inputs are rounded; None if all are."""
     experts: dict[int, list[tuple[View, bool]]] = {}
     for view, quantised in zip(members, chosen, strict=True):
         own = range(len(parameter)) if len(view.size) == 3 else [view.offset // parameter.stride(0)]
         for expert in own:
             experts.setdefault(expert, []).append((view, quantised))
     for pairs in experts.values():
-        _all_or_none([view for view, _ in pairs], [quantised for _, quantised in pairs])
+        _check_uniform([view for view, _ in pairs], [quantised for _, quantised in pairs])
     which = [experts[expert][0][1] for expert in range(len(parameter))]
     return None if all(which) else torch.tensor(which)
 
 
-def _all_or_none(members: list[View], chosen: list[bool]) -> None:
+def _check_uniform(members: list[View], chosen: list[bool]) -> None:
     if all(chosen) or not any(chosen):
         return
     quantised, plain = members[chosen.index(True)].name, members[chosen.index(False)].name
     raise ConfigError(
-        f"{quantised} is quantised and {plain} is left alone, but one product reads their common input, which the "
-        "format quantises too; leave both alone or neither"
+        f"{quantised} is quantised and {plain} is not, but one product reads their common input, which the format quantises too; "
+        "exclude both or neither"
     )

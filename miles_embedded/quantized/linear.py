@@ -1,4 +1,4 @@
-"""Linear layers that multiply codes (``precision.product``), forward natively and backward as if emulated."""
+"""Linear layers that multiply codes natively (``precision.product``), with the backward pass of the emulation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class NativeLinear:
-    """The forward of one linear layer whose weight is kept as codes too, for a native product.
+    """Forward of a linear layer that also stores its weight as codes, for a native product.
 
-    The instance's ``forward`` hides the class's; its hooks, its parameter and its name stay. Until codes arrive, while the
-    inputs are disabled and for another dtype it is the layer's own, emulated.
+    It replaces the instance's ``forward``; hooks, parameters and names do not change. It falls back to the emulated layer until codes
+    arrive, while the inputs are disabled, and for another dtype.
     """
 
     def __init__(self, inputs: RoundedInputs, module: nn.Linear, format: Format, product: Product) -> None:
@@ -43,7 +43,7 @@ class NativeLinear:
 
     @torch.no_grad()
     def take(self, encoded: Encoded) -> None:
-        """Copy an update's codes: its tensors may be a buffer of the transport's. A plain tensor brings none."""
+        """Copy the codes of an update, whose tensors may be in a transport buffer. A plain tensor removes the codes."""
         if encoded.format != self.format.name:
             self.codes = None
             return
@@ -57,7 +57,7 @@ class NativeLinear:
             self.codes[name].copy_(tensor)
 
     def remove(self) -> None:
-        """Give the layer its own forward back."""
+        """Restore the layer's own forward."""
         if self._before is None:
             self.module.__dict__.pop("forward", None)
         else:
@@ -70,7 +70,7 @@ def _forward(x: Tensor, bias: Tensor | None, codes: Parts, product: Product) -> 
 
 
 class _NativeProduct(torch.autograd.Function):
-    """The native product forward, the emulated one backward."""
+    """The native product in the forward pass, the emulated one in the backward pass."""
 
     @staticmethod
     def forward(
@@ -96,7 +96,7 @@ class _NativeProduct(torch.autograd.Function):
 
 
 def linear_shapes(model: nn.Module) -> list[tuple[int, int]]:
-    """[N, K] of the weights of a Transformers model's linear layers below its head, each shape once."""
+    """Return the distinct weight shapes [N, K] of the model's linear layers, without the head."""
     top = head(model)
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not top]
     return list(dict.fromkeys((m.out_features, m.in_features) for m in layers))

@@ -1,4 +1,4 @@
-"""The models of the trainer in the precision they train in."""
+"""The precision of the trainer's models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from miles_embedded.quantized.weights import FakeQuantizer, install
 
 
 class TrainedPrecision:
-    """The models of the embedded trainer (the policy and its reference): all compute in ``train.precision``, or plainly
-    during the warm-up."""
+    """Applies one precision to all models of the embedded trainer (policy and reference): ``train.precision``, or plain during
+    warm-up."""
 
     def __init__(self, run: Run, policy: Policy | None = None) -> None:
         config = run.config if policy is None else run.config_of(policy)
@@ -24,7 +24,7 @@ class TrainedPrecision:
         self._models: list[FakeQuantizer] = []
 
     def add(self, model: nn.Module) -> FakeQuantizer | None:
-        """Take a model in, when every other hook has seen it; None when it stays as it is for the whole run."""
+        """Fake-quantise a model, after all other hooks ran; None if the model remains plain for the whole run."""
         if self.codec.format is None:
             return None
         quantizer = install(model, self.codec, self.products.of(self.codec.format, model))
@@ -33,21 +33,21 @@ class TrainedPrecision:
         return quantizer
 
     def forget(self) -> None:
-        """Give up what was quantised; it is made again when it is needed."""
+        """Drop the quantised values; they are computed again when needed."""
         for quantizer in self._models:
             for source in quantizer.sources:
                 quantizer.drop(source)
 
     def switch(self, precision: str) -> None:
-        """From the next pass on compute in ``precision``: ``train.precision`` or ``bf16``."""
+        """Use ``precision`` from the next pass on: ``train.precision`` or ``bf16``. ValueError for other precisions."""
         mine = PLAIN if self.codec.format is None else self.codec.format.name
         if precision not in (PLAIN, mine):
-            raise ValueError(f"this trainer was built for {mine}, not for {precision}")
+            raise ValueError(f"this trainer supports {PLAIN} and {mine}, not {precision}")
         self.current = precision
         for quantizer in self._models:
             quantizer.enabled = precision != PLAIN
 
 
 def fake_quantize(run: Run, model: nn.Module, policy: Policy | None = None) -> FakeQuantizer | None:
-    """One model of a trainer in ``train.precision``; see ``TrainedPrecision``."""
+    """Fake-quantise one model with ``train.precision``; see ``TrainedPrecision``."""
     return TrainedPrecision(run, policy).add(model)

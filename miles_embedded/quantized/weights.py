@@ -1,14 +1,14 @@
-"""The embedded trainer's fake-quantised forward: weights (and, where the format has them, activations) in a low
-precision, gradients and optimiser in full.
+"""The trainer's fake-quantised forward: weights (and activations, if the format quantises them) in low precision, gradients and optimizer
+in full precision.
 
-Where a layer would read its weight it finds ``dequantise(quantise(weight))`` in the model's dtype: the numbers an
-engine with the same format computes with, from the same codes, because both go through ``Codec`` one checkpoint
-tensor at a time (each expert apart, gate and up apart, however the module joins them). The backward pass is
-straight-through: the gradient of the quantised weight is the gradient of the weight.
+A layer reads ``dequantise(quantise(weight))`` in the model's dtype instead of its weight. An engine with the same format computes with
+the same values, from the same codes, because both encode one checkpoint tensor at a time with ``Codec`` (each expert and gate and up
+separately, however the module joins them). The backward pass is straight-through: the gradient of the quantised weight is the gradient
+of the weight.
 
-A weight is quantised once after it changed, not once a micro-batch; where processes share the model out, at every use, because
-no process is to keep all of it. The parameter itself is never touched: outside of its module's forward, everybody (optimiser,
-export, checkpoints, other hooks) sees the plain one.
+A weight is quantised once after each change, not once per micro-batch. If parameters are sharded, it is quantised at every use, because
+no process may keep all of it. The parameter itself is never modified: outside the module's forward, all code (optimizer, export,
+checkpoints, other hooks) reads the plain parameter.
 """
 
 from __future__ import annotations
@@ -24,37 +24,36 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from miles_core.data.unit import Unit
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product
-from miles_embedded.model.sharded import is_divided
-from miles_embedded.model.views import View, together, views
+from miles_embedded.model.sharded import is_sharded
+from miles_embedded.model.views import View, group_coupled, views
 from miles_embedded.quantized.activation import RoundedInputs, encoded_views
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters quantised together, because a unit spans them; ``units`` are their checkpoint tensors."""
+    """Parameters that are quantised together because a unit spans them; ``units`` are their checkpoint tensors."""
 
     sources: tuple[str, ...]
     units: tuple[tuple[View, ...], ...]
 
 
 class FakeQuantizer:
-    """Holds the quantised values of one model and puts them where its layers look.
+    """Quantised values of one model, provided to its layers.
 
-    Values are made when a layer first needs them, and again after any torch optimiser stepped or the parameter was
-    replaced or written in place. Writing through ``.data``, or an optimiser that is not a ``torch.optim.Optimizer``,
-    goes unnoticed: call ``forget`` after it.
+    A value is computed on first use, and again after any torch optimizer stepped or the parameter was replaced or written in place.
+    Writes through ``.data``, or by an optimizer that is not a ``torch.optim.Optimizer``, are not detected: call ``forget`` afterwards.
 
     Args:
         model: prepared by ``miles_embedded.model.load``.
         codec: the trainer's number format and selector.
-        product: of the format's codes, for linear layers; None emulates it.
+        product: native product for linear layers; None emulates it.
     """
 
     def __init__(self, model: nn.Module, codec: Codec, product: Product | None = None) -> None:
         self.model, self.codec = model, codec
         encoded = encoded_views(model, codec)
         codec.check({view.name: view.size for view in views(model)})
-        self._groups = _groups(list(together(encoded)), codec)
+        self._groups = _groups(list(group_coupled(encoded)), codec)
         self._owners = {s: _owner(model, s) for s in self._groups}
         self.inputs = RoundedInputs(model, codec, product)
         self._values: dict[str, Tensor] = {}
@@ -62,12 +61,12 @@ class FakeQuantizer:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the parameters that are quantised, whole or in part."""
+        """Names of the parameters that are quantised at least in part."""
         return tuple(self._groups)
 
     @property
     def enabled(self) -> bool:
-        """Off, the model computes with its plain weights and activations."""
+        """Whether quantisation is active; otherwise the model computes with plain weights and activations."""
         return self.inputs.enabled
 
     @enabled.setter
@@ -76,29 +75,29 @@ class FakeQuantizer:
 
     @cached_property
     def keeps(self) -> bool:
-        """Whether values stay until the parameter changes; otherwise until its module has run. Asked in the first forward."""
-        return not is_divided(self.model)
+        """Whether values are kept until the parameter changes, instead of until its module has run. Evaluated in the first forward."""
+        return not is_sharded(self.model)
 
     def forget(self) -> None:
-        """Quantise everything anew at the next forward."""
+        """Quantise everything again at the next forward."""
         self._seen.clear()
 
     def drop(self, source: str) -> None:
-        """Give up the value of one parameter."""
+        """Drop the quantised value of one parameter."""
         self._seen.pop(source, None)
         self._values.pop(source, None)
         for unit in self._groups[source].units:
             self.inputs.drop(view.name for view in unit if view.source == source)
 
     def parameter(self, source: str) -> Tensor:
-        """The plain parameter."""
+        """Return the plain parameter."""
         module, attribute = self._owners[source]
         parameter = module._parameters[attribute]
         assert parameter is not None
         return parameter
 
     def value(self, source: str) -> Tensor:
-        """What the layer computes with, in the parameter's shape and dtype, without gradient."""
+        """Return the fake-quantised values, in the parameter's shape and dtype, without gradient."""
         group = self._groups[source]
         state = tuple(_state(self.parameter(s)) for s in group.sources)
         if self._seen.get(source) != state:
@@ -111,7 +110,7 @@ class FakeQuantizer:
         plain = {s: self.parameter(s).detach() for s in group.sources}
         values = {s: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for s, t in plain.items()}
         for source, value in values.items():
-            value.copy_(plain[source])  # what is left alone inside a joined parameter stays as it is
+            value.copy_(plain[source])  # parts of a joined parameter that are not quantised keep their values
         for unit in group.units:
             source_of = {view.name: view for view in unit}
             for encoded in self.codec.encode_unit(Unit({v.name: v.of(plain[v.source]) for v in unit})):
@@ -122,7 +121,7 @@ class FakeQuantizer:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The value of ``quantized``, the gradient of ``weight``."""
+    """Returns ``quantized``, with the gradient passed to ``weight``."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, quantized: Tensor) -> Tensor:
@@ -134,10 +133,11 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _Shadow:
-    """Forward hooks of one module: while it runs, its attribute hides the parameter of the same name.
+    """Forward hooks of one module, which set an attribute that hides the parameter of the same name while the module runs.
 
-    Only the instance's dictionary changes, which attribute access consults before parameters. A recomputation runs
-    submodules with their hooks, so it sees the same values."""
+    Only the instance's dictionary changes, which attribute access reads before parameters. Recomputation runs submodules with their
+    hooks, so it reads the same values.
+    """
 
     def __init__(self, quantizer: FakeQuantizer, sources: dict[str, str]) -> None:
         self.quantizer, self.sources = quantizer, sources
@@ -158,16 +158,16 @@ class _Shadow:
 
 
 def install(model: nn.Module, codec: Codec, product: Product | None = None) -> FakeQuantizer:
-    """Make ``model`` compute with weights in the codec's format, gradients straight through.
+    """Fake-quantise ``model`` in the codec's format, with straight-through gradients.
 
     Args:
         model: prepared by ``miles_embedded.model.load``, not yet wrapped for checkpointing, compilation or sharding.
-        codec: the trainer's; a format is required.
+        codec: the trainer's codec, which must have a format.
         product: see ``FakeQuantizer``.
 
     Raises:
         ConfigError: a selector matches nothing, or the format cannot store a selected weight.
-        MilesError: (in a forward) a weight holds NaN or Inf; names it.
+        MilesError: (in a forward) a weight is NaN or Inf; names the weight.
     """
     if codec.format is None:
         raise ValueError("a fake-quantised forward needs a number format")
@@ -184,7 +184,7 @@ def install(model: nn.Module, codec: Codec, product: Product | None = None) -> F
 
 
 def _groups(units: list[list[View]], codec: Codec) -> dict[str, _Group]:
-    """source -> its group, for every parameter with a quantised tensor."""
+    """Return source -> group for every parameter with a quantised tensor."""
     chosen = [u for u in units if any(codec.quantises(v.name, v.size) for v in u)]
     label: dict[str, str] = {}
     for unit in chosen:
@@ -213,10 +213,10 @@ def _count(*_: Any) -> None:
     _steps += 1
 
 
-# A fused optimiser writes parameters without moving their version counters, so steps are counted beside them.
+# A fused optimizer writes parameters without incrementing their version counters, so steps are counted separately.
 register_optimizer_step_post_hook(_count)
 
 
 def _state(parameter: Tensor) -> tuple[int, ...]:
-    """Changes whenever the parameter's values may have."""
+    """Return a key that changes whenever the parameter's values may have changed."""
     return _steps, parameter._version, parameter.data_ptr()

@@ -1,8 +1,8 @@
-"""What the embedded backend adds to the test kit: a number format inside of a model, and doubles made of this backend.
+"""Test kit of the embedded backend: number formats inside models, and test doubles based on this backend.
 
-``FormatInModelContract`` is ``FormatContract`` and what holds in engine and trainer. ``ProcessEngine`` is the engine in another
-process, ``StagedTrainer`` the trainer with a pipeline of two stages. ``lacking`` says which families the installed Transformers is
-too old for. Importing this imports no torch.
+``FormatInModelContract`` extends ``FormatContract`` with tests in engine and trainer. ``ProcessEngine`` is the engine in another
+process, ``StagedTrainer`` the trainer with a pipeline of two stages. ``lacking`` returns why the installed Transformers cannot run a
+family. Importing this package does not import torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Models that compute something slightly else: what a check of engine against trainer has to find.
+"""Models with small defects, which comparisons of engine and trainer have to detect.
 
-Each defect changes one instance of a model after it was built, and leaves the names and shapes of its weights as they are.
-``benchmarks/planted_defects.py`` and the tests plant them into an engine.
+Each defect modifies one instance of a model after it was built, without changing names or shapes of weights.
+``benchmarks/planted_defects.py`` and the tests apply them to an engine.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import backbone, decoder_layers
 
-#: Rows from which on the late defects begin.
+#: First position of the late temperature, and of the shifted positions.
 _LATE, _SHIFT = 32, 16
 
 
 @dataclass(frozen=True)
 class Defect:
-    """A defect and a model that can have it.
+    """A defect, and a model that can have it.
 
     Attributes:
-        name: what is wrong.
-        family: of ``miles_testing.tiny``.
-        plant: changes a model.
-        sizes: entries of the family's configuration to override.
+        name: description of the defect.
+        family: model family of ``miles_testing.tiny``.
+        plant: applies the defect to a model.
+        sizes: configuration entries to override.
     """
 
     name: str
@@ -126,7 +126,7 @@ def _rotation(model: Any, change: Callable[[Tensor, Tensor], Tensor]) -> None:
 
 _WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 
-#: In the order of the page that lists them.
+#: All defects, in the order of the page that lists them.
 DEFECTS = (
     Defect("untied head", "qwen3_moe", _untied_head, {"tie_word_embeddings": True}),
     Defect("swapped gate and up", "qwen3", _swapped_gate_and_up),

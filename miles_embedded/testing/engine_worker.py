@@ -1,4 +1,4 @@
-"""The process behind ``ProcessEngine``: frames in on standard input, frames out on standard output."""
+"""Process of a ``ProcessEngine``: reads frames from standard input, writes frames to standard output."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from miles_embedded.testing.routes import record_routes
 
 
 class Worker:
-    """Answers calls on one embedded engine."""
+    """Executes calls on one embedded engine."""
 
     def __init__(self, engine: EmbeddedEngine, out: int) -> None:
         self.engine, self.out = engine, out
         self.units: list[Encoded] = []
 
     async def answer(self, message: dict[str, Any], payload: bytes) -> None:
-        """Run one call and send its result, or its error."""
+        """Run one call and send its result or its error."""
         try:
             result, body = await self.run(message["method"], message["arguments"], payload)
             frame = frames.pack({"id": message["id"], "result": result}, body)
-        except Exception as error:  # every error belongs to the caller, on the other side
+        except Exception as error:  # errors are raised in the calling process
             frame = frames.pack({"id": message["id"], "error": [type(error).__name__, str(error)]})
         view = memoryview(frame)
         while view:
             view = view[os.write(self.out, view) :]
 
     async def run(self, method: str, arguments: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
-        """One call of the engine."""
+        """Run one call of the engine; returns its result and binary payload."""
         if method == "generate":
             return frames.pack_response(await self.engine.generate(frames.unpack_request(arguments)))
         if method == "score":
@@ -69,7 +69,7 @@ class Worker:
 
 
 async def main(config: dict[str, Any], out: int) -> None:
-    """Serve until standard input ends."""
+    """Process calls until standard input ends."""
     model = load_model(config.pop("checkpoint"), device=config.pop("device"))
     record_routes(model)
     tokenizer = AutoTokenizer.from_pretrained(configuration(model).name_or_path)
@@ -85,5 +85,5 @@ async def main(config: dict[str, Any], out: int) -> None:
 
 if __name__ == "__main__":
     answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print must not end up between frames
+    os.dup2(2, 1)  # keep output of libraries out of the stream of frames
     asyncio.run(main(json.loads(sys.argv[1]), answers))

@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of many model families, and what the embedded backend makes of each, held against Transformers.
+"""Tiny random checkpoints of many model families, and comparisons of the embedded backend with Transformers.
 
-``compare`` runs one checkpoint as engine and as trainer: packed scores, greedy generation behind shared prompts, gradients and
-export. The table of ``docs/families.md`` and the tests are made of it.
+``compare`` runs one checkpoint in engine and trainer: packed scores, greedy generation with shared prompts, gradients and export. The
+tests and the table of ``docs/families.md`` use it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _sections(*sections: int) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
 
 
-#: family -> (name of the configuration class, its arguments). Windows, chunks and what an indexer keeps are shorter than sequences.
+#: family -> (name of the configuration class, its arguments). Windows, chunks and indexer choices are shorter than the sequences.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **tiny.FAMILIES,
     **tiny.ROUTER_FAMILIES,
@@ -182,13 +182,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def lacking(family: str) -> str:
-    """Why the plan refuses a family of this table with the Transformers that is installed; empty where it does not."""
+    """Return why the plan refuses a family of this table with the installed Transformers; "" if it does not."""
     model = {"model_type": family.partition(",")[0]}
     return "; ".join(f"{p.headline}: {p.because}" for p in review(Facts(config_facts(model)), model).problems)
 
 
 def family_checkpoint(family: str, directory: str | Path, seed: int = 0) -> Path:
-    """As ``tiny_checkpoint``, for every family of this file."""
+    """Save a tiny random checkpoint like ``tiny_checkpoint``, for the families of this file."""
     import transformers
 
     name, values = FAMILIES[family]
@@ -198,13 +198,13 @@ def family_checkpoint(family: str, directory: str | Path, seed: int = 0) -> Path
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far the embedded backend is from Transformers on one checkpoint, in FP32.
+    """Differences between the embedded backend and Transformers for one checkpoint, in FP32.
 
     Attributes:
         score: largest difference of log-probs of packed sequences, in nats.
-        greedy: how much less likely than the most likely one a token was that greedy generation took, in nats, or its log-prob is off.
-        gradient: largest difference of a parameter's gradient, over that gradient's largest entry.
-        export: whether the export holds the checkpoint's tensors, bit for bit.
+        greedy: largest gap between the most likely and the greedily chosen token, or largest error of its log-prob, in nats.
+        gradient: largest difference of a parameter's gradient, relative to the gradient's largest entry.
+        export: whether the exported tensors equal the checkpoint's bit for bit.
     """
 
     score: float
@@ -214,24 +214,24 @@ class Comparison:
 
 
 def compare(checkpoint: str | Path, recompute: bool = False) -> Comparison:
-    """Hold engine and trainer against Transformers' own code.
+    """Compare engine and trainer with Transformers' own code.
 
     Args:
-        checkpoint: of a tiny model with 64 ids.
+        checkpoint: checkpoint of a tiny model with 64 token ids.
         recompute: train with activation checkpointing.
     """
     model, reference = load_model(checkpoint, "float32"), _reference(checkpoint)
     stored = load_file(Path(checkpoint) / "model.safetensors")
     exported = {name: tensor for unit in export(model) for name, tensor in unit.tensors.items()}
     same = exported.keys() == stored.keys() and all(torch.equal(exported[n], stored[n]) for n in stored)
-    score, greedy = _generated(
+    score, greedy = _compare_generation(
         EmbeddedEngine(model, Settings(str, eos=[], max_running_requests=3, max_context=64)), reference
     )
-    return Comparison(score, greedy, _trained(model, reference, recompute), same)
+    return Comparison(score, greedy, _compare_gradients(model, reference, recompute), same)
 
 
 def score_gap(checkpoint: str | Path) -> float:
-    """Largest difference, in nats, of the log-probs of three sequences that the engine scores in one call."""
+    """Return the largest difference, in nats, of the log-probs of three sequences scored by the engine in one call."""
     reference, runner = _reference(checkpoint), Runner(load_model(checkpoint, "float32"))
     generator = torch.Generator().manual_seed(5)
     sequences = [torch.randint(2, 60, (n,), generator=generator).tolist() for n in (23, 9, 17)]
@@ -253,8 +253,11 @@ def _reference(checkpoint: str | Path) -> Any:
 
 
 def expected_log_probs(reference: Any, tokens: Sequence[int]) -> Tensor:
-    """[len - 1, vocabulary]: of the tokens after each one, by Transformers alone. With rotary frequencies that grow it is what its
-    generation computes: with ``longrope`` from a sequence that ends there, with ``dynamic`` behind cached keys."""
+    """Return [len - 1, vocabulary] log-probs of the token after each one, computed by Transformers alone.
+
+    With length-dependent rotary frequencies they are those of Transformers' generation: with ``longrope`` from a sequence that ends
+    there, with ``dynamic`` after cached keys.
+    """
     ids = torch.tensor([tokens])
     switch = rope_switch(reference)
     if switch and len(tokens) - 1 > switch:
@@ -264,7 +267,9 @@ def expected_log_probs(reference: Any, tokens: Sequence[int]) -> Tensor:
     if rope.get("rope_type") != "dynamic":
         return reference(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
     for module in reference.modules():
-        if hasattr(module, "original_inv_freq"):  # releases before 5.13 do not go back after a long sequence
+        if hasattr(
+            module, "original_inv_freq"
+        ):  # releases before 5.13 do not reset the frequencies after a long sequence
             module.inv_freq = module.original_inv_freq.clone()
     cache, rows = None, []
     for token in tokens[:-1]:
@@ -274,8 +279,8 @@ def expected_log_probs(reference: Any, tokens: Sequence[int]) -> Tensor:
     return torch.cat(rows).log_softmax(-1)
 
 
-def _generated(engine: EmbeddedEngine, reference: Any) -> tuple[float, float]:
-    """Rows that share prompts, come and go; prompts shorter and longer than the others' windows."""
+def _compare_generation(engine: EmbeddedEngine, reference: Any) -> tuple[float, float]:
+    """Generate with rows that share prompts, join and leave, and prompts shorter and longer than the windows."""
     prompts = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15]]
     requests = [
         Request(p, Sampling(n, temperature=0.0, ignore_eos=True), key=10 * i + n)
@@ -304,7 +309,7 @@ def _generated(engine: EmbeddedEngine, reference: Any) -> tuple[float, float]:
 
 
 def small_groups() -> list[Sample]:
-    """Six random samples of three prompts."""
+    """Make six random samples of three prompts."""
     generator = torch.Generator().manual_seed(3)
     found: list[Sample] = []
     for group, (prompt, responses) in enumerate([(9, (12, 3)), (4, (17,)), (14, (6, 8, 1))]):
@@ -315,8 +320,8 @@ def small_groups() -> list[Sample]:
     return found
 
 
-def _trained(model: nn.Module, reference: Any, recompute: bool) -> float:
-    """Gradients of a packed micro-batch that shares prompts, against one forward a sample."""
+def _compare_gradients(model: nn.Module, reference: Any, recompute: bool) -> float:
+    """Compare gradients of a packed micro-batch with shared prompts with those of one forward per sample."""
     trainer = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig(), recompute=recompute))
     trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))  # type: ignore[arg-type]
     batch = collate(small_groups())
@@ -338,6 +343,6 @@ def _trained(model: nn.Module, reference: Any, recompute: bool) -> float:
         if parameter.grad is not None:
             largest = float(parameter.grad.abs().max())
             own = found.pop(name, torch.zeros_like(parameter))
-            # of some parameters (a bias of keys) the gradient is 0 but for rounding
+            # for some parameters (key biases) the exact gradient is 0
             worst = max(worst, float((own - parameter.grad).abs().max()) / max(largest, 1e-4 * greatest))
     return worst if not found else float("inf")

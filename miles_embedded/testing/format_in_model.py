@@ -1,9 +1,8 @@
-"""A number format inside of a model, executable: what ``FormatContract`` asks, and that the embedded engine and trainer hold
-the same numbers.
+"""Contract tests of a number format inside models: ``FormatContract``, and equal values in the embedded engine and trainer.
 
-    class TestMyFormat(FormatInModelContract):
-        def make(self):
-            return MyFormat()
+class TestMyFormat(FormatInModelContract):
+    def make(self):
+        return MyFormat()
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from miles_testing.tiny import tiny_checkpoint
 
 
 class FormatInModelContract(FormatContract):
-    """Subclass it and write ``make``; the numbers to override are those of ``FormatContract``."""
+    """Subclass it and implement ``make``; override the attributes of ``FormatContract`` as needed."""
 
     def test_engine_and_trainer_compute_with_the_same_numbers(self) -> None:
         format = self.make()
@@ -56,11 +55,11 @@ class FormatInModelContract(FormatContract):
         nn.functional.linear(read, copy, module.bias).square().sum().backward()
         found, expected = (module.weight.grad, hidden.grad), (copy.grad, read.grad)
         assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        assert not torch.equal(module.weight, quantizer.value(source)), "the parameter itself stays as it was"
+        assert not torch.equal(module.weight, quantizer.value(source)), "the parameter itself must not change"
 
 
 def tiny_model() -> nn.Module:
-    """A mixture of experts with one dense layer, whose matrices every usual tile divides."""
+    """Make a mixture-of-experts model with one dense layer, whose matrices are divisible by all usual tiles."""
     with tempfile.TemporaryDirectory() as directory:
         sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
         tiny_checkpoint("qwen3_moe", directory, **sizes, mlp_only_layers=[1])
@@ -68,15 +67,15 @@ def tiny_model() -> nn.Module:
 
 
 def original(model: nn.Module, name: str) -> Tensor:
-    """A checkpoint tensor of the model."""
+    """Return a checkpoint tensor of the model."""
     view = next(v for v in views(model) if v.name == name)
     return view.of(dict(model.state_dict(keep_vars=True))[view.source].detach())
 
 
 def a_linear(model: nn.Module, quantizer: FakeQuantizer) -> tuple[str, nn.Linear]:
-    """A quantised linear layer; the format may leave everything but experts alone."""
+    """Return the name and module of a quantised linear layer; skips the test if the format quantises only experts."""
     for source in quantizer.sources:
         module = model.get_submodule(source.rpartition(".")[0])
         if isinstance(module, nn.Linear):
             return source, module
-    pytest.skip("the format quantises no linear layer")
+    pytest.skip("the format does not quantise linear layers")

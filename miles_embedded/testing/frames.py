@@ -1,6 +1,6 @@
-"""Messages between two processes: JSON and tensors, as bytes.
+"""Messages between two processes: JSON and tensors as bytes.
 
-A frame is two little-endian uint32 lengths, a JSON object, and safetensors bytes. Nothing is unpickled.
+A frame consists of two little-endian uint32 lengths, a JSON object and safetensors bytes. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _HEAD = struct.Struct("<II")
 
 
 def pack(message: dict[str, Any], payload: bytes = b"") -> bytes:
-    """One frame."""
+    """Encode one frame."""
     head = json.dumps(message).encode()
     return _HEAD.pack(len(head), len(payload)) + head + payload
 
 
 async def read(stream: asyncio.StreamReader) -> tuple[dict[str, Any], bytes] | None:
-    """The next frame; None at the end of the stream."""
+    """Read the next frame; None at the end of the stream."""
     try:
         head, body = _HEAD.unpack(await stream.readexactly(_HEAD.size))
         message = json.loads(await stream.readexactly(head))
@@ -36,7 +36,7 @@ async def read(stream: asyncio.StreamReader) -> tuple[dict[str, Any], bytes] | N
 
 
 def pack_request(request: Request) -> dict[str, Any]:
-    """A request as JSON; ``metadata`` must be JSON itself."""
+    """Convert a request to JSON; ``metadata`` must be JSON-serialisable."""
     return {
         "tokens": request.tokens,
         "sampling": vars(request.sampling),
@@ -48,13 +48,13 @@ def pack_request(request: Request) -> dict[str, Any]:
 
 
 def unpack_request(data: dict[str, Any]) -> Request:
-    """Inverse of ``pack_request``."""
+    """Invert ``pack_request``."""
     sampling: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["sampling"].items()}
     return Request(**{**data, "sampling": Sampling(**sampling), "extras": set(data["extras"])})
 
 
 def pack_response(response: Response) -> tuple[dict[str, Any], bytes]:
-    """A response as JSON and its extras as safetensors; a ragged field becomes its values and row lengths."""
+    """Convert a response to JSON and its extras to safetensors; a ragged field becomes its values and row lengths."""
     arrays: dict[str, np.ndarray] = {}
     for name, rows in response.extras.items():
         if isinstance(rows, list):
@@ -66,7 +66,7 @@ def pack_response(response: Response) -> tuple[dict[str, Any], bytes]:
 
 
 def unpack_response(data: dict[str, Any], payload: bytes) -> Response:
-    """Inverse of ``pack_response``."""
+    """Invert ``pack_response``."""
     arrays = load_arrays(payload)
     extras: dict[str, Any] = {}
     for name, array in arrays.items():

@@ -1,7 +1,7 @@
-"""An engine in a spawned process that exchanges only bytes.
+"""An engine in a spawned process that communicates only by bytes.
 
-The shape of a production engine behind an HTTP or RPC boundary: weights arrive as serialised tensors, requests and
-responses as JSON, and nothing of this process's memory is visible there. The other side is ``engine_worker``.
+It behaves like a production engine with an HTTP or RPC interface: weights are sent as serialised tensors, requests and responses as JSON,
+and no memory is shared. ``engine_worker`` is the other side.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ProcessEngine(Engine):
 
     Args:
         checkpoint: a checkpoint directory with a tokenizer.
-        device: where its model lies.
-        limits: ``seed``, ``max_context`` and ``max_running_requests`` of ``miles_embedded.engine.engine.Settings``.
+        device: device of the model.
+        limits: ``seed``, ``max_context`` and ``max_running_requests`` of ``miles_embedded.engine.settings.Settings``.
     """
 
     capabilities = frozenset(c.name for c in EMBEDDED.declared("engine")) - {"draft", "rebuild", "shared_storage"}
@@ -131,7 +131,7 @@ class ProcessEngine(Engine):
         finally:
             for future in self._pending.values():
                 if not future.done():
-                    future.set_exception(RuntimeError("the engine process ended before it answered"))
+                    future.set_exception(RuntimeError("the engine process ended before it returned a result"))
             self._pending.clear()
 
     def _resolve(self, message: dict[str, Any], payload: bytes) -> None:

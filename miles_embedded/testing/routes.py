@@ -1,4 +1,4 @@
-"""Recording which experts a token used, as a plugin would: the smallest example of a recorded field."""
+"""Record the experts chosen for each token, as a plugin would: a minimal example of a recorded field."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from miles_embedded.model.call import active_context
 from miles_embedded.model.load import decoder_layers
 
-#: [tokens - 1, mixture-of-experts layers, experts a token].
+#: Name of the field: [tokens - 1, mixture-of-experts layers, experts per token].
 ROUTES = "routes"
 
 
 def record_routes(model: nn.Module) -> None:
-    """Hook every layer's experts; their choices leave in ``ctx.extras``."""
+    """Hook every layer's experts to write their choices to ``ctx.extras``."""
     experts = [m for layer in decoder_layers(model) for n, m in layer.named_modules() if n.endswith("mlp.experts")]
     for position, module in enumerate(experts):
         module.register_forward_pre_hook(_recorder(position, len(experts)))

@@ -1,9 +1,9 @@
-"""A trainer whose schedule runs two pipeline stages in one process.
+"""A trainer that runs a schedule of two pipeline stages in one process.
 
-What a pipeline-parallel trainer does to the contract, without processes: the model is two chunks of layers, the schedule calls
-back for one micro-batch through one chunk at a time, the first chunk has no logits (``log_probs`` is None, ``hidden`` is set), and
-several micro-batches are under way at once (one forward, one backward, in turn), so a wrapper that keeps state
-anywhere but in its context mixes them up. Activations cross between stages as detached copies, gradients are sent back.
+It uses the contract as a pipeline-parallel trainer does, without processes: the model consists of two chunks of layers, the schedule
+calls back for one micro-batch and chunk at a time, the first chunk has no logits (``log_probs`` is None, ``hidden`` is set), and several
+micro-batches are in flight (alternating forward and backward). A wrapper that stores state outside its context would therefore mix them
+up. Activations pass between stages as detached copies, gradients are sent back.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from miles_embedded.model.call import watch_layers
 from miles_embedded.model.load import backbone, decoder_layers
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
-from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig, add_pairs
+from miles_embedded.trainer.columns import gather_columns
+from miles_embedded.trainer.totals import add_pairs
+from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
-#: Micro-batches whose first stage may be ahead of the second.
+#: Number of micro-batches by which the first stage may be ahead of the second.
 AHEAD = 2
 
 
 class Stage(nn.Module):
-    """A run of decoder layers; the first has the embeddings, the last the norm and the head.
+    """A range of decoder layers; the first stage has the embeddings, the last one the norm and the head.
 
     Args:
         model: the whole model, whose modules are shared.
-        layers: the global numbers of this stage's layers.
+        layers: global indices of this stage's layers.
     """
 
     def __init__(self, model: nn.Module, layers: range) -> None:
@@ -52,7 +54,7 @@ class Stage(nn.Module):
         watch_layers(self, nn.ModuleList())
 
     def forward(self, x: Tensor, positions: Tensor, call: PackedCall) -> Tensor:
-        """x: tokens [1, rows] in the first stage, else hidden [1, rows, hidden] -> [1, rows, hidden]."""
+        """Run the stage on x, tokens [1, rows] in the first stage, else hidden [1, rows, hidden]; returns [1, rows, hidden]."""
         hidden = self.embed_tokens(x) if self.first else x
         angles = self.rotary_emb(hidden, position_ids=positions)
         for layer in self.layers:
@@ -69,7 +71,14 @@ class Stage(nn.Module):
 
 @dataclass
 class _Flight:
-    """A micro-batch between its two stages: what went out, what came in, and what else the first stage must differentiate."""
+    """A micro-batch between its stages.
+
+    Attributes:
+        micro_batch, ctx: the arguments of the second stage.
+        sent: output of the first stage.
+        received: its detached copy, input of the second stage.
+        extra: auxiliary loss of the first stage, or None.
+    """
 
     micro_batch: Batch
     ctx: Context
@@ -79,11 +88,11 @@ class _Flight:
 
 
 class StagedTrainer(EmbeddedTrainer):
-    """A trainer of two pipeline stages; optimiser, export and state are the embedded trainer's.
+    """A trainer with two pipeline stages; optimizer, export and state are the embedded trainer's.
 
     Args:
         model: prepared by ``miles_embedded.model.load``.
-        config: of the embedded trainer.
+        config: settings of the embedded trainer.
         reference: makes the reference model.
     """
 
@@ -104,7 +113,7 @@ class StagedTrainer(EmbeddedTrainer):
         return list(self.stages)
 
     def forward(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
-        """One stage; the second finds the first one's output in ``ctx.attached["received"]``."""
+        """Run one stage; the second reads the first one's output from ``ctx.attached["received"]``."""
         packing = ctx.attached["packing"]
         watch = self._balances.get(id(chunk)) if ctx.kind == "train" else None
         if watch is not None:
@@ -119,7 +128,7 @@ class StagedTrainer(EmbeddedTrainer):
 
     @torch.no_grad()
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
-        """See ``Trainer.log_probs``: all micro-batches through the first stage, then all through the second."""
+        """See ``Trainer.log_probs``: run all micro-batches through the first stage, then all through the second."""
         first, last = self._stages_of(kind)
         under_way = []
         for samples in self.split(batch):
@@ -127,7 +136,7 @@ class StagedTrainer(EmbeddedTrainer):
             hidden = self.callbacks.forward(first, micro_batch, self._context(ctx, first)).hidden
             under_way.append((samples, micro_batch, self._context(ctx, last, hidden)))
         results = [(samples, self.callbacks.forward(last, micro_batch, ctx)) for samples, micro_batch, ctx in under_way]
-        return self._gathered(batch, results, ("log_probs", "entropy") if entropy else ("log_probs",))
+        return gather_columns(batch, results, ("log_probs", "entropy") if entropy else ("log_probs",))
 
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None

@@ -1,7 +1,7 @@
-"""A tiny configuration of any Transformers configuration class, made from its defaults.
+"""Make a tiny configuration of any Transformers configuration class from its defaults.
 
-Sizes are replaced by small ones, in the language model and in the towers; everything that decides what is computed (activations, biases,
-scales, kinds of layers) stays as the class has it. Windows, chunks and indexers become shorter than the sequences of the comparison.
+Sizes are replaced by small ones, in the language model and in the towers; entries that determine the computation (activations, biases,
+scales, layer types) keep the class's defaults. Windows, chunks and indexers become shorter than the compared sequences.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _TOWER: dict[str, Any] = {
     "out_hidden_size": 32, "image_size": 28, "patch_size": 14, "head_dim": 16, "num_position_embeddings": 16,
     "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0], "window_size": 28,
 }  # fmt: skip
-#: Families whose code has ``mrope_section``, though their defaults do not name it.
+#: Families whose code uses ``mrope_section`` although their defaults lack it.
 _SECTIONED = ("glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni")
-#: Lists with one entry per layer; the kinds that the defaults have are spread over the tiny layers.
+#: Lists with one entry per layer; the default kinds are distributed over the tiny layers.
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types")
 
 
@@ -50,19 +50,19 @@ def tiny_configuration(kind: type[Any]) -> Any:
         kind: a subclass of Transformers' ``PretrainedConfig`` whose arguments have defaults.
 
     Raises:
-        Exception: whatever the class raises for these sizes; then it needs an entry in ``families.FAMILIES``.
+        Exception: the class rejects these sizes; add an entry to ``families.FAMILIES`` then.
     """
-    return kind(**_tiny(kind().to_dict(), kind, _TEXT))
+    return kind(**_shrink(kind().to_dict(), kind, _TEXT))
 
 
-def _tiny(values: Mapping[str, Any], kind: type[Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _shrink(values: Mapping[str, Any], kind: type[Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
     parts: Mapping[str, Any] = getattr(kind, "sub_configs", None) or {}
     accepted = set(inspect.signature(kind.__init__).parameters)
     made: dict[str, Any] = {}
     media = iter(range(50, 64))
     for name, value in values.items():
         if isinstance(value, dict) and (name in parts or name.endswith("_config")):
-            made[name] = _part(name, value, parts.get(name, kind))
+            made[name] = _shrink_part(name, value, parts.get(name, kind))
         elif name in sizes and (value is not None or name in ("num_key_value_heads", "head_dim")):
             if name == "num_key_value_heads" and value == values.get("num_attention_heads"):
                 made[name] = sizes["num_attention_heads"]
@@ -74,7 +74,7 @@ def _tiny(values: Mapping[str, Any], kind: type[Any], sizes: Mapping[str, Any]) 
             kinds = list(dict.fromkeys(value))
             made[name] = [kinds[i % len(kinds)] for i in range(max(2, len(kinds)))]
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
-            made[name] = _rope(value, str(values.get("model_type")).startswith(_SECTIONED))
+            made[name] = _shrink_rope(value, str(values.get("model_type")).startswith(_SECTIONED))
     layers = max((len(made[name]) for name in _PER_LAYER if name in made), default=0)
     for name in [n for n in ("num_hidden_layers", "num_layers") if n in made and layers]:
         made[name] = max(layers, made[name])
@@ -87,25 +87,25 @@ def _tiny(values: Mapping[str, Any], kind: type[Any], sizes: Mapping[str, Any]) 
     }
 
 
-def _part(name: str, value: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """A part of a configuration: the language model, or a tower."""
+def _shrink_part(name: str, value: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Make one part of a configuration: the language model, or a tower."""
     from transformers import CONFIG_MAPPING
 
     model_type = value.get("model_type", "")
     known = kind
-    if model_type in CONFIG_MAPPING:  # whose ``get`` finds nothing that was not asked for before
+    if model_type in CONFIG_MAPPING:  # ``get`` finds only entries that were accessed before
         known = CONFIG_MAPPING[model_type]
     text = not any(
         word in name
         for word in ("vision", "audio", "speech", "image", "encoder", "qformer", "projector", "adapter", "vq", "vae")
     )
-    made = _tiny(value, known, _TEXT if text else _TOWER)
+    made = _shrink(value, known, _TEXT if text else _TOWER)
     return {"model_type": model_type, **made} if model_type else made
 
 
-def _rope(value: dict[str, Any], sections: bool = False) -> dict[str, Any]:
-    """Rotary parameters with the sections of a tiny head; ``sections``: the class has them, and its defaults do not say so."""
-    made = {n: _rope(v) if isinstance(v, dict) else v for n, v in value.items()}
+def _shrink_rope(value: dict[str, Any], sections: bool = False) -> dict[str, Any]:
+    """Adapt rotary parameters to a tiny head; ``sections``: the class uses sections although its defaults lack them."""
+    made = {n: _shrink_rope(v) if isinstance(v, dict) else v for n, v in value.items()}
     if "mrope_section" in made or sections:
         pairs = int(_TEXT["head_dim"] * (made.get("partial_rotary_factor") or 1.0)) // 2
         made["mrope_section"] = [pairs // 4, (pairs - pairs // 4) // 2, pairs - pairs // 4 - (pairs - pairs // 4) // 2]

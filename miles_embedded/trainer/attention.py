@@ -1,8 +1,8 @@
 """Attention over a packed micro-batch: trunks attend to themselves, branches to their trunk and to themselves.
 
-Segments of similar length are put side by side in a bucket ([segments, longest]), so padding is bounded and no
-[rows x rows] mask ever exists. A trunk bucket is plain causal attention. A branch bucket attends to two sets of keys: those
-of its trunk, which are gathered once a trunk, and its own.
+Segments of similar length share a bucket ([segments, longest]), which bounds the padding and avoids a [rows x rows] mask. A trunk
+bucket is plain causal attention. A branch bucket attends to two sets of keys: those of its trunk, gathered once per branch bucket,
+and its own.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded
-from miles_embedded.model.indexer import Indexed, chosen
+from miles_embedded.model.indexer import Indexed, choose_in_parts
 from miles_embedded.trainer.flash import FlashPlan, flash, takes
 from miles_embedded.trainer.packing import Ints, Packing, Segments
 
-#: A bucket's shortest segment is at least this part of its longest (or within _SLACK rows of it).
+#: The shortest segment of a bucket has at least this fraction of its longest (or differs by at most _SLACK rows).
 _FILL = 0.75
 _SLACK = 16
 
@@ -31,13 +31,12 @@ class Bucket:
     """Segments padded to one length.
 
     Attributes:
-        segments: [S] which segments.
+        segments: [S] indices of the segments.
         length: the padded length.
-        slot: first slot of this bucket in the slot order of all buckets.
-        trunk_bucket: the trunk bucket that holds the trunks of these branches; -1 for trunks.
+        slot: first slot of this bucket in the slots of all buckets.
+        trunk_bucket: index of the trunk bucket with the trunks of these branches; -1 for trunks.
         trunk: [S] index of each branch's trunk within that bucket.
-        mask: [S or 1, 1, length, trunk length + length] True where a branch may look; None for trunks, which look at
-            everything up to themselves.
+        mask: [S or 1, 1, length, trunk length + length] True where a branch attends; None for trunks, whose attention is causal.
     """
 
     segments: Ints
@@ -54,14 +53,14 @@ class Bucket:
 
 
 class Buckets:
-    """A packing's segments in buckets.
+    """The segments of a packing in buckets.
 
     Attributes:
         trunks: trunk buckets.
         branches: branch buckets.
-        slots: [slots] the row in each slot (any row where it is padding).
-        inverse: [rows] the slot of each row.
-        pads: [n] slots that are padding.
+        slots: [slots] row in each slot (an arbitrary row for padding).
+        inverse: [rows] slot of each row.
+        pads: [n] padding slots.
     """
 
     def __init__(self, packing: Packing) -> None:
@@ -78,7 +77,7 @@ class Buckets:
             bucket.mask = _mask(self, packing, bucket)
 
     def masks(self, options: AttentionOptions) -> list[Tensor]:
-        """Where rows may look, like ``Bucket.mask``: of every trunk bucket, then of every branch bucket."""
+        """Return masks like ``Bucket.mask``, restricted by ``options``: of every trunk bucket, then of every branch bucket."""
         if options.choice is not None and options.hides == (0, 0):
             return options.choice.masks
         if options.hides not in self._narrow:
@@ -97,7 +96,7 @@ class PackedCall:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """Made when the first layer asks."""
+        """Buckets of the packing, created on first use."""
         return Buckets(self.packing)
 
     @cached_property
@@ -106,19 +105,19 @@ class PackedCall:
 
     @cached_property
     def longest(self) -> int:
-        """The most keys that a row has, itself included."""
+        """Largest number of keys of a row, its own included."""
         trunks, branches = self.packing.trunks, self.packing.branches
         whole = trunks.length[branches.trunk] + branches.length
         return int(max(trunks.length.max(initial=0), whole.max(initial=0)))
 
     @property
     def positions(self) -> Tensor:
-        """[rows] position of each row in its sequence."""
+        """[rows] index of each row in its sequence."""
         return self.packing.positions
 
     @property
     def spans(self) -> Ints:
-        """See ``Call.spans``; 0 is any length that has the frequencies of a short one."""
+        """See ``Call.spans``; 0 stands for any length with the frequencies of short sequences."""
         spans = self.packing.spans
         return np.zeros(len(self.packing.rows), np.int64) if spans is None else spans
 
@@ -138,7 +137,7 @@ class PackedCall:
         return self._in_buckets(q, k, v, scaling, options).unsqueeze(0)
 
     def _in_buckets(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: AttentionOptions | None) -> Tensor:
-        """q [rows, heads, dim], k and v [rows, kv heads, dim] -> [rows, heads, value dim], a bucket at a time."""
+        """Attend q [rows, heads, dim] to k and v [rows, kv heads, dim], bucket by bucket; returns [rows, heads, value dim]."""
         heads, width, gqa, buckets = q.shape[1], v.shape[2], q.shape[1] != k.shape[1], self.buckets
         index = (buckets.slots, buckets.inverse, buckets.pads)
         q, k, v = (Spread.apply(x, *index) for x in (q, k, v))
@@ -169,25 +168,25 @@ class PackedCall:
         for bucket in [*buckets.trunks, *buckets.branches]:
             before = None if bucket.trunk is None else keys[bucket.trunk_bucket].index_select(0, bucket.trunk)
             seen = _mask(self.buckets, self.packing, bucket) if bucket.mask is None else bucket.mask
-            mask, own = chosen(flat.map(_segments, bucket), before, seen[:, 0])
+            mask, own = choose_in_parts(flat.map(_segments, bucket), before, seen[:, 0])
             keys.append(own)
             masks.append(mask.unsqueeze(1))
         return ChosenKeys(masks)
 
 
 def _take(x: Tensor, bucket: Bucket) -> Tensor:
-    """[slots, heads, dim] -> [segments, heads, length, dim] of one bucket."""
+    """Select a bucket: [slots, heads, dim] -> [segments, heads, length, dim]."""
     return _segments(x, bucket).transpose(1, 2)
 
 
 def _segments(x: Tensor, bucket: Bucket) -> Tensor:
-    """[slots, ...] -> [segments, length, ...] of one bucket."""
+    """Select a bucket: [slots, ...] -> [segments, length, ...]."""
     s, length = bucket.shape
     return x[bucket.slot : bucket.slot + s * length].view(s, length, *x.shape[1:])
 
 
 class Spread(torch.autograd.Function):
-    """Rows into slots: [rows, ...] -> [slots, ...]. Every row has one slot, so the backward is a gather as well."""
+    """Gather rows into slots: [rows, ...] -> [slots, ...]. Every row has one slot, so the backward pass is a gather too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor, pads: Tensor) -> Tensor:
@@ -201,7 +200,7 @@ class Spread(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Slots back into rows: [slots, ...] -> [rows, ...]; padding slots get no gradient."""
+    """Gather slots into rows: [slots, ...] -> [rows, ...]. Padding slots receive no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor, pads: Tensor) -> Tensor:
@@ -218,7 +217,7 @@ class Collect(torch.autograd.Function):
 
 
 def _buckets(packing: Packing) -> tuple[list[Bucket], list[Bucket], Ints, np.ndarray]:
-    """Trunk buckets, branch buckets, the row in each slot and which slots are padding."""
+    """Return trunk buckets, branch buckets, the row in each slot and which slots are padding."""
     slots: list[Ints] = []
     pads: list[np.ndarray] = []
     size = 0
@@ -255,7 +254,7 @@ def _buckets(packing: Packing) -> tuple[list[Bucket], list[Bucket], Ints, np.nda
 
 
 def _similar(lengths: Ints) -> list[Ints]:
-    """Indices by similar length, longest first; order is kept within a bucket."""
+    """Group indices by similar length, longest first; indices stay ascending within a group."""
     order = np.argsort(-lengths, kind="stable")
     found: list[Ints] = []
     while len(order):
@@ -267,7 +266,7 @@ def _similar(lengths: Ints) -> list[Ints]:
 
 
 def _mask(buckets: Buckets, packing: Packing, bucket: Bucket, options: AttentionOptions | None = None) -> Tensor:
-    """See ``Bucket.mask``, and ``AttentionOptions.sees``."""
+    """Compute ``Bucket.mask``, restricted by ``AttentionOptions.sees``."""
     options = options or AttentionOptions()
     row = torch.arange(bucket.length, device=packing.rows.device)
     if bucket.trunk is None:
@@ -275,7 +274,7 @@ def _mask(buckets: Buckets, packing: Packing, bucket: Bucket, options: Attention
     home = buckets.trunks[bucket.trunk_bucket]
     lengths = packing.trunks.length[packing.branches.trunk[bucket.segments]]
     if (lengths == home.length).all():
-        lengths = lengths[:1]  # one mask for all
+        lengths = lengths[:1]  # one mask for all segments
     ends = torch.from_numpy(lengths).to(row.device)[:, None, None]
     query, column = ends + row[:, None], torch.arange(home.length, device=row.device)
     seen = options.sees(query, column) & (column < ends)

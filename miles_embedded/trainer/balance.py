@@ -1,8 +1,8 @@
-"""The load-balancing loss of a mixture of experts, per sequence (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
+"""The sequence-wise load-balancing loss for mixtures of experts (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
 
-For one sequence of T tokens and one layer with E experts, k of them chosen a token: ``f_e = E / (k T) * times e was chosen``, ``P_e =``
-mean normalised score of e, loss ``= coefficient * sum_e f_e P_e``, 1 times the coefficient when balanced; layers are summed. Balancing each
-sequence rather than each batch makes the loss a sum over sequences, so it does not depend on micro-batches.
+For a sequence of T tokens and a layer with E experts, k chosen per token: ``f_e = E / (k T) * (number of tokens that chose e)``, ``P_e =``
+mean normalised score of e, and ``loss = coefficient * sum_e f_e P_e``, which equals the coefficient when balanced. Layers are summed. A
+loss per sequence instead of per batch is a sum over sequences, so it does not depend on the micro-batches.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _KEY = "load_balance"
 
 
 class Balance:
-    """Watches the routers of a model while a context is open, and makes the loss when it is closed.
+    """Records router outputs of a model while a context is open, and computes the loss when it is closed.
 
     Args:
-        model: a mixture of experts; ConfigError when it has no routers.
-        coefficient: of the loss.
+        model: a mixture-of-experts model; ConfigError if it has no routers.
+        coefficient: coefficient of the loss.
     """
 
     def __init__(self, model: nn.Module, coefficient: float) -> None:
@@ -48,7 +48,7 @@ class Balance:
         ctx.attached[_KEY] = {}
 
     def close(self, ctx: Context, micro_batch: Batch, packing: Packing) -> dict[str, tuple[Tensor, Tensor]]:
-        """Stop recording (a recomputation records nothing) and return the loss as ``Output.aux`` wants it."""
+        """Stop recording, also for recomputation, and return the loss in the form of ``Output.aux``."""
         seen: dict[tuple[str, int], Tensor] = ctx.attached.pop(_KEY)
         known = (packing.row_of >= 0).nonzero().flatten()
         owner, rows = micro_batch.owner[known], packing.row_of[known]
@@ -69,7 +69,7 @@ class Balance:
 
 
 def _by_sample(values: Tensor, rows: Tensor, owner: Tensor, sizes: Tensor) -> Tensor:
-    """Mean over each sample's rows; a shared row counts for every sample that has it."""
+    """Return the mean over each sample's rows; a shared row counts for every sample that contains it."""
     out = values.new_zeros(len(sizes), values.shape[1]).index_add(0, owner, values.index_select(0, rows))
     return out / sizes.unsqueeze(1)
 

@@ -1,4 +1,4 @@
-"""The embedded trainer from a run's configuration."""
+"""Build the embedded trainer from the configuration of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 
 def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
-    """The provider of ``--trainer embedded``."""
+    """Make the trainer of ``--trainer embedded``."""
     config = run.config_of(policy)
     precision = TrainedPrecision(run, policy)
 
@@ -45,11 +45,11 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
 
 
 def data_parallel(strategy: str, device: torch.device) -> Alone:
-    """How this process trains with those of torch.distributed's default group, which a runtime of several ranks has made.
+    """Make the data-parallel strategy for the processes of torch.distributed's default group, which the runtime created.
 
     Args:
         strategy: ``full_shard`` or ``no_shard``, as ``--sharding-strategy``.
-        device: where the model is.
+        device: device of the model.
     """
     world = world_here()
     if world.size == 1:
@@ -58,7 +58,7 @@ def data_parallel(strategy: str, device: torch.device) -> Alone:
 
 
 def trainer_config(config: Any, device: torch.device, trains: bool = True) -> TrainerConfig:
-    """From a policy's configuration groups ``train`` and ``rollout``."""
+    """Derive the trainer's settings from the configuration of a policy."""
     train, rollout = config.train, config.rollout
     samples, tokens = micro_batch_limits(config, device.type)
     return TrainerConfig(

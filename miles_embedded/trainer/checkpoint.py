@@ -1,8 +1,8 @@
-"""A trainer's state on disk: weights, the optimiser's tensors, random-number states, and the step as JSON.
+"""Save and load the state of a trainer: weights, optimizer tensors, random-number states, and the step as JSON.
 
-Ranks that hold different rows of a tensor write a file each (``model.0-of-2.safetensors``), and its whole is their rows in the
-order of ranks. A rank reads the rows it holds from whichever files have them, so the number of ranks may change between saving
-and loading, and so may the sharding strategy.
+If tensors are sharded, each rank writes its rows to its own file (``model.0-of-2.safetensors``); the full tensor consists of these rows
+in rank order. When loading, a rank reads its rows from all files that contain them, so the number of ranks and the sharding strategy
+may change between saving and loading.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from miles_core.checkpoint.rng import get_rng, put_rng
 from miles_core.checkpoint.store import Store
 from miles_core.data.world import World
 from miles_core.errors import CheckpointError
-from miles_embedded.model.sharded import Held, held
+from miles_embedded.model.sharded import LocalShard, local_shard
 from miles_embedded.model.views import sources, unshare
 from miles_embedded.trainer.optimizer import Optimizer
 
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 
 
 def save(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) -> None:
-    """Write this rank's files into ``directory``, which is made if need be. Atomicity is the caller's (a fresh directory)."""
+    """Write this rank's files to ``directory``, creating it if necessary. The caller provides atomicity (a new directory)."""
     directory.mkdir(parents=True, exist_ok=True)
     put_rng(Store(directory / RANDOM, world), sharded=True)
-    weights = {name: held(tensor) for name, tensor in sources(model).items()}
-    files = world.size if any(own.divided for own in weights.values()) else 1
+    weights = {name: local_shard(tensor) for name, tensor in sources(model).items()}
+    files = world.size if any(own.sharded for own in weights.values()) else 1
     if world.rank >= files:
-        return  # the first rank has everything
-    # what is whole on every rank, a buffer say, the first one writes
-    tensors = {n: own.tensor for n, own in weights.items() if own.divided or world.rank == 0}
+        return  # rank 0 writes replicated tensors
+    # tensors that are replicated on every rank, such as buffers, are written by rank 0
+    tensors = {n: own.tensor for n, own in weights.items() if own.sharded or world.rank == 0}
     _write(tensors, _file(directory, WEIGHTS, world.rank, files))
     moments = optimizer.tensors()
     _write(moments, _file(directory, MOMENTS, world.rank, files))
@@ -51,7 +51,7 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
 
 
 def load(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) -> None:
-    """Inverse of ``save``, on any number of ranks. CheckpointError names what is missing, damaged or of another model."""
+    """Load the files that ``save`` wrote, on any number of ranks. CheckpointError if files are missing, damaged or of another model."""
     noted = _noted(directory)
     try:
         with ExitStack() as stack:
@@ -70,7 +70,7 @@ def load(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
     if world.rank < noted["ranks"]:
         get_rng(Store(directory / RANDOM, World(world.rank, noted["ranks"])))
     else:
-        log.warning("%s has no random-number state of rank %d, which goes on with its own", directory, world.rank)
+        log.warning("%s has no random-number state of rank %d, which continues with its own", directory, world.rank)
 
 
 def _noted(directory: Path) -> dict[str, int]:
@@ -81,22 +81,22 @@ def _noted(directory: Path) -> dict[str, int]:
         noted = json.loads(file.read_text())
         return {name: int(noted[name]) for name in ("step", "files", "ranks", "tensors")}
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is damaged or of another version ({error!r})") from error
+        raise CheckpointError(f"{file} is damaged or has another version ({error!r})") from error
 
 
 @torch.no_grad()
 def _load_weights(model: nn.Module, weights: _Whole) -> None:
-    own = {name: held(tensor) for name, tensor in sources(model).items()}
+    own = {name: local_shard(tensor) for name, tensor in sources(model).items()}
     missing, foreign = [n for n in own if n not in weights.names], [n for n in weights.names if n not in own]
     if missing or foreign:
-        why = f"lack {missing[0]}" if missing else f"have {foreign[0]}, which the model has not"
-        raise CheckpointError(f"{weights.directory}: the weights {why}; they are of another model")
+        why = f"lack {missing[0]}" if missing else f"contain {foreign[0]}, which the model lacks"
+        raise CheckpointError(f"{weights.directory}: the weights {why}; they belong to another model")
     for name, mine in own.items():
         mine.tensor.copy_(weights.rows(name, mine))
 
 
 class _Whole:
-    """Tensors that several files may have rows of, in the order of the files."""
+    """Tensors whose rows may be spread over several files, in file order."""
 
     def __init__(self, directory: Path, kind: str, count: int, stack: ExitStack) -> None:
         self.directory = directory
@@ -104,7 +104,7 @@ class _Whole:
         absent = next((file.name for file in files if not file.is_file()), None)
         if absent is not None:
             raise CheckpointError(
-                f"{directory}: it has no {absent}, though {STEP} counts it; use an earlier checkpoint"
+                f"{directory}: {absent} is missing, though {STEP} lists it; use an earlier checkpoint"
             )
         opened: list[Any] = [stack.enter_context(safe_open(file, "pt")) for file in files]
         self.names: dict[str, list[Any]] = {}
@@ -115,8 +115,8 @@ class _Whole:
     def __len__(self) -> int:
         return len(self.names)
 
-    def rows(self, name: str, mine: Held | None) -> Tensor:
-        """The rows that this process holds; all of a tensor without rows (``mine`` None)."""
+    def rows(self, name: str, mine: LocalShard | None) -> Tensor:
+        """Return the local rows of a tensor; the full tensor if ``mine`` is None."""
         files = self.names[name]
         if mine is None:
             return files[0].get_tensor(name)

@@ -1,8 +1,8 @@
-"""Training in several processes, each with samples of its own.
+"""Data-parallel training: several processes, each with its own samples.
 
-Gradients are summed over processes and never averaged, since losses are already divided by what the whole step holds. What a
-trainer asks of the others is one object: ``Alone`` asks nobody, ``Replicated`` has the whole model in every process, and
-``FullyShard`` (``fully_shard``) a part of it.
+Gradients are summed over processes and never averaged, because losses are already divided by the totals of the whole step. A trainer
+communicates through one object: ``Alone`` for a single process, ``Replicated`` with a full copy of the model per process, and
+``FullyShard`` (``fully_shard``) with a shard of it.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ from miles_core.contracts.trainer import Context, Forward, Output
 from miles_core.data.batch import Batch
 from miles_core.data.world import ALONE, World
 
-#: Elements of one sum over processes; gradients are put together up to this many.
+#: Elements per all-reduce; smaller gradients are combined up to this size.
 BUCKET = 1 << 24
 
 
 class Alone:
-    """The trainer is one process."""
+    """Strategy for a single process, and interface of the other strategies."""
 
-    #: ranks make equally many forward calls, because each is a collective
+    #: whether ranks must make the same number of forward calls, because each call is a collective operation
     in_step = False
 
     def __init__(self, world: World = ALONE) -> None:
         self.world = world
 
-    def divide(self, model: nn.Module) -> None:
-        """Give this process its part of ``model``, which is complete in every process."""
+    def shard(self, model: nn.Module) -> None:
+        """Shard ``model``, which is complete in every process; by default keep all of it."""
 
     def call(self, forward: Forward, model: nn.Module, micro_batch: Batch, ctx: Context) -> Output:
-        """``forward`` of one micro-batch."""
+        """Call ``forward`` for one micro-batch."""
         return forward(model, micro_batch, ctx)
 
     def sum(self, value: Tensor) -> Tensor:
-        """Add over processes; the result is where ``value`` is."""
+        """Sum over processes; returns the result on the device of ``value``."""
         return value
 
     def most(self, count: int) -> int:
-        """The largest of all processes' counts."""
+        """Return the maximum of all processes' counts."""
         return count
 
     def first(self, text: str) -> str:
-        """The text of the first process that has one; "" when none does."""
+        """Return the first non-empty text in rank order; "" if all are empty."""
         return text
 
     def sum_gradients(self, masters: Iterable[Tensor]) -> None:
-        """Let every ``grad`` be the sum of all processes'; where only some have one, the others' is zero."""
+        """Replace every ``grad`` by the sum over processes; a missing gradient counts as zero if another process has one."""
 
     def square_norm(self, value: Tensor) -> Tensor:
-        """The square norm of all gradients, from that of those this process steps."""
+        """Return the squared norm of all gradients, given that of the gradients this process steps."""
         return value
 
 
 class Replicated(Alone):
-    """Every process has the whole model and steps it alike.
+    """Every process has the full model and makes the same optimizer steps.
 
     Args:
-        world: this process among the others, which are torch.distributed's default group.
-        device: where the model is; values that are summed travel from there.
+        world: rank and size of this process in torch.distributed's default group.
+        device: device of the model, used for the communication.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -104,7 +104,7 @@ class Replicated(Alone):
 
 
 def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one dtype together, as they come, up to ``BUCKET`` elements."""
+    """Group gradients of one dtype, in order, up to ``BUCKET`` elements."""
     bucket: list[Tensor] = []
     for grad in grads:
         if bucket and (grad.dtype != bucket[0].dtype or sum(g.numel() for g in bucket) + grad.numel() > BUCKET):
@@ -116,7 +116,7 @@ def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def world_here() -> World:
-    """This process among those of torch.distributed's default group; alone without one."""
+    """Return rank and size in torch.distributed's default group; a single process if there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return ALONE
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -1,7 +1,7 @@
-"""The embedded trainer's forward with some of the engine's properties (``miles_core.contracts.emulation``).
+"""Emulate properties of the engine in the trainer's forward (``miles_core.contracts.emulation``).
 
-Weights are written into the trainer's model in place and put back bit for bit, so every hook on it stays in force; the
-copy that is kept meanwhile lies in host memory. The optimiser's masters are never touched where they are apart.
+Weights are written in place to the trainer's model and restored bit for bit, so all hooks on it remain active. The copy for restoring
+is in host memory. Separate optimizer masters are not touched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.snapshot import Snapshot
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load_units import load_units
-from miles_embedded.model.sharded import held
+from miles_embedded.model.sharded import local_shard
 from miles_embedded.model.views import export, sources
 from miles_embedded.quantized.activation import RoundedInputs
 
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 def emulating(
     trainer: EmbeddedTrainer, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
 ) -> Iterator[None]:
-    """While this is open, ``trainer.log_probs`` of the policy's model has the properties asked for.
+    """Give ``trainer.log_probs`` of the policy's model the requested properties inside this context.
 
     Args:
-        trainer: its model is as before when this closes.
-        emulation: the switches.
-        codec: the rollout's.
-        snapshot: weights put aside, for the switch of that name.
+        trainer: its model is restored on exit.
+        emulation: the properties.
+        codec: the rollout's codec.
+        snapshot: saved weights, for ``emulation.snapshot``.
 
     Raises:
-        MilesError: nothing was kept, ``held`` or ``through`` is no embedded engine of this process, or the format does
-            not say how it rounds activations.
+        MilesError: there is no snapshot, ``held`` or ``through`` is not an embedded engine of this process, or the format does not
+            define the rounding of activations.
     """
     with ExitStack() as stack:
         model = trainer.model
@@ -75,8 +75,8 @@ def _model_of(engine: Any) -> nn.Module:
 
 @contextmanager
 def _weights(model: nn.Module, units: Iterable[Encoded], codec: Codec) -> Iterator[None]:
-    """``model`` holds the weights in ``units`` as ``codec`` decodes them."""
-    own: dict[str, Tensor] = {n: held(t).tensor for n, t in sources(model).items()}
+    """Load ``units``, decoded by ``codec``, into ``model`` inside this context."""
+    own: dict[str, Tensor] = {n: local_shard(t).tensor for n, t in sources(model).items()}
     kept = {n: t.to("cpu", copy=True) for n, t in own.items()}
     try:
         load_units(model, units, codec.decode)
@@ -89,9 +89,11 @@ def _weights(model: nn.Module, units: Iterable[Encoded], codec: Codec) -> Iterat
 
 @contextmanager
 def _rounded_inputs(model: nn.Module, codec: Codec) -> Iterator[None]:
-    """Layers with quantised weights read their input as the format's matrix products do."""
+    """Round the inputs of layers with quantised weights inside this context."""
     if codec.format is None:
-        raise MilesError("the engine's weights have no number format, so none rounds activations")
+        raise MilesError(
+            "the engine's weights have no number format, so there is no rounding of activations to emulate"
+        )
     inputs = RoundedInputs(model, codec)
     try:
         yield

@@ -1,9 +1,9 @@
-"""How evenly a training step's tokens were spread over experts.
+"""Load imbalance of experts over a training step.
 
-The load of an expert is the number of tokens that chose it; a layer's imbalance is the largest load over the mean one: 1 when
-balanced, E / k when all tokens choose the same k of E experts. Loads are counted over the whole optimiser step, since a small
-micro-batch is uneven by chance, and a row that several samples share counts for each of them: how the step was split
-changes nothing.
+The load of an expert is the number of tokens that chose it. A layer's imbalance is the largest load divided by the mean load: 1 when
+balanced, E / k when all tokens choose the same k of E experts. Loads are counted over the whole optimizer step, because a small
+micro-batch is uneven by chance, and a row shared by several samples counts once per sample, so the result does not depend on the
+split into micro-batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEY = "expert_loads"
 
 
 class Loads:
-    """Counts the choices of a model's routers while a context is open; a dense model has none to count.
+    """Counts the choices of a model's routers while a context is open; without effect for a dense model.
 
     Args:
         model: any causal language model.
@@ -41,23 +41,23 @@ class Loads:
         if self._experts:
             rows = len(packing.rows)
             row_of = torch.where(packing.row_of < 0, rows, packing.row_of)
-            # how many tokens each row serves; written without a choice that a GPU would have to wait for
+            # number of tokens that each row serves; computed without a GPU synchronisation
             ctx.attached[_KEY] = row_of.new_zeros(rows + 1).scatter_add_(0, row_of, torch.ones_like(row_of))[:rows]
 
     def close(self, ctx: Context) -> None:
-        """Stop counting, so that a recomputation counts nothing."""
+        """Stop counting, so that recomputation is not counted."""
         ctx.attached.pop(_KEY, None)
 
     def take(self, sum: Callable[[Tensor], Tensor]) -> dict[str, tuple[float, float]]:
-        """The metric of everything counted since the last call, the layer that is worst; nothing when nothing was.
+        """Return the metric for everything counted since the last call: the worst layer's imbalance. Empty if nothing was counted.
 
         Args:
-            sum: over data-parallel ranks.
+            sum: sums over data-parallel ranks.
         """
         counts, self._counts = self._counts, [None] * len(self._experts)
         if not counts:
             return {}
-        # a rank whose samples are none counted nothing, and takes part all the same
+        # a rank without samples counted nothing, but has to take part in the sum
         flat = [torch.zeros(n) if count is None else count for n, count in zip(self._experts, counts, strict=True)]
         loads = sum(torch.cat([count.double().cpu() for count in flat])).split(self._experts)
         values = [float(load.max() / load.mean()) for load in loads if load.any()]

@@ -1,10 +1,10 @@
-"""Flash attention over trunks and branches on a GPU, without padding and without a copy of the trunk a branch.
+"""Flash attention over trunks and branches on a GPU, without padding and without copying a trunk per branch.
 
-Attention over two sets of keys is the mixture of attention over each, weighted by their sums of exponentials. So all segments attend
-to themselves in one variable-length call, branches to their trunks in a second one (siblings are neighbours: their rows are one
-sequence of queries), and the two are merged by their log-sum-exps. The backward pass needs no more than that: the kernel rebuilds the
-probabilities as exp(score - log-sum-exp), so given the merged output and log-sum-exp each call returns exactly its own
-keys' share of the gradient.
+Attention over two sets of keys is the mixture of the attention over each, weighted by their sums of exponentials. All segments attend to
+themselves in one variable-length call, branches attend to their trunks in a second one (siblings are adjacent, so their rows form one
+sequence of queries), and the results are merged by their log-sum-exps. The backward pass makes the same two calls: the kernel
+recomputes the probabilities as exp(score - log-sum-exp), so given the merged output and log-sum-exp each call returns exactly the
+gradient contribution of its own keys.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.nn.functional import pad
 
 from miles_embedded.trainer.packing import Packing, spans
 
-#: The kernel's largest head dimension.
+#: Largest head dimension that the kernel supports.
 _WIDEST = 256
 
 
 @dataclass
 class _Part:
-    """The arguments of one variable-length call: where queries and keys of each sequence end, and the longest of each."""
+    """Arguments of one variable-length call: cumulative ends and largest lengths of the sequences' queries and keys."""
 
     queries: Tensor
     keys: Tensor
@@ -35,12 +35,12 @@ class _Part:
 
 
 class FlashPlan:
-    """What the calls need to know of a packing.
+    """Arguments of the attention calls for a packing.
 
     Attributes:
         own: every segment with itself.
         across: the branches of each trunk with the trunk; None without branches.
-        branch_rows: [B] physical rows of the branches, siblings together.
+        branch_rows: [B] physical rows of the branches, siblings adjacent.
         trunk_rows: [K] physical rows of the trunks that have branches.
     """
 
@@ -64,7 +64,7 @@ class FlashPlan:
 
 
 def takes(query: Tensor) -> bool:
-    """Whether the kernel runs here: half precision on a GPU that has it."""
+    """Whether the kernel supports this query: half precision, on a GPU that can run it."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -75,9 +75,9 @@ def takes(query: Tensor) -> bool:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> Tensor:
-    """q [rows, heads, dim], k [rows, kv heads, dim], v [rows, kv heads, width <= dim] -> [rows, heads, width]."""
+    """Attend q [rows, heads, dim] to k [rows, kv heads, dim] and v [rows, kv heads, width <= dim]; returns [rows, heads, width]."""
     width, dim = v.shape[-1], q.shape[-1]
-    # One width for all, a multiple of 8 (DeepSeek-V3 has 192 and 128); zeros change neither scores nor sums.
+    # Pad to one width, a multiple of 8 (DeepSeek-V3 has 192 and 128); zeros change neither scores nor sums.
     wide = -(-dim // 8) * 8
     q, k, v = (pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x.contiguous() for x in (q, k, v))
     return _Flash.apply(q, k, v, plan, scaling)[..., :width]
@@ -118,7 +118,7 @@ class _Flash(torch.autograd.Function):
                 seeds[2:],
                 ctx.scaling,
             )
-            # Each row is once among these, so plain indexing adds exactly.
+            # Each row occurs once, so plain indexing adds exactly.
             grad_q[rows] += far_q
             grad_k[trunk] += far_k
             grad_v[trunk] += far_v
@@ -126,7 +126,7 @@ class _Flash(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scaling: float) -> tuple[Tensor, ...]:
-    """(output [queries, heads, dim], log-sum-exp [heads, queries] float32, two tensors the backward wants back)."""
+    """Return output [queries, heads, dim], log-sum-exp [heads, queries] float32, and two tensors for the backward pass."""
     return torch.ops.aten._flash_attention_forward(
         q, k, v, part.queries, part.keys, part.longest_query, part.longest_key, 0.0, part.causal, False, scale=scaling
     )[:4]

@@ -1,11 +1,11 @@
-"""Fully sharded data parallelism (FSDP2): each process keeps its rows of every parameter, gradient and optimiser state.
+"""Fully sharded data parallelism (FSDP2): each process stores its rows of every parameter, gradient and optimizer state.
 
-A decoder layer's parameters are put together when it starts and given up when it ends, in forward and backward alike; its
-gradient is summed over processes and divided among them as soon as it is complete (Zhao et al., arXiv 2304.11277; torch's
-``fully_shard``). What belongs to no layer (embeddings, the last norm, the head) is put together for a whole forward.
+The parameters of a decoder layer are gathered when the layer starts and freed when it ends, in the forward and the backward pass. Its
+gradient is reduce-scattered as soon as it is complete (Zhao et al., arXiv 2304.11277; torch's ``fully_shard``). Parameters outside
+layers (embeddings, last norm, head) are gathered for a whole forward.
 
-Each such step is a collective, so all processes make equally many forward calls; whoever has fewer micro-batches makes
-further ones that train nothing.
+Each of these steps is a collective operation, so all processes must make the same number of forward calls. A process with fewer
+micro-batches makes additional calls that train nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from miles_embedded.trainer.data_parallel import Replicated
 
 
 class FullyShard(Replicated):
-    """Every process has its rows of the model.
+    """Every process stores a shard of the model.
 
     Args:
-        world: this process among the others, which are torch.distributed's default group.
-        device: where the model is.
+        world: rank and size of this process in torch.distributed's default group.
+        device: device of the model.
     """
 
     in_step = True
@@ -43,29 +43,29 @@ class FullyShard(Replicated):
         self._mesh = init_device_mesh(device.type, (world.size,))
         self._roots: dict[nn.Module, _Root] = {}
 
-    def divide(self, model: nn.Module) -> None:
-        """See ``Alone.divide``."""
+    def shard(self, model: nn.Module) -> None:
+        """See ``Alone.shard``."""
         marks = {}
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.contiguous()
             marks[name] = dict(vars(parameter))
         root = self._roots[model] = _Root(model)
-        # Sums in float32, of gradients in the parameters' own dtype; inputs stay as they are.
+        # Reduce in float32; gradients keep the dtype of their parameters, inputs are not cast.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         self._agree(model)
         for whole in [*decoder_layers(model), root]:
             for module in [*of_other_dtype(whole), whole]:
-                # A root keeps its parameters after a forward by default, and would not see what is written to them then.
+                # By default a root keeps its parameters gathered after a forward, and would miss later writes to the shards.
                 sharded: FSDPModule = fully_shard(module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
                 sharded.set_gradient_divide_factor(1.0)
                 sharded.set_force_sum_reduction_for_comms(True)
         for name, parameter in model.named_parameters():
-            vars(parameter).update(marks[name])  # what others noted on a parameter, its optimiser group for one
+            vars(parameter).update(marks[name])  # attributes that others set on parameters, e.g. the optimizer group
 
     @torch.no_grad()
     def _agree(self, model: nn.Module) -> None:
-        """Take the first rank's values where ranks made parameters of different ones, a plugin's module with random numbers say: each
-        rank keeps some rows of its own, and they would not belong together."""
+        """Broadcast parameters whose values differ between ranks from rank 0, e.g. a plugin's randomly initialised module. Shards of
+        different tensors would not form one tensor."""
         parameters = dict(model.named_parameters())
         if not parameters:
             return
@@ -78,7 +78,7 @@ class FullyShard(Replicated):
                 dist.broadcast(parameter.data, 0)
 
     def call(self, forward: Forward, model: nn.Module, micro_batch: Batch, ctx: Context) -> Output:
-        """See ``Alone.call``; a model that was not divided is called as it is."""
+        """See ``Alone.call``; a model that is not sharded is called directly."""
         root = self._roots.get(model)
         if root is None:
             return forward(model, micro_batch, ctx)
@@ -86,7 +86,7 @@ class FullyShard(Replicated):
         return found
 
     def sum_gradients(self, masters: Any) -> None:
-        """See ``Alone.sum_gradients``: the backward pass did it."""
+        """See ``Alone.sum_gradients``; the backward pass has already reduced them."""
 
     def square_norm(self, value: Tensor) -> Tensor:
         """See ``Alone.square_norm``."""
@@ -94,11 +94,11 @@ class FullyShard(Replicated):
 
 
 class _Root(nn.Module):
-    """A model whose forward call is the whole of ``forward``, plugins' wrappers included: what it computes with the embeddings,
-    the head or modules of its own happens while these are together.
+    """Wraps a model so that its forward is the whole ``forward`` function, including plugins' wrappers. Embeddings, head and additional
+    modules are therefore gathered for everything that it computes.
 
     Args:
-        model: any; not copied.
+        model: the model; not copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -106,22 +106,22 @@ class _Root(nn.Module):
         self.model = model
 
     def forward(self, forward: Forward, micro_batch: Batch, ctx: Context) -> tuple[Output, dict[str, Any], Any]:
-        """The output, and behind it all tensors through which a gradient may come back.
+        """Return the output, and all tensors through which a gradient may arrive.
 
-        FSDP2 puts the root's parameters together for the backward pass when a gradient reaches a tensor that a forward returned, and
-        looks for tensors in dictionaries and tuples. A loss may also read what a plugin left in ``ctx``; a gradient that came back
-        through that alone would find parameters without storage.
+        FSDP2 gathers the root's parameters for the backward pass when a gradient reaches a returned tensor, and searches dictionaries
+        and tuples for tensors. A loss may also use tensors that a plugin stored in ``ctx``; a gradient that arrived only through these
+        would find parameters without storage.
         """
         output = forward(self.model, micro_batch, ctx)
         return output, vars(output), (ctx.attached, ctx.extras, ctx.metrics)
 
 
 def of_other_dtype(whole: nn.Module) -> list[nn.Module]:
-    """The modules inside ``whole`` that have to be divided by themselves, innermost first: FSDP2 wants parameters of one dtype in a group,
-    and plugins add modules of another (adapters and heads in float32).
+    """Return the modules inside ``whole`` to shard separately, innermost first. FSDP2 requires one dtype per group, but plugins add
+    modules of other dtypes (adapters and heads in float32).
 
     Raises:
-        ConfigError: a module holds parameters of two dtypes itself.
+        ConfigError: a module itself has parameters of two dtypes.
     """
     owned: dict[nn.Module, set[torch.dtype]] = {}
     elements: Counter[torch.dtype] = Counter()
@@ -139,7 +139,7 @@ def of_other_dtype(whole: nn.Module) -> list[nn.Module]:
         if len(dtypes) > 1:
             raise ConfigError(
                 f"a {type(module).__name__} has parameters of the types {', '.join(sorted(map(str, dtypes)))}: --sharding-strategy "
-                "full_shard divides a module by itself where its type differs from the model's; give it one type, or use no_shard"
+                "full_shard shards a module separately if its dtype differs from the model's; use one dtype per module, or no_shard"
             )
         found += [child for child in module.modules() if child is not module and child in owned]
         found.append(module)
@@ -147,7 +147,7 @@ def of_other_dtype(whole: nn.Module) -> list[nn.Module]:
 
 
 def _outside_of_groups(whole: nn.Module) -> Iterator[nn.Module]:
-    """``whole`` and the modules inside it, without those that were divided before."""
+    """Yield ``whole`` and the modules inside it, without modules that are already sharded."""
     yield whole
     for child in whole.children():
         if not isinstance(child, FSDPModule):

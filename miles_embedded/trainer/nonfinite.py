@@ -1,7 +1,7 @@
-"""The first tensor of a failed optimiser step that is not finite.
+"""Find the first non-finite tensor of a failed optimizer step.
 
-A step only checks its gradient's norm. Nothing was changed by the failed step, so a second computation of its micro-batches meets the
-same numbers.
+A step checks only the norm of its gradient. A failed step changes nothing, so computing its micro-batches again gives the same
+numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_core.data.batch import Batch
 from miles_core.train.auxiliary import with_auxiliary
-from miles_embedded.model.nonfinite import NonFiniteWatch, finite
+from miles_embedded.model.nonfinite import NonFiniteWatch, is_finite
 
 if TYPE_CHECKING:
     from miles_core.contracts.trainer import LossFunction
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFunction, tokens: Tensor) -> str:
-    """Compute every micro-batch of a failed step again, on every rank; a clause that names the first tensor that is not finite,
-    the micro-batch and its samples. Gradients are cleared afterwards."""
+    """Compute every micro-batch of a failed step again, on every rank, and describe the first non-finite tensor with its micro-batch
+    and samples. Clears the gradients."""
     first = ""
     every = trainer.micro_batches(batch, "train", trainer.config.entropy)
     for number, (_, micro_batch, ctx) in enumerate(every, start=1):
@@ -29,7 +29,7 @@ def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFu
             output = trainer.parallel.call(trainer.callbacks.forward, trainer.model, micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             found = watch.first or _column(micro_batch)
-            if not found and not finite(share.value):
+            if not found and not is_finite(share.value):
                 found = "the loss itself, from finite log-probs and columns,"
             if share.value.requires_grad:
                 share.value.backward()
@@ -38,12 +38,12 @@ def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFu
         if found and not first:
             who = ", ".join(map(str, micro_batch.index.tolist()[:8])) + (", ..." if len(micro_batch) > 8 else "")
             first = f"{found} in micro-batch {number} of {len(trainer.split(batch))} (samples {who})"
-    first = trainer.parallel.first(first)  # the ranks go on together, so none may stop at what it found
-    return first or "all micro-batches are finite one by one, so their sum overflows"
+    first = trainer.parallel.first(first)  # collective: every rank must complete the loop before one raises
+    return first or "each micro-batch is finite, so their sum overflows"
 
 
 def _column(batch: Batch) -> str:
-    """A column of numbers that is not finite where something is trained."""
+    """Describe the first column with a non-finite value at a trained token; "" if there is none."""
     trained = batch.mask.bool()
     for name, values in batch.columns.items():
         if isinstance(values, Tensor) and values.is_floating_point() and len(values) == len(trained):

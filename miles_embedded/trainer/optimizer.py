@@ -1,8 +1,8 @@
-"""An optimizer (AdamW by default) on FP32 master weights, with a learning-rate schedule and clipping by the global norm.
+"""The trainer's optimizer (AdamW by default): FP32 master weights, a learning-rate schedule and clipping by the global norm.
 
-A model copy in FP32 (or FP64) is its own master. A BF16 copy has a separate FP32 master, into which every micro-batch's
-gradient is summed as soon as it is complete, so that neither the sum over micro-batches nor the step loses bits. Of a
-parameter that is divided among processes, the master is what this process holds.
+An FP32 (or FP64) model is its own master. A BF16 model has a separate FP32 master, to which the gradient of every micro-batch is added
+as soon as it is complete, so that neither the sum over micro-batches nor the step loses precision. The master of a sharded parameter is
+the local shard.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from miles_core.errors import ConfigError, NonFiniteError, PluginError
 from miles_core.train.adamw import adamw
 from miles_core.train.optimizer import OptimizerConfig
-from miles_embedded.model.sharded import Held, held
+from miles_embedded.model.sharded import LocalShard, local_shard
 from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.optimizer_group import OptimizerGroup, group_of
 
-#: Makes an optimizer with torch's interface of its parameter groups, each with ``params`` and ``weight_decay``.
+#: Makes an optimizer with torch's interface from parameter groups with ``params`` and ``weight_decay``.
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class Optimizer:
-    """Steps named parameters of a model. Those of an ``OptimizerGroup`` are clipped, decayed and stepped as it says.
+    """Steps the trainable parameters of a model. An ``OptimizerGroup`` overrides clipping, weight decay and learning rate.
 
     Attributes:
-        masters: parameter name -> the tensor that is stepped; its ``grad`` is the step's gradient.
-        step_number: optimiser steps done, the schedule's position.
-        fixed_lr: takes the place of the schedule, which then does not advance.
+        masters: parameter name -> tensor to step; its ``grad`` is the step's gradient.
+        step_number: number of completed optimizer steps, the position in the schedule.
+        fixed_lr: learning rate that replaces the schedule, which then does not advance; None to use the schedule.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class Optimizer:
             self._names.setdefault(group_of(parameter), []).append(name)
         groups = _groups({g: [self.masters[n] for n in names] for g, names in self._names.items()}, config)
         self._inner: torch.optim.Optimizer | None = None
-        if groups:  # a frozen model has nothing to step
+        if groups:  # none for a frozen model
             self._inner = make(groups) if make is not None else adamw(groups, config)
             _check_interface(self._inner)
 
     def _master(self, name: str, copy: nn.Parameter) -> Tensor:
-        own = held(copy)
-        if name not in self.apart and not own.divided:
+        own = local_shard(copy)
+        if name not in self.apart and not own.sharded:
             return copy
         master = (own.tensor.float().clone() if name in self.apart else own.tensor).requires_grad_()
 
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            grad = held(parameter.grad).tensor
+            grad = local_shard(parameter.grad).tensor
             master.grad = grad.to(master.dtype) if master.grad is None else master.grad.add_(grad)
             parameter.grad = None
 
@@ -73,19 +73,25 @@ class Optimizer:
         return master
 
     def reset(self) -> None:
-        """Forget the moments and the schedule's position; masters stay."""
+        """Drop the optimizer state and restart the schedule; masters do not change."""
         self.step_number = 0
         if self._inner is not None:
             self._inner.state.clear()
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Drop all gradients."""
         for master in self.masters.values():
             master.grad = None
 
     def step(self) -> dict[str, float]:
-        """Clip, step, refresh the model copy. Returns ``grad_norm`` (before clipping; of further groups ``grad_norm/NAME``) and
-        ``lr``; raises NonFiniteError when a norm is not finite, and then nothing has changed."""
+        """Clip the gradients, step, and update the model from the masters.
+
+        Returns:
+            ``grad_norm`` (before clipping; for further groups ``grad_norm/NAME``) and ``lr``.
+
+        Raises:
+            NonFiniteError: a norm is not finite; nothing has changed then.
+        """
         if self._inner is None:
             raise ConfigError("no weight of this model is trained: all of them are frozen (requires_grad is False)")
         self._parallel.sum_gradients(self.masters.values())
@@ -114,22 +120,22 @@ class Optimizer:
         return {"grad_norm": norms[None], "lr": rate, **further}
 
     def _norm(self, grads: list[Tensor]) -> float:
-        """Of these gradients on all processes."""
+        """Return the norm of these gradients over all processes."""
         own = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         return math.sqrt(float(self._parallel.square_norm(own.double().square())))
 
     @torch.no_grad()
     def _renew(self, group: OptimizerGroup) -> None:
-        """Take what is in the model copy as the group's masters, and forget its moments."""
+        """Copy the model's values to the group's masters, and drop their optimizer state."""
         for name in self._names[group]:
-            self.masters[name].copy_(held(self.copies[name]).tensor)
+            self.masters[name].copy_(local_shard(self.copies[name]).tensor)
             self._state.pop(self.masters[name], None)
         group.renewed = False
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round the masters into the model copy."""
-        apart = [(held(self.copies[n]).tensor, self.masters[n]) for n in self.apart]
+        """Round the masters to the model's dtype and copy them to the model."""
+        apart = [(local_shard(self.copies[n]).tensor, self.masters[n]) for n in self.apart]
         if apart:
             torch._foreach_copy_([c for c, _ in apart], [m for _, m in apart])
 
@@ -143,7 +149,7 @@ class Optimizer:
         )
 
     def memory(self) -> Iterator[Tensor]:
-        """What it holds where the model is, beside the parameters; nothing of it is needed between two steps."""
+        """Yield device tensors other than the parameters; none is needed between two steps."""
         for name, master in self.masters.items():
             if name in self.apart:
                 yield master
@@ -151,31 +157,37 @@ class Optimizer:
 
     @property
     def _state(self) -> Any:
-        """The optimizer's state by master."""
+        """State of the optimizer by master."""
         return {} if self._inner is None else self._inner.state
 
     def tensors(self) -> dict[str, Tensor]:
-        """The optimizer's state, and masters where they are apart from the model copy, by ``exp_avg.<parameter>`` and so on.
-        PluginError where a parameter is divided among processes and its state is not divided like it."""
+        """Return the optimizer's state and separate masters, named ``exp_avg.<parameter>`` etc.
+
+        Raises:
+            PluginError: the state of a sharded parameter is not sharded the same way.
+        """
         out: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             if name in self.apart:
                 out[f"master.{name}"] = master.detach()
             for key, value in self._state.get(master, {}).items():
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-                if tensor.dim() and tensor.shape != master.shape and held(self.copies[name]).divided:
+                if tensor.dim() and tensor.shape != master.shape and local_shard(self.copies[name]).sharded:
                     raise PluginError(
-                        f"the optimizer {type(self._inner).__name__} keeps {key} of shape {list(tensor.shape)} for {name}, of which this "
-                        f"rank holds {list(master.shape)}; with --sharding-strategy full_shard state has the shape of its parameter"
+                        f"the optimizer {type(self._inner).__name__} keeps {key} of shape {list(tensor.shape)} for {name}, whose shard on "
+                        f"this rank is {list(master.shape)}; with --sharding-strategy full_shard state must have the shape of the shard"
                     )
                 out[f"{key}.{name}"] = tensor
         return out
 
-    def holds(self, name: str) -> Held | None:
-        """What this process holds of the tensor of that name in ``tensors``; None for a count of steps. KeyError when there
-        is no such parameter."""
+    def holds(self, name: str) -> LocalShard | None:
+        """Return the local shard that corresponds to this name in ``tensors``; None for state without rows, such as the step count.
+
+        Raises:
+            KeyError: there is no such parameter.
+        """
         key, _, parameter = name.partition(".")
-        own, master = held(self.copies[parameter]), self.masters[parameter]
+        own, master = local_shard(self.copies[parameter]), self.masters[parameter]
         kept = self._state.get(master, {}).get(key)
         if key == "step" or (isinstance(kept, Tensor) and kept.shape != master.shape):
             return None
@@ -183,7 +195,7 @@ class Optimizer:
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor], step_number: int) -> None:
-        """Inverse of ``tensors``; the model copy must already hold its weights. KeyError names a missing tensor."""
+        """Load the result of ``tensors`` after the model's weights were loaded. KeyError names a missing tensor."""
         self.reset()
         self.step_number = step_number
         for name, master in self.masters.items():
@@ -194,7 +206,7 @@ class Optimizer:
                 self._state[master] = {key: self._placed(value, master) for key, value in kept.items()}
 
     def _placed(self, value: Tensor, master: Tensor) -> Tensor:
-        """A saved piece of state where the optimizer expects it: counts on the CPU, unless it is fused."""
+        """Copy a loaded state tensor to the device that the optimizer expects: step counts on the CPU unless it is fused."""
         if value.dim():
             return value.to(master.device, master.dtype if value.is_floating_point() else value.dtype, copy=True)
         fused = self._inner is not None and self._inner.defaults.get("fused")
@@ -202,13 +214,13 @@ class Optimizer:
 
 
 def _of(tensors: dict[str, Tensor], parameter: str) -> dict[str, Tensor]:
-    """key -> tensor of one parameter, of what ``Optimizer.tensors`` gave."""
+    """Return key -> tensor of one parameter from the result of ``Optimizer.tensors``."""
     end = f".{parameter}"
     return {name[: -len(end)]: t for name, t in tensors.items() if name.endswith(end) and "." not in name[: -len(end)]}
 
 
 def _groups(masters: dict[OptimizerGroup | None, list[Tensor]], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """torch's parameter groups: weight decay on matrices only."""
+    """Make torch's parameter groups, with weight decay for matrices only."""
     groups: list[dict[str, Any]] = []
     for group, members in masters.items():
         decay = config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
@@ -222,6 +234,6 @@ def _check_interface(made: object) -> None:
     lacking = [name for name in ("step", "param_groups", "state") if not hasattr(made, name)]
     if lacking:
         raise PluginError(
-            f"make_optimizer returned {type(made).__name__}, which has no {', '.join(lacking)}; it returns an object with the interface "
-            "of torch.optim.Optimizer"
+            f"make_optimizer returned {type(made).__name__}, which has no {', '.join(lacking)}; it must return an object with the "
+            "interface of torch.optim.Optimizer"
         )

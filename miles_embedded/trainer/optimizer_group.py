@@ -1,6 +1,6 @@
-"""Parameters that are trained in their own way: another learning rate, weight decay and clip norm than the model's.
+"""Parameter groups with their own learning rate, weight decay and gradient clipping.
 
-What is clipped together is coupled: a large gradient of one part shortens the step of all. So a group is clipped by its own norm.
+Clipping couples parameters: a large gradient of one part reduces the step of all. A group is therefore clipped by its own norm.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _ATTRIBUTE = "miles_optimizer_group"
 
 @dataclass(eq=False)
 class OptimizerGroup:
-    """How some parameters are trained.
+    """Training options of some parameters.
 
     Attributes:
-        name: in metrics, ``grad_norm/NAME``.
-        lr: constant learning rate; None follows the model's, schedule included.
-        weight_decay: None is the model's.
-        clip_grad: bound of the norm of the group's gradient; 0 is off.
-        renewed: set by whoever wrote new values into the parameters; the next step then starts from these, without moments.
+        name: name in metrics, ``grad_norm/NAME``.
+        lr: constant learning rate; None uses the model's, including its schedule.
+        weight_decay: weight decay; None uses the model's.
+        clip_grad: bound on the norm of the group's gradient; 0 disables clipping.
+        renewed: set this after writing new values to the parameters. The next step starts from them, without optimizer state.
     """
 
     name: str
@@ -34,12 +34,12 @@ class OptimizerGroup:
 
 
 def optimizer_group(parameters: Iterable[nn.Parameter], group: OptimizerGroup) -> None:
-    """Let these parameters be trained as ``group`` says; before the trainer is made, as ``on_model`` is."""
+    """Assign these parameters to ``group``; call it before the trainer is made, as in ``on_model``."""
     for parameter in parameters:
         setattr(parameter, _ATTRIBUTE, group)
 
 
 def group_of(parameter: Any) -> OptimizerGroup | None:
-    """The group of a parameter; None is the model's own."""
+    """Return the group of a parameter; None for the model's own group."""
     found: OptimizerGroup | None = getattr(parameter, _ATTRIBUTE, None)
     return found

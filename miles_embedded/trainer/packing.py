@@ -1,12 +1,12 @@
-"""How a micro-batch is laid out: one row of tokens, no padding, prompts of a group computed once.
+"""Layout of a micro-batch: one row of tokens without padding, in which the shared prompt of a group is computed once.
 
-A group's samples start with the same tokens. What they share (the *trunk*) is computed once and every sample continues it
-with a *branch* that sees the trunk and itself; a sample that shares nothing is all trunk. So linear layers, norms and
-experts see each distinct token once, and only attention knows about the tree.
+The samples of a group start with the same tokens. This shared part (the *trunk*) is computed once, and every sample continues it with a
+*branch* that attends to the trunk and itself; a sample that shares nothing is a trunk only. Linear layers, norms and experts thus
+process each distinct token once, and only attention depends on the tree.
 
-Two things bound the trunk. An input column (``Batch.inputs``) that differs between siblings, a replayed choice of experts
-say, makes rows different even where the tokens agree, so the trunk ends at the first such row, whatever the column means. And rows
-that no trained position needs, the last token of every sample to begin with, are not computed at all.
+Two conditions limit the trunk. If an input column (``Batch.inputs``, e.g. replayed expert choices) differs between siblings, their rows
+differ even for equal tokens, so the trunk ends at the first such row, for any kind of column. Rows that no trained position needs, such
+as the last token of every sample, are not computed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 @dataclass
 class Segments:
-    """Runs of consecutive physical rows: where each starts, how long it is, and (branches) the index of its trunk."""
+    """Ranges of consecutive physical rows: start, length, and (for branches) the index of the trunk."""
 
     start: Ints
     length: Ints
@@ -37,17 +37,17 @@ class Segments:
 
 @dataclass
 class Packing:
-    """The physical layout of one micro-batch of T flat tokens in R rows.
+    """Physical layout of a micro-batch of T flat tokens in R rows.
 
     Attributes:
         rows: [R] index of each physical row in the flat columns.
         positions: [R] position of each row within its sample.
-        row_of: [T] the physical row that computes a flat token; -1 where none does or its sample does not need it.
-        trunks: segments that attend to themselves, causally.
-        branches: segments that attend to their trunk and to themselves; siblings are neighbours.
+        row_of: [T] physical row that computes a flat token; -1 if the token's sample does not need it.
+        trunks: segments with causal attention to themselves.
+        branches: segments that attend to their trunk and themselves; siblings are adjacent.
         sources: [M] physical row whose output predicts each target.
         targets: [M] flat index of each target (``loss_mask`` is not 0), ascending.
-        spans: [R] for how long a sequence each row's rotary frequencies are; None where all samples use one set.
+        spans: [R] sequence length that determines each row's rotary frequencies; None if all samples use the same set.
     """
 
     rows: Tensor
@@ -61,14 +61,14 @@ class Packing:
 
 
 def pack(batch: Batch, share: bool = True) -> Packing:
-    """Lay out ``batch``. ``share=False`` computes every sample by itself."""
+    """Compute the layout of ``batch``. ``share=False`` computes every sample separately."""
     device = batch.tokens.device
     starts = batch.starts.cpu().numpy()
     targets = target_positions(batch)
     needed = needed_rows(batch, targets)
     trunk_of, shared, order = _tree(batch, needed, share)
-    own = needed[order] - shared  # rows of each branch, or of a trunk of its own
-    if not len(order):  # nothing is trained here; a model still wants a row
+    own = needed[order] - shared  # rows of each branch, or of a trunk without branches
+    if not len(order):  # nothing is trained, but a model needs at least one row
         trunk_of, shared, order, own = (np.array([n], np.int64) for n in (0, 1, 0, 0))
 
     # Row runs in physical order: each group's trunk, then its branches.
@@ -101,24 +101,24 @@ def pack(batch: Batch, share: bool = True) -> Packing:
 
 
 def spans(start: Ints, length: Ints) -> Ints:
-    """The concatenation of ``range(start[i], start[i] + length[i])``."""
+    """Concatenate ``range(start[i], start[i] + length[i])`` for all i."""
     end = length.cumsum()
     within = np.arange(end[-1] if len(end) else 0) - np.repeat(end - length, length)
     return np.repeat(start, length) + within
 
 
 def target_positions(batch: Batch) -> Ints:
-    """[M] flat indices of the tokens with a loss mask."""
+    """Return [M] flat indices of the tokens with a loss mask. ValueError if one is the first token of its sample."""
     targets = batch.mask.cpu().numpy().nonzero()[0]
     first = np.zeros(len(batch.tokens) + 1, bool)
     first[batch.starts.cpu().numpy()] = True
     if first[targets].any():
-        raise ValueError("loss_mask is 1 on the first token of a sample, which nothing predicts")
+        raise ValueError("loss_mask is 1 on the first token of a sample, which cannot be predicted")
     return targets
 
 
 def needed_rows(batch: Batch, targets: Ints | None = None) -> Ints:
-    """[N] how many leading tokens of each sample must be inputs: up to the one before its last target."""
+    """Return [N] number of leading tokens of each sample that must be inputs: up to the token before its last target."""
     targets = target_positions(batch) if targets is None else targets
     starts, lengths = batch.starts.cpu().numpy(), batch.lengths.cpu().numpy()
     owner = np.repeat(np.arange(len(batch)), lengths)[targets]
@@ -128,7 +128,7 @@ def needed_rows(batch: Batch, targets: Ints | None = None) -> Ints:
 
 
 def row_counts(batch: Batch, share: bool = True) -> list[tuple[list[int], int, list[int]]]:
-    """What each group costs: (its samples, rows of their trunk, rows each adds); samples nobody trains are left out."""
+    """Return the cost of each group: (samples, rows of the trunk, additional rows per sample), without samples that train nothing."""
     needed = needed_rows(batch)
     trunk_of, shared, order = _tree(batch, needed, share)
     found: dict[int, tuple[list[int], int, list[int]]] = {}
@@ -140,7 +140,7 @@ def row_counts(batch: Batch, share: bool = True) -> list[tuple[list[int], int, l
 
 
 def _tree(batch: Batch, needed: Ints, share: bool) -> tuple[Ints, Ints, Ints]:
-    """(trunk number, shared rows, sample) of every sample with rows to compute, siblings together, trunks numbered in order."""
+    """Return (trunk index, shared rows, sample) of every sample with rows to compute, siblings adjacent, in trunk order."""
     used = needed.nonzero()[0]
     if not share:
         return np.arange(len(used)), np.zeros(len(used), np.int64), used
@@ -158,13 +158,13 @@ def _tree(batch: Batch, needed: Ints, share: bool) -> tuple[Ints, Ints, Ints]:
     limit = np.minimum(shortest, np.maximum.reduceat(needed[order], heads))
     limit[np.bincount(number) == 1] = 0
     shared = _agreeing(batch, order, heads, number, limit)[number]
-    # A group that shares nothing is as many trunks as it has samples.
+    # Each sample of a group without shared rows is a separate trunk.
     number = (leader | (shared == 0)).cumsum() - 1
     return number, shared, order
 
 
 def _agreeing(batch: Batch, order: Ints, heads: Ints, number: Ints, limit: Ints) -> Ints:
-    """[groups] the length, up to ``limit``, over which tokens and input columns agree between all members."""
+    """Return [groups] length, up to ``limit``, over which tokens and input columns are equal for all members."""
     starts = batch.starts.cpu().numpy()
     others = np.setdiff1d(np.arange(len(order)), heads)
     others = others[limit[number[others]] > 0]
@@ -183,7 +183,7 @@ def _agreeing(batch: Batch, order: Ints, heads: Ints, number: Ints, limit: Ints)
 
 
 def _differs(column: Tensor | Ragged, a: Ints, b: Ints) -> NDArray[np.bool_]:
-    """[len(a)] whether rows ``a`` and ``b`` of a column are different."""
+    """Return [len(a)] whether rows ``a`` and ``b`` of a column differ."""
     if isinstance(column, Ragged):
         column = column.to("cpu")
         left, right = column.select(torch.from_numpy(a)), column.select(torch.from_numpy(b))
@@ -193,7 +193,7 @@ def _differs(column: Tensor | Ragged, a: Ints, b: Ints) -> NDArray[np.bool_]:
         owner = torch.repeat_interleave(same, counts[same])
         unequal[owner[left.select(same).values != right.select(same).values]] = True
         return unequal.numpy()
-    rows = column.cpu().numpy()  # numpy, because torch starts all its threads for this little
+    rows = column.cpu().numpy()  # numpy, because torch would start all its threads for a small array
     one, two = rows.take(a, 0), rows.take(b, 0)
     differs: NDArray[np.bool_] = one != two
     if column.is_floating_point():

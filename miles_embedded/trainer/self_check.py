@@ -1,4 +1,4 @@
-"""The embedded trainer's part of the self-check, for runs whose engine is another one."""
+"""Self-check of the embedded trainer, for runs with another engine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from miles_embedded.trainer.twice import pack_grown
 
 
 def self_check(model: nn.Module) -> None:
-    """Compare the log-probabilities of packed samples, as training computes them, with plain forwards.
+    """Compare log-probabilities of packed samples, as computed in training, with plain forwards.
 
     Raises:
-        CheckpointError: they differ by more than rounding, or the model cannot be run in this way.
+        CheckpointError: they differ by more than rounding, or the packed forward fails.
     """
-    check_scores(model, {"packed samples are trained": lambda sequences: _trained(model, sequences)})
+    check_scores(model, {"packed samples are trained": lambda sequences: _score_packed(model, sequences)})
 
 
 @torch.no_grad()
-def _trained(model: nn.Module, sequences: list[list[int]]) -> list[np.ndarray]:
-    """log p of every token after the first, [len - 1] each, by one packed forward."""
+def _score_packed(model: nn.Module, sequences: list[list[int]]) -> list[np.ndarray]:
+    """Return log p of every token after the first, [len - 1] per sequence, from one packed forward."""
     samples = [
         Sample(tokens=tokens, response_length=len(tokens) - 1, group_index=number, index=number)
         for number, tokens in enumerate(sequences)

@@ -1,4 +1,4 @@
-"""Dealing an optimiser step's samples into micro-batches."""
+"""Split the samples of an optimizer step into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from miles_embedded.trainer.packing import row_counts
 def split(
     batch: Batch, micro_batch_size: int | None = None, max_tokens: int | None = None, share: bool = True
 ) -> list[list[int]]:
-    """Positions of the samples of each micro-batch; every sample is in exactly one.
+    """Return the sample indices of each micro-batch; every sample is in exactly one.
 
     Args:
         batch: all samples of the step.
-        micro_batch_size: samples a micro-batch, in order; None for no limit.
-        max_tokens: computed tokens a micro-batch instead. A group stays together while it fits, so that its prompt is computed
-            once; a sample longer than the limit gets a micro-batch of its own.
-        share: whether prompts are shared, which decides what a sample costs.
+        micro_batch_size: samples per micro-batch, in order; None for no limit.
+        max_tokens: if given, computed tokens per micro-batch, instead of ``micro_batch_size``. A group is kept together if it fits, so
+            that its prompt is computed once; a sample longer than the limit has its own micro-batch.
+        share: whether prompts are shared, which determines the cost of a sample.
     """
     everything = list(range(len(batch)))
     if max_tokens is None:
@@ -30,13 +30,13 @@ def split(
     pieces = [p for members, trunk, own in row_counts(batch, share) for p in _pieces(members, trunk, own, max_tokens)]
     found = _fill(pieces, max_tokens)
     idle = sorted(set(everything) - {i for samples in found for i in samples})
-    if idle:  # nobody trains on them, they cost nothing, but their results are asked for
+    if idle:  # samples that train nothing cost nothing, but callers expect results for them
         found = [[*found[0], *idle], *found[1:]] if found else [idle]
     return found
 
 
 def idle_sample(batch: Batch) -> Batch:
-    """One sample that trains nothing, with every column of ``batch``: its first, or two tokens where it has none."""
+    """Return a sample with every column of ``batch`` that trains nothing: the first sample, or two zero tokens if there is none."""
     if len(batch):
         one = batch.select([0])
         return replace(one, columns=one.columns | {"loss_mask": torch.zeros_like(one.mask)})
@@ -61,7 +61,7 @@ def idle_sample(batch: Batch) -> Batch:
 
 
 def _pieces(members: list[int], trunk: int, own: list[int], limit: int) -> list[tuple[int, list[int]]]:
-    """A group cut into parts of at most ``limit`` rows, each paying for the trunk: (rows, samples)."""
+    """Split a group into parts of at most ``limit`` rows, each including the trunk: (rows, samples)."""
     pieces: list[tuple[int, list[int]]] = []
     for sample, rows in zip(members, own, strict=True):
         if pieces and pieces[-1][0] + rows <= limit:
@@ -73,7 +73,7 @@ def _pieces(members: list[int], trunk: int, own: list[int], limit: int) -> list[
 
 
 def _fill(pieces: list[tuple[int, list[int]]], limit: int) -> list[list[int]]:
-    """First fit, largest first: few micro-batches, each in its samples' own order."""
+    """Assign pieces by first fit, largest first, to few micro-batches; samples stay in order within each."""
     bins: list[tuple[int, list[int]]] = []
     for cost, samples in sorted(pieces, key=lambda p: (-p[0], p[1][0])):
         for i, (used, held) in enumerate(bins):

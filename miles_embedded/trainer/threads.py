@@ -1,4 +1,4 @@
-"""Threads that compute together, on a machine that does other work."""
+"""Detection of CPU contention between torch's threads and other processes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ log = logging.getLogger(__name__)
 
 
 def tell_if_crowded() -> None:
-    """Log a hint where other processes take cores that torch's threads count on: all threads of an operation wait, spinning, for
-    the one that was put aside, so a step takes several times as long as with one thread."""
+    """Log a hint if other processes compete for the cores of torch's threads. All threads of an operation spin while one of them is
+    descheduled, so a step takes several times as long as with a single thread."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-    others = os.getloadavg()[0] - 1 if hasattr(os, "getloadavg") else 0.0  # one is this process itself
+    others = os.getloadavg()[0] - 1 if hasattr(os, "getloadavg") else 0.0  # without this process itself
     if threads > 1 and others > max(0.5, cores - threads):
         log.info(
-            "about %.0f other processes compute on the %d cores of this machine, and torch takes %d threads here: steps may take several "
-            "times as long; OMP_NUM_THREADS=1 in the environment avoids it",
+            "about %.0f other processes run on the %d cores of this machine, and torch uses %d threads here: steps may take several "
+            "times as long; set OMP_NUM_THREADS=1 in the environment to avoid it",
             max(others, 1),
             cores,
             threads,

@@ -1,8 +1,8 @@
-"""The embedded trainer: a Transformers model in this process, packed micro-batches, AdamW.
+"""The embedded trainer: a Transformers model in this process, trained on packed micro-batches.
 
-A micro-batch goes through the model as one row of tokens (``packing``), attention knows the tree (``attention``), only trained
-positions meet ``lm_head`` (``logprobs``). How samples are dealt into micro-batches changes the time and the memory of a step,
-never its result.
+A micro-batch passes the model as one row of tokens (``packing``), only attention uses the tree (``attention``), and ``lm_head`` is
+applied only at trained positions (``logprobs``). The split of samples into micro-batches changes the time and memory of a step, but not
+its result.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from torch import Tensor, nn
 from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer, TrainerPart
 from miles_core.data.batch import Batch, Ragged
-from miles_core.data.field import SAMPLING_SUPPORT
-from miles_core.data.means import add, as_floats
+from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
+from miles_core.data.means import as_floats
 from miles_core.data.unit import Unit
-from miles_core.errors import ConfigError, MilesError, NonFiniteError
+from miles_core.errors import ConfigError, NonFiniteError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_core.precision.snapshot import Snapshot
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.optimizer import OptimizerConfig
-from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import backbone, decoder_layers, facts_of
-from miles_embedded.model.logprobs import scatter, token_log_probs, top_log_probs
+from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
 from miles_embedded.model.released import Released
-from miles_embedded.model.sharded import held
+from miles_embedded.model.sharded import local_shard
 from miles_embedded.model.value_head import value_head, values_of
 from miles_embedded.model.views import export
 from miles_embedded.quantized.linear import linear_shapes
@@ -43,31 +42,33 @@ from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer import checkpoint
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
+from miles_embedded.trainer.columns import check_columns, gather_columns
 from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.emulate import emulating
 from miles_embedded.trainer.expert_loads import Loads
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import MakeOptimizer, Optimizer
-from miles_embedded.trainer.packing import Packing, spans
+from miles_embedded.trainer.packing import Packing
+from miles_embedded.trainer.recomputation import recompute_layers
 from miles_embedded.trainer.split import idle_sample, split
+from miles_embedded.trainer.totals import add_pairs
 from miles_embedded.trainer.twice import pack_grown
-
-#: What ``EmbeddedTrainer.columns`` knows.
-COLUMNS = ("log_probs", "entropy", "values", "top_tokens", "top_log_probs")
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Attributes:
-    optimizer: see ``OptimizerConfig``.
-    temperature: of the rollout; log-probs are those of the distribution that was sampled.
-    micro_batch_size: samples a micro-batch.
-    max_tokens: computed tokens a micro-batch, instead of ``micro_batch_size``.
-    share_prompts: compute what the samples of a group start with once.
-    recompute: recompute the layers' activations in the backward pass.
-    aux_loss_coef: coefficient of the load-balancing loss; 0 is off.
-    entropy: give the loss the entropy at trained positions.
-    trains: False for a frozen model, which gets no optimizer.
+    """Settings of the embedded trainer.
+
+    Attributes:
+        optimizer: see ``OptimizerConfig``.
+        temperature: temperature of the rollout; log-probs refer to the sampled distribution.
+        micro_batch_size: samples per micro-batch.
+        max_tokens: computed tokens per micro-batch; replaces ``micro_batch_size``.
+        share_prompts: compute the common beginning of a group's samples once.
+        recompute: recompute the layers' activations in the backward pass.
+        aux_loss_coef: coefficient of the load-balancing loss; 0 disables it.
+        entropy: provide the loss with the entropy at trained positions.
+        trains: False for a frozen model, which has no optimizer.
     """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -82,22 +83,22 @@ class TrainerConfig:
 
 
 class EmbeddedTrainer(Trainer):
-    """A trainer of one Transformers model, in this process or together with others.
+    """Trainer of one Transformers model, in one process or several.
 
     Args:
         model: prepared by ``miles_embedded.model.load``.
         config: see ``TrainerConfig``.
-        reference: makes the reference model for ``kind="ref"`` when it is first asked for.
-        precision: of the models, where it may change.
-        parallel: how it trains with other processes, each of which has such a trainer and is called alike.
-        optimizer: makes the optimizer of parameter groups; AdamW by default.
+        reference: makes the reference model for ``kind="ref"`` on first use.
+        precision: precision of the models; None if it is fixed.
+        parallel: data-parallel strategy. Every process has such a trainer and receives the same calls.
+        optimizer: makes the optimizer from parameter groups; AdamW by default.
 
     Raises:
-        ConfigError: no parameter of a model that is to be trained has a gradient.
+        ConfigError: a model to be trained has no trainable parameter.
     """
 
     capabilities = frozenset(
-        {"entropy", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "optimizers"}
+        {"entropy", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "candidates", "optimizers"}
     )
 
     def __init__(
@@ -121,14 +122,14 @@ class EmbeddedTrainer(Trainer):
             raise ConfigError(
                 f"no weight of {type(model).__name__} is trained: all of them are frozen (requires_grad is False) after on_model"
             )
-        self.parallel.divide(model)
+        self.parallel.shard(model)
         self.optimizer = Optimizer(model, config.optimizer, self.parallel, optimizer)
         self.balance = Balance(model, config.aux_loss_coef) if config.aux_loss_coef > 0 else None
         self.loads = Loads(model)
         self._make_reference = reference
         self._reference: nn.Module | None = None
         if config.recompute:
-            _recompute_layers(model)
+            recompute_layers(model)
         self._switch = rope_switch(model)
         self._scored: nn.Module | None = None
         self._asleep: dict[TrainerPart, Released] = {"weights": Released(keep=True), "optimizer": Released(keep=True)}
@@ -137,27 +138,27 @@ class EmbeddedTrainer(Trainer):
 
     @property
     def chunks(self) -> list[nn.Module]:
-        """One: the model."""
+        """The model as the only chunk."""
         return [self.model]
 
     @property
     def device(self) -> torch.device:
-        """Where the model is that ``log_probs`` and ``step`` compute with."""
+        """Device of the model that ``log_probs`` and ``step`` use."""
         return next((self._scored or self.model).parameters()).device
 
     @property
     def reference(self) -> nn.Module:
-        """The reference model, loaded now if it was not."""
+        """The reference model, loaded on first use."""
         if self._reference is None:
             if self._make_reference is None:
                 raise RuntimeError("this trainer was built without a reference model")
             reference = self._make_reference().to(self.device).requires_grad_(False).eval()
-            self.parallel.divide(reference)
+            self.parallel.shard(reference)
             self._reference = reference
         return self._reference
 
     def forward(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
-        """Log-probs at trained positions; ``ctx.attached`` may carry ``entropy`` (bool) to ask for the entropy."""
+        """Compute log-probs at trained positions; ``ctx.attached["entropy"]`` (bool) requests the entropy."""
         packing: Packing = ctx.attached["packing"]
         call = PackedCall(ctx, packing)
         watch = self.balance if ctx.kind == "train" else None
@@ -176,20 +177,23 @@ class EmbeddedTrainer(Trainer):
         return replace(self.predict(chunk, hidden, micro_batch, ctx), aux=aux)
 
     def predict(self, model: nn.Module, hidden: Tensor, micro_batch: Batch, ctx: Context) -> Output:
-        """Final hidden states [rows, hidden] -> log-probs and what else ``ctx`` wants of them; of a critic, values."""
+        """Compute log-probs, and other outputs requested by ``ctx``, from final hidden states [rows, hidden]; for a critic, values."""
         packing: Packing = ctx.attached["packing"]
         sources, length = hidden.index_select(0, packing.sources), len(micro_batch.tokens)
         if (critic := value_head(model)) is not None:
             return Output(values=scatter(values_of(critic, sources), packing.targets, length))
         support = micro_batch.columns.get(SAMPLING_SUPPORT.name)
         assert support is None or isinstance(support, Ragged)
-        log_probs, entropy = token_log_probs(
+        candidates = micro_batch.columns.get(CANDIDATES.name)
+        assert candidates is None or isinstance(candidates, Tensor)
+        log_probs, entropy, others = head_log_probs(
             model,
             sources,
             micro_batch.tokens[packing.targets],
             self.config.temperature,
             None if support is None else support.select(packing.targets),
             bool(ctx.attached.get("entropy")),
+            candidates=None if candidates is None else candidates[packing.targets],
         )
         tokens, best = None, None
         if ctx.top_k:
@@ -199,6 +203,7 @@ class EmbeddedTrainer(Trainer):
             top_log_probs=None if best is None else scatter(best, packing.targets, length),
             log_probs=scatter(log_probs, packing.targets, length),
             entropy=None if entropy is None else scatter(entropy, packing.targets, length),
+            candidate_log_probs=None if others is None else scatter(others, packing.targets, length),
         )
 
     def optimizer_step(self) -> dict[str, float]:
@@ -213,21 +218,14 @@ class EmbeddedTrainer(Trainer):
     def columns(self, batch: Batch, kind: Pass, wanted: Collection[str], top_k: int = 0) -> dict[str, Tensor]:
         """See ``Trainer.columns``."""
         chunk = self.reference if kind == "ref" else self._scored or self.model
-        given = {"values"} if value_head(chunk) is not None else {*COLUMNS} - {"values"}
-        if lacking := sorted({*wanted} - given):
-            raise MilesError(
-                f"this model gives {', '.join(sorted(given))} and not {', '.join(lacking)}: a policy of the role critic has a value head "
-                "in place of its output layer, and no other has one"
-            )
-        if top_k > text_configuration(chunk).vocab_size:
-            raise MilesError(f"top_k is {top_k}, and the model knows {text_configuration(chunk).vocab_size} tokens")
+        check_columns(chunk, wanted, top_k)
         results = []
         for samples, micro_batch, ctx in self.micro_batches(batch, kind, "entropy" in wanted):
             ctx.wanted, ctx.top_k = frozenset(wanted), top_k if "top_tokens" in wanted else 0
             output = self.parallel.call(self.callbacks.forward, chunk, micro_batch, ctx)
             if samples:
                 results.append((samples, output))
-        return self._gathered(batch, results, tuple(wanted), top_k)
+        return gather_columns(batch, results, tuple(wanted), top_k)
 
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
@@ -255,22 +253,22 @@ class EmbeddedTrainer(Trainer):
     def step_metrics(
         self, totals: dict[str, tuple[Tensor, Tensor]], stepped: dict[str, float]
     ) -> dict[str, tuple[float, float]]:
-        """What ``step`` returns: the sums over its micro-batches, the loads of experts, and what the optimiser step said."""
+        """Return the metrics of a step: sums over its micro-batches, expert loads, and metrics of the optimizer step."""
         metrics = as_floats(totals) | self.loads.take(self.sum)
         return metrics | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
 
     def split(self, batch: Batch) -> list[list[int]]:
-        """The samples of each micro-batch of a step, as positions in ``batch``."""
+        """Return the samples of each micro-batch of a step, as indices in ``batch``."""
         return split(batch, self.config.micro_batch_size, self.config.max_tokens, self.config.share_prompts)
 
     def micro_batches(self, batch: Batch, kind: Pass, entropy: bool) -> Iterator[tuple[list[int], Batch, Context]]:
-        """The micro-batches of a pass: samples, and what ``prepare`` makes of them. Where ranks go in step, those with fewer
-        get further ones without samples, which train nothing.
+        """Yield the micro-batches of a pass: sample indices, and the results of ``prepare``. If forward calls are collective, ranks with
+        fewer micro-batches yield additional ones without samples, which train nothing.
 
         Args:
             batch: this rank's samples of the step.
-            kind: which pass it is.
-            entropy: whether the pass asks for the entropy.
+            kind: kind of the pass.
+            entropy: whether the pass needs the entropy.
         """
         splits = self.split(batch)
         idle = self.parallel.most(len(splits)) - len(splits) if self.parallel.in_step else 0
@@ -280,13 +278,13 @@ class EmbeddedTrainer(Trainer):
             yield [], *self.prepare(idle_sample(batch), [0], kind, entropy)
 
     def prepare(self, batch: Batch, samples: list[int], kind: Pass, entropy: bool) -> tuple[Batch, Context]:
-        """One micro-batch on the model's device, packed, and the context that ``forward`` wants with it.
+        """Pack one micro-batch on the model's device, and make the context for ``forward``.
 
         Args:
-            batch: the step's.
-            samples: those of the micro-batch, one entry of ``split``.
-            kind: which pass it is for.
-            entropy: whether the pass asks for the entropy.
+            batch: samples of the step.
+            samples: indices of the micro-batch's samples, one entry of ``split``.
+            kind: kind of the pass.
+            entropy: whether the pass needs the entropy.
         """
         micro_batch = batch if samples == list(range(len(batch))) else batch.select(samples)
         packing = pack_grown(micro_batch, self.config.share_prompts, self._switch)
@@ -302,10 +300,10 @@ class EmbeddedTrainer(Trainer):
 
     @contextmanager
     def scoring_with(self, model: nn.Module | None = None, attached: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """While this is open, ``log_probs`` of the policy computes with another model of this process, and its passes find more.
+        """Make ``log_probs`` of the policy use another model of this process, or further context entries, inside this context.
 
         Args:
-            model: prepared like the trainer's own; None leaves it to the trainer's own.
+            model: prepared like the trainer's own; None keeps the current model.
             attached: further entries of every pass's ``Context.attached``.
         """
         before = self._scored, self._attached
@@ -334,7 +332,7 @@ class EmbeddedTrainer(Trainer):
             if self.precision is not None:
                 self.precision.forget()
             models = [m for m in (self.model, self._reference) if m is not None]
-            self._asleep["weights"].release(held(p).tensor for m in models for p in m.parameters())
+            self._asleep["weights"].release(local_shard(p).tensor for m in models for p in m.parameters())
         if "optimizer" in parts and not self._asleep["optimizer"]:
             self._asleep["optimizer"].release(self.optimizer.memory())
 
@@ -344,7 +342,7 @@ class EmbeddedTrainer(Trainer):
             self._asleep[part].restore()
 
     def quantizer(self, format: Format) -> FormatItself:
-        """There is no other code here than the format's own."""
+        """Return the format's own quantizer; this trainer defines no other code."""
         product = None if self.precision is None else self.precision.products.of(format, self.model)
         return FormatItself(format, product, linear_shapes(self.model))
 
@@ -361,15 +359,15 @@ class EmbeddedTrainer(Trainer):
         self.optimizer.reset()
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
-        """See ``Trainer.units``; the first rank yields them. Views of the model's memory, changed by the next step."""
-        with _exhausted(export(self.model)) as units:
+        """See ``Trainer.units``; rank 0 yields them. Views of the model's memory, which the next step changes."""
+        with _drain(export(self.model)) as units:
             for unit in units:
                 if everywhere or self.world.rank == 0:
                     yield unit
 
     def export(self, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
-        """See ``Trainer.export``; the first rank writes."""
-        with _exhausted(self.units() if units is None else units) as stream:
+        """See ``Trainer.export``; rank 0 writes."""
+        with _drain(self.units() if units is None else units) as stream:
             if self.world.rank == 0:
                 export_checkpoint(self.model, tokenizer, directory, units=stream)
 
@@ -378,58 +376,18 @@ class EmbeddedTrainer(Trainer):
         checkpoint.save(self.model, self.optimizer, Path(directory), self.world)
 
     def load(self, directory: Path) -> None:
-        """See ``Trainer.load``; CheckpointError when ``directory`` holds another model."""
+        """See ``Trainer.load``; CheckpointError if ``directory`` belongs to another model."""
         checkpoint.load(self.model, self.optimizer, Path(directory), self.world)
-
-    def _gathered(
-        self, batch: Batch, results: list[tuple[list[int], Output]], names: tuple[str, ...], top_k: int = 0
-    ) -> dict[str, Tensor]:
-        """The micro-batches' results in the batch's own order."""
-        home = batch.tokens.device
-        out = {}
-        for name in names:
-            parts = [getattr(output, name).to(home) for _, output in results]
-            more = (top_k,) if name.startswith("top_") else ()
-            kind = parts[0].dtype if parts else torch.int32 if name == "top_tokens" else torch.float32
-            out[name] = torch.zeros(len(batch.tokens), *more, dtype=kind, device=home)
-            for (samples, _), values in zip(results, parts, strict=True):
-                out[name][_flat(batch, samples)] = values
-        return out
 
 
 @contextmanager
-def _exhausted(units: Iterator[Unit]) -> Iterator[Iterator[Unit]]:
-    """Read to the end what was left: other ranks wait for this one with each unit, also when it fails half-way."""
+def _drain(units: Iterator[Unit]) -> Iterator[Iterator[Unit]]:
+    """Consume the remaining units on exit, also after an error, because other ranks wait for this one at each unit."""
     try:
         yield units
     finally:
         for _ in units:
             pass
-
-
-def add_pairs(totals: dict[str, tuple[Tensor, Tensor]], pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Add the (sum, weight) pairs of one micro-batch to those of its step, in float64."""
-    add(totals, {name: (_double(total), _double(weight)) for name, (total, weight) in pairs.items()})
-
-
-def _double(value: Tensor | float) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64).detach()
-
-
-def _flat(batch: Batch, samples: list[int]) -> Tensor:
-    """Flat positions of these samples' tokens, in their order."""
-    starts, lengths = (column.cpu().numpy()[samples] for column in (batch.starts, batch.lengths))
-    return torch.from_numpy(spans(starts, lengths)).to(batch.tokens.device)
-
-
-def _recompute_layers(model: nn.Module) -> None:
-    named: Any = model
-    enable = getattr(named, "activation_checkpointing_enable", None) or named.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    # Transformers recomputes layers only in training mode. The layers alone are put there: their children, dropout
-    # among them, stay in evaluation mode, since a policy's log-probs must not be random.
-    for layer in decoder_layers(model):
-        layer.training = True
 
 
 def _no_loss(output: Output, micro_batch: Batch, ctx: Context) -> Any:

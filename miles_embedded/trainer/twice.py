@@ -1,7 +1,7 @@
-"""Samples that outgrow their rotary frequencies (``model.growing_rope``), laid out once for each set of them.
+"""Layout of samples that exceed the length at which rotary frequencies change (``model.growing_rope``), once per set of frequencies.
 
-The tokens up to the switch were predicted with the short set, those behind it with the long one, from the first token on. So such
-a sample is two of them: its beginning, trained up to the switch, and the whole of it, trained behind. They share no row.
+Tokens up to the switch were predicted with the short set; later ones with the long set for the whole sequence. Such a sample is therefore
+packed twice: its beginning, trained up to the switch, and the whole sample, trained after it. The two copies share no row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from miles_embedded.trainer.packing import Packing, needed_rows, pack
 
 
 def pack_grown(batch: Batch, share: bool, switch: int) -> Packing:
-    """``pack``, for a model whose frequencies change behind ``switch`` tokens; 0 for one whose do not."""
+    """Pack a batch like ``pack`` for a model whose frequencies change after ``switch`` tokens; 0 if they do not change."""
     grown = np.flatnonzero(needed_rows(batch) > switch) if switch else np.zeros(0, np.int64)
     if not len(grown):
         return pack(batch, share)
@@ -35,7 +35,7 @@ def pack_grown(batch: Batch, share: bool, switch: int) -> Packing:
     packing = pack(replace(twice, group=group, columns=twice.columns | {"loss_mask": mask}), share)
     targets = origin[packing.targets]
     order = targets.argsort()
-    # a token that both compute is counted where its sample is whole
+    # a token in both copies refers to the copy of the whole sample
     row_of = packing.row_of[:tokens].clone()
     again = packing.row_of[tokens:]
     row_of[origin[tokens:][again >= 0]] = again[again >= 0]
@@ -50,7 +50,7 @@ def pack_grown(batch: Batch, share: bool, switch: int) -> Packing:
 
 
 def _places(batch: Batch, samples: np.ndarray) -> Tensor:
-    """Flat indices of these samples' tokens."""
+    """Return the flat indices of these samples' tokens."""
     return torch.cat(
         [
             torch.arange(int(n), device=s.device) + s

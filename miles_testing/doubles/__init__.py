@@ -1,1 +1,1 @@
-"""Stand-ins for production parts: the same contracts across a process boundary, without their software."""
+"""Test doubles of production components: the same contracts across a process boundary, without additional software."""

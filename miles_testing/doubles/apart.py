@@ -1,6 +1,6 @@
-"""A runtime whose workers are in this process and behave as if they were not: what crosses is pickled, and they can be killed.
+"""A runtime with workers in this process that behave like remote ones: arguments and results are pickled, and workers can be killed.
 
-``plugin`` is its manifest: ``--plugins .../apart.py --runtime apart``. ``kill`` ends a worker as a crash would.
+``plugin`` is its manifest: ``--plugins .../apart.py --runtime apart``. ``kill`` ends a worker like a crash.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.plugin.manifest import Plugin
-from miles_core.plugin.option import option
-from miles_core.remote.engine_worker import EngineWorker
-from miles_core.remote.patience import Patience
-from miles_core.remote.rank_worker import RankWorker
-from miles_core.remote.runtime import RemoteRuntime
-from miles_core.remote.worker import Order, Worker
-from miles_core.remote.workers import Busy, Workers
+from miles_core.plugin.options import option
 from miles_core.version import __version__
+from miles_runtime.engine_worker import EngineWorker
+from miles_runtime.patience import Patience
+from miles_runtime.rank_worker import RankWorker
+from miles_runtime.runtime import RemoteRuntime
+from miles_runtime.worker import Order, Worker
+from miles_runtime.workers import Busy, Workers
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApartConfig:
-    """Options of the double."""
+    """Options of the runtime."""
 
-    engines: int = option(1, help="engines", flag="--apart-engines", ge=1)
+    engines: int = option(1, help="number of engines", flag="--apart-engines", ge=1)
 
 
 plugin = Plugin(
@@ -44,28 +44,28 @@ plugin = Plugin(
 
 
 class Process:
-    """A worker that is alive until it is killed."""
+    """A worker that runs until it is killed."""
 
     def __init__(self, kind: type[Worker], order: Order, policy: str) -> None:
-        self.worker = kind(*_sent((order, policy)))
+        self.worker = kind(*_send_copy((order, policy)))
         self.killed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.stopped = False
 
 
-#: Every worker of every runtime in this process, by its place in ``ApartWorkers``.
+#: Every worker of every runtime in this process, by the number of its ``ApartWorkers`` and its name.
 _ALIVE: dict[tuple[int, str], Process] = {}
 _NUMBERS = itertools.count()
 
 
 class ApartWorkers(Workers):
-    """Reaches objects of this process as if they were elsewhere."""
+    """Access to objects of this process through the interface of remote workers."""
 
     def __init__(
         self, kind: type[Worker], names: Sequence[str], order: Order, policy: str, patience: Patience, busy: Busy
     ) -> None:
         super().__init__(names, patience, kind is RankWorker, busy)
         self.kind, self.order, self.policy, self.number = kind, order, policy, next(_NUMBERS)
-        #: workers made, the replaced ones included
+        #: number of workers created, including replaced ones
         self.made = 0
 
     async def send(self, number: int, method: str, *args: Any) -> Any:
@@ -73,9 +73,9 @@ class ApartWorkers(Workers):
         if process is None:
             raise self.lost(number, "it was killed")
         if process.stopped:
-            await asyncio.wait([process.killed])  # which is not cancelled with this call
+            await asyncio.wait([process.killed])  # wait does not cancel the future if this call is cancelled
             raise self.lost(number, "it was killed")
-        answer = asyncio.ensure_future(process.worker.answer(method, *_sent(args)))
+        answer = asyncio.ensure_future(process.worker.answer(method, *_send_copy(args)))
         try:
             await asyncio.wait([answer, process.killed], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -83,7 +83,7 @@ class ApartWorkers(Workers):
                 answer.cancel()
         if process.killed.done():
             raise self.lost(number, "it was killed")
-        return _sent(answer.result())
+        return _send_copy(answer.result())
 
     async def renew(self, number: int) -> None:
         await self.kill(number)
@@ -95,38 +95,38 @@ class ApartWorkers(Workers):
         self.crash(number)
 
     def stop(self, number: int) -> None:
-        """Have a worker answer nothing from now on, as SIGSTOP does."""
+        """Stop a worker from answering, as SIGSTOP does."""
         if process := _ALIVE.get((self.number, self.names[number])):
             process.stopped = True
 
     def crash(self, number: int) -> None:
-        """End a worker; its calls fail at once."""
+        """End a worker; its calls fail immediately."""
         process = _ALIVE.pop((self.number, self.names[number]), None)
         if process is not None:
             process.killed.set_result(None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _there, (self.number, self.names)
+        return _restore, (self.number, self.names)
 
 
-class _There(ApartWorkers):
-    """What another worker gets of it."""
+class _RemoteWorkers(ApartWorkers):
+    """The form in which other workers receive it."""
 
     def __init__(self, number: int, names: Sequence[str]) -> None:
         Workers.__init__(self, names)
         self.number = number
 
 
-def _there(number: int, names: Sequence[str]) -> ApartWorkers:
-    return _There(number, names)
+def _restore(number: int, names: Sequence[str]) -> ApartWorkers:
+    return _RemoteWorkers(number, names)
 
 
-def _sent(value: Any) -> Any:
+def _send_copy(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
 class ApartRuntime(RemoteRuntime):
-    """One rank and ``--apart-engines`` engines a policy."""
+    """Runs one rank and ``--apart-engines`` engines per policy."""
 
     def __init__(self, run: Run) -> None:
         self.options: ApartConfig = run.config.plugin("apart")
@@ -145,18 +145,18 @@ class ApartRuntime(RemoteRuntime):
         return made[0], made[1]
 
     def kill(self, name: str) -> None:
-        """End the worker of that name."""
+        """End the worker ``name``."""
         workers = self.workers[name]
         workers.crash(workers.names.index(name))
 
     def hang(self, name: str) -> None:
-        """Stop the worker of that name, which stays alive."""
+        """Stop the worker ``name`` without ending it."""
         workers = self.workers[name]
         workers.stop(workers.names.index(name))
 
 
 def make_runtime(run: Run) -> ApartRuntime:
-    """The provider of ``--runtime apart``. The last one made is ``latest()``."""
+    """Make the runtime of ``--runtime apart``; ``latest()`` returns the last one."""
     global _latest
     _latest = ApartRuntime(run)
     return _latest
@@ -166,6 +166,6 @@ _latest: ApartRuntime | None = None
 
 
 def latest() -> ApartRuntime:
-    """The runtime of the run that goes on, for tests that kill its workers."""
+    """Return the runtime of the current run, for tests that kill its workers."""
     assert _latest is not None
     return _latest

@@ -1,4 +1,4 @@
-"""A small number format for tests of core: eight bits, one scale a matrix, which gate and up share."""
+"""A small number format for tests of core: eight bits, one scale per matrix, shared by gate and up."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from miles_core.plugin.manifest import Plugin
 from miles_core.precision.format import Format, Parts, Stored, store
 
-#: A manifest to install it by, in tests.
+#: A manifest that installs the format in tests.
 PLUGIN = Plugin("pair8", "eight bits", "0", "~=0.1", formats={"pair8": "miles_testing.doubles.pair_format:PairFormat"})
 
 
 class PairFormat(Format):
-    """Stored as ``X.weight_codes`` int16 [N, K/2] (two codes each, so packed) and ``X.weight_range`` FP32 [1]."""
+    """Stored as ``X.weight_codes`` int16 [N, K/2] (two codes per word) and ``X.weight_range`` FP32 [1]."""
 
     name = "pair8"
     tile = (1, 2)

@@ -1,4 +1,4 @@
-"""A native product that any device can run, to test what surrounds one."""
+"""A native product that runs on any device, for tests of the code around native products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miles_core.precision.product import Product
 
 
 class ExactProduct(Product):
-    """The product of the numbers that the codes mean, in FP64, rounded once; ``calls`` are the shapes it multiplied."""
+    """The product of the dequantised values in FP64, rounded once; ``calls`` lists the shapes of all products."""
 
     eps = 0.01
 

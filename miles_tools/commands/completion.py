@@ -72,7 +72,7 @@ def words() -> Words:
 def _help_of(commands: Commands, name: str) -> str:
     text = io.StringIO()
     with redirect_stdout(text), suppress(SystemExit):
-        commands.load(name)(["--help"])
+        commands.load(name)(["--help-all" if name == "train" else "--help"])
     return text.getvalue()
 
 

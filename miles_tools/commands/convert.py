@@ -135,7 +135,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
             raise ConfigError(f"{rest[0]}: dequantising takes no options; the checkpoint says how it is stored")
         return _plan_plain(options.model_dir)
     from miles_core.config.load import load, schema_for
-    from miles_core.precision.installed import format_class, providers, unknown
+    from miles_tools.convert.installed import format_class, providers, unknown
 
     manifests = schema_for(rest).manifests
     known = providers(manifests)
@@ -177,7 +177,7 @@ def _help(words: Sequence[str]) -> str:
     """Own options and, for every installed format, those of its plugin."""
     from miles_core.config.flags import describe, metavar
     from miles_core.config.load import schema_for
-    from miles_core.precision.installed import providers
+    from miles_tools.convert.installed import providers
 
     made = _parser()
     schema = schema_for([w for w in words if w not in ("-h", "--help")])

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.cli.plan import given, parser
 from miles_core.errors import PluginError
+from miles_tools.commands.plan import given, parser
 
 if TYPE_CHECKING:
     from miles_core.plugin.discovery import Catalogue
@@ -55,8 +55,8 @@ def _list(argv: Sequence[str]) -> int:
 
 def _row(name: str, catalogue: Catalogue, facts: Facts, enabled: Sequence[str]) -> dict[str, str]:
     from miles_core.plugin.check import check
-    from miles_core.plugin.scan import hooks_of
     from miles_tools.authoring.explain import emulated_here
+    from miles_tools.authoring.scan import hooks_of
 
     row = {"name": name, "distribution": catalogue.sources[name]}
     try:
@@ -104,7 +104,7 @@ def _check(argv: Sequence[str]) -> int:
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import notices
     from miles_core.plugin.resolve import resolve
-    from miles_core.run.prepare import requested
+    from miles_core.run.prepare import requested_plugins
     from miles_tools.authoring.explain import lint
 
     config, catalogue, facts = _situation(rest, options)
@@ -113,7 +113,7 @@ def _check(argv: Sequence[str]) -> int:
         f"{name}: importing its manifest imports torch; name what needs it by 'module:name'" for name in catalogue.heavy
     ]
     found += [f"{name}: {why}" for name, why in catalogue.broken.items()]
-    plan = resolve(requested(config, facts, catalogue), catalogue, facts)
+    plan = resolve(requested_plugins(config, facts, catalogue), catalogue, facts)
     print("\n".join([f"ok: {plan.header}", *notices(plan)]))
     if found:
         raise PluginError("these manifests have mistakes:\n" + "\n".join(f"  {line}" for line in found))
@@ -127,12 +127,12 @@ def _explain(argv: Sequence[str]) -> int:
     made.add_argument("name", help="an installed plugin, or the path of a single-file one")
     options, rest = made.parse_known_args(list(argv))
     from miles_core.plugin.check import check
-    from miles_core.run.prepare import requested
+    from miles_core.run.prepare import requested_plugins
     from miles_tools.authoring.explain import explain
 
     config, catalogue, facts = _situation(rest, options)
     name = catalogue.request(options.name)
-    checked = check({**requested(config, facts, catalogue), name: "miles plugins explain"}, catalogue, facts)
+    checked = check({**requested_plugins(config, facts, catalogue), name: "miles plugins explain"}, catalogue, facts)
     print(explain(catalogue[name], checked, catalogue.sources.get(name, "")))
     return 0
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_core.cli.plan import given, parser
+from miles_tools.commands.plan import given, parser
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
@@ -29,18 +29,18 @@ def run(argv: Sequence[str]) -> int:
     made.add_argument("--budget", action="store_true", help="divide the gap among its causes")
     options, rest = made.parse_known_args(list(argv))
     from miles_core.config.load import load
-    from miles_core.run.prepare import applied, localised, prepare
+    from miles_core.run.prepare import apply_plan, localise, prepare
 
-    config = localised(load(rest))
+    config = localise(load(rest))
     plan, catalogue = prepare(config, given(options))
-    config = applied(config, plan)
+    config = apply_plan(config, plan)
     import asyncio
 
     from miles_core.checkpoint.directory import checkpoint_step, locate_checkpoint
     from miles_core.observe import log as logs
     from miles_core.observe.hints import hints_of
     from miles_core.run.make import make_run
-    from miles_core.run.parts import built, told
+    from miles_core.run.parts import build_parts, notify_plugins
     from miles_tools.verify.page import tables, verdict, write_page
     from miles_tools.verify.verify import Verification, verify
 
@@ -51,8 +51,8 @@ def run(argv: Sequence[str]) -> int:
     made_run.step = checkpoint_step(resume) if resume else 0
 
     async def verified() -> list[Verification]:
-        with told(made_run, hints_of(catalogue.values(), plan.holds)):
-            async with built(made_run) as parts:
+        with notify_plugins(made_run, hints_of(catalogue.values(), plan.holds)):
+            async with build_parts(made_run) as parts:
                 return await verify(made_run, parts, resume, options.budget)
 
     found = asyncio.run(verified())

@@ -19,8 +19,8 @@ from miles_core.errors import CheckpointError, ConfigError
 from miles_core.precision.codec import COPY, Codec, coupled
 from miles_core.precision.format import Format, part_name
 from miles_core.precision.fused_experts import Expert, Family, is_joined
-from miles_core.precision.installed import recognise
 from miles_tools.convert.conversion import Conversion, Item, Job, Piece, copy_pieces
+from miles_tools.convert.installed import recognise
 from miles_tools.convert.json_files import (
     other_files,
     quantization_block,

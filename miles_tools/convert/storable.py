@@ -8,10 +8,10 @@ from pathlib import Path
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.config.config import Config
 from miles_core.plugin.manifest import Plugin
-from miles_core.precision.installed import format_class
 from miles_core.precision.options import codec_for
 from miles_core.precision.schedule import PLAIN
 from miles_tools.convert.encode import to_format
+from miles_tools.convert.installed import format_class
 from miles_tools.convert.json_files import quantization_block
 
 

@@ -18,6 +18,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.observe.metrics import names, series
+from miles_core.observe.progress import graded
 from miles_core.plugin.panel import Panel
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ TITLE: dict[str, Any] = {"fontsize": 11.5, "color": INK, "fontweight": "bold"}
 SMOOTH_FROM = 60
 #: Values that are closer together than this part of them differ by rounding alone, and make a flat line.
 ROUNDING = 1e-6
+#: A line whose values differ by less than this part of the largest, or that stays below what FP32 rounds near 1, does not move.
+STILL, FLOOR = 1e-3, 1e-7
+#: Panels that are shown whether they move or not.
+ALWAYS = ("reward", "time")
 #: Namespaces of core's own metrics; every other prefix is a plugin's.
 CORE = ("reward", "eval", "rollout", "train", "mismatch", "sync", "time", "sft")
 PHASES = ("rollout", "prepare", "train", "sync", "evaluation", "save")
@@ -90,7 +95,11 @@ def panels(records: Records, declared: Iterable[Panel] = ()) -> list[Panel]:
     present = names(records)
     flat = _flat(records, present)
     chosen = []
+    mean = any(graded(record) for record in records)
     for panel in MAIN:
+        if panel.name == "reward" and mean:
+            lines = {"reward/mean": "mean reward", "eval/reward": "mean held-out reward"}
+            panel = replace(panel, title="Reward", lines=lines, marked=frozenset({"eval/reward"}))
         lines = {metric: label for metric, label in panel.lines.items() if metric in present}
         if any(metric not in flat for metric in lines):
             band = panel.band if panel.band in present and next(iter(lines)) == "reward/mean" else ""
@@ -109,6 +118,21 @@ def panels(records: Records, declared: Iterable[Panel] = ()) -> list[Panel]:
     rest = [m for m in present if m not in shown]
     chosen += [_single(m, "More metrics") for m in rest if _prefix(m) in CORE]
     return _distinct(chosen + [_single(m, _prefix(m)) for m in sorted(rest, key=_prefix) if _prefix(m) not in CORE])
+
+
+def moves(panel: Panel, records: Records) -> bool:
+    """Whether the plot shows more than the summary table: some line of it changes by more than rounding. Short runs count as moving."""
+    if panel.name in ALWAYS:
+        return True
+    for metric in panel.lines:
+        values = series(records, metric)[1]
+        finite = [v for v in values if math.isfinite(v)]
+        largest = max(map(abs, finite), default=0.0)
+        if len(values) < 3 or len(finite) < len(values):
+            return True
+        if largest > FLOOR and max(finite) - min(finite) > STILL * largest:
+            return True
+    return False
 
 
 def _distinct(chosen: list[Panel]) -> list[Panel]:

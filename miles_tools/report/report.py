@@ -19,19 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.errors import CheckpointError, MilesError
-from miles_core.mismatch.budget import BUDGET_FILE
 from miles_core.observe import environment as env
 from miles_core.observe.hints import hints_of, review
 from miles_core.observe.metrics import names, read, series
+from miles_core.observe.progress import graded
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.panel import Panel
 from miles_core.plugin.plan import Plan
 from miles_core.redact import redact
 from miles_core.run.ending import ENDING
 from miles_core.version import __version__
+from miles_mismatch.budget import BUDGET_FILE
 from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
 from miles_tools.report.mismatch_plots import draw_budget
-from miles_tools.report.plots import draw, panels
+from miles_tools.report.plots import draw, moves, panels
 from miles_tools.report.samples import browser
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ HTML = "report.html"
 IMAGES = "report"
 #: Metrics that have a better direction; the others show their range only.
 UPWARD = ("reward/mean", "eval/accuracy", "eval/reward", "rollout/tokens_per_second")
+#: Plots above the samples.
+OVERVIEW = 3
 DOWNWARD = ("mismatch/abs_log_prob", "mismatch/kl_k3", "sft/loss")
 
 
@@ -80,7 +83,7 @@ def report(run_dir: Path | str) -> Path:
         plan=_json(run_dir / "plan.json"),
         environment=_environment(run_dir),
         hints=review(records, hints_of(discover().values(), _holds(run_dir / "plan.json"))),
-        sections=_sections(chosen, images),
+        sections=_sections(chosen, images, records),
         budget=_budget(run_dir),
         rows=[_row(name, records) for name in names(records)],
         samples=browser(run_dir, _lookup(config, "reward", "reward_key")),
@@ -111,14 +114,35 @@ def _write_images(directory: Path, chosen: Sequence[Panel], records: Sequence[Ma
     return {name: "data:image/png;base64," + base64.b64encode(png).decode() for name, png in images.items()}
 
 
-def _sections(chosen: Sequence[Panel], images: Mapping[str, str]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Section:
+    """Some plots under a heading; ``folded``: closed until the reader opens it."""
+
+    anchor: str
+    title: str
+    plots: list[dict[str, str]]
+    folded: bool = False
+
+
+def _sections(
+    chosen: Sequence[Panel], images: Mapping[str, str], records: Sequence[Mapping[str, Any]]
+) -> list[Section]:
+    """The plots in the order of the page: the first few, the rest of training, each plugin's, and folded ones at the end."""
     sections: dict[str, list[dict[str, str]]] = {}
+    still = []
     for panel in chosen:
-        sections.setdefault(panel.section, []).append({"title": panel.title, "image": images[panel.name]})
-    more = sections.pop("More metrics", None)
-    plugins = [{"title": f"Plugin {name}", "plots": plots, "open": True} for name, plots in sections.items() if name]
-    result = [{"title": "", "plots": sections[""], "open": True}] if "" in sections else []
-    return result + plugins + ([{"title": "More metrics", "plots": more, "open": False}] if more else [])
+        plot = {"title": panel.title, "image": images[panel.name]}
+        if moves(panel, records):
+            sections.setdefault(panel.section, []).append(plot)
+        else:
+            still.append(plot)
+    own, more = sections.pop("", []), sections.pop("More metrics", [])
+    found = [Section("overview", "Overview", own[:OVERVIEW]), Section("training", "Training", own[OVERVIEW:])]
+    for number, (name, plots) in enumerate(sections.items()):
+        found.append(Section(f"plugin-{number}", f"Plugin {name}", plots))
+    found.append(Section("more", "More metrics", more, folded=True))
+    found.append(Section("constant", "Metrics that did not change", still, folded=True))
+    return [section for section in found if section.plots]
 
 
 def _budget(run_dir: Path) -> dict[str, Any]:
@@ -168,7 +192,10 @@ def _cards(records: Sequence[Mapping[str, Any]], total: int | None) -> list[dict
         return []
     done = records[-1]["step"]
     cards = [{"label": "steps", "value": str(done), "note": f"of {total}" if total is not None else ""}]
-    for metric, label, form in (("eval/accuracy", "held-out accuracy", "{:.1%}"), ("reward/mean", "reward", "{:.3f}")):
+    held_out = ("eval/accuracy", "held-out accuracy", "{:.1%}")
+    if any(graded(record) for record in records):
+        held_out = ("eval/reward", "held-out reward", "{:.3f}")
+    for metric, label, form in (held_out, ("reward/mean", "reward", "{:.3f}")):
         values = [v for v in series(records, metric)[1] if not math.isnan(v)]
         if values:
             start = f"from {form.format(values[0])}" if len(values) > 1 else ""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.data.sample import Sample
-from miles_core.mismatch.at_sync import check_version, check_versions_of, score
-from miles_core.mismatch.budget import Budget, budget, in_this_process
-from miles_core.mismatch.gap import Gap, measure
-from miles_core.mismatch.probe import bare, probe, probe_prompts
 from miles_core.precision.quantizer import SideParity
+from miles_mismatch.at_sync import check_version, check_versions_of, score
+from miles_mismatch.budget import Budget, budget, in_this_process
+from miles_mismatch.gap import Gap, measure
+from miles_mismatch.probe import bare, probe, probe_prompts
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -94,7 +94,7 @@ async def verify_policy(
     """Hold the engine of a policy against its trainer; both are built and synced."""
     policy = parts.policy
     check_version(parts)
-    samples = await probe(run, parts.serving, prompts)
+    samples = await probe(run, parts, prompts)
     check_versions_of(samples, policy)
     engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
     trainer = await parts.learner.log_probs(samples)
@@ -105,9 +105,7 @@ async def verify_policy(
         tolerance=run.config.run.verify_logprobs_tolerance,
         gap=measure(engine, trainer, samples, run.text),
         decoding=None if scored is None else measure(engine, scored, samples),
-        budget=await budget(run, parts, await probe(run, parts.serving, prompts, support=True))
-        if with_budget
-        else None,
+        budget=await budget(run, parts, await probe(run, parts, prompts, support=True)) if with_budget else None,
         samples=samples,
         engine=engine,
         trainer=trainer,

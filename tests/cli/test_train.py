@@ -11,7 +11,7 @@ from miles_testing.toy import toy_arguments
 
 PLUGIN = '''
 from dataclasses import dataclass
-from miles_core.plugin.option import option
+from miles_core.plugin.options import option
 from miles_core.plugin.manifest import Plugin
 
 @dataclass(frozen=True)
@@ -47,11 +47,36 @@ def launched(monkeypatch):
     return calls
 
 
-def test_help_shows_the_options_of_a_plugin_in_its_own_group(capsys, shout):
+def test_the_short_help_fits_on_two_screens_and_lists_the_sections(capsys, shout):
     assert train.run(["--plugins", shout, "--help"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("usage: miles train")
-    assert "shout (plugin shout):" in text and "--shout-loudness N" in text and "--dry-run" in text
+    assert text.startswith("usage: miles train") and len(text.splitlines()) <= 80
+    assert "--hf-checkpoint DIR" in text and "--dry-run" in text and "--help-all" in text
+    assert "  shout            1 flags  a pretend plugin" in text and "--shout-loudness" not in text
+    assert "--wandb-group" not in text and "  rollout         " in text
+
+
+@pytest.mark.parametrize(
+    ("words", "shown", "hidden"),
+    [
+        (["--help-all"], ("shout (plugin shout):", "--shout-loudness N", "--dry-run", "--wandb-group"), ()),
+        (["--help", "shout"], ("shout (plugin shout):", "--shout-loudness N"), ("--lr", "--config")),
+        (["--help", "sft", "model"], ("sft:", "--sft-lr X", "model:", "--bf16"), ("--adam-eps", "--sft-lr-")),
+        (["-h", "loud"], ("--shout-loudness N",), ("--sft-lr",)),
+        (["--help", "run"], ("--fully-async", "on; --no-save-rollouts turns it off"), ("--rollout-top-p",)),
+        (["--help", "save_rollouts"], ("--save-rollouts ", "--save-rollouts-size"), ("--save-interval",)),
+    ],
+)
+def test_help_shows_a_section_a_plugin_or_what_a_search_finds(capsys, shout, words, shown, hidden):
+    assert train.run(["--plugins", shout, *words]) == 0
+    text = capsys.readouterr().out
+    assert [part for part in shown if part not in text] == []
+    assert [part for part in hidden if part in text] == []
+
+
+def test_a_search_in_the_help_that_finds_nothing_suggests_the_nearest():
+    with pytest.raises(ConfigError, match=r"--help rollot: no section, plugin or flag.*did you mean rollout"):
+        train.run(["--help", "rollot"])
 
 
 def test_a_dry_run_prints_the_plan_and_builds_nothing(capsys, shout, launched, tmp_path):
@@ -116,7 +141,9 @@ def model_directory(tmp_path) -> str:
 
 
 def test_a_directory_that_is_no_run_is_told_as_that(tmp_path):
-    with pytest.raises(ConfigError, match=r"--load .*: it holds no config.yaml, so it is no run directory") as caught:
+    with pytest.raises(
+        ConfigError, match=r"--load .*: it holds no config.yaml, so it is not a complete run directory"
+    ) as caught:
         train.run(["--load", str(tmp_path)])
     assert "needs --prompt-data" not in str(caught.value)
     assert not list(tmp_path.iterdir())

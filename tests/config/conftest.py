@@ -8,7 +8,7 @@ import pytest
 
 from miles_core.config.load import load
 from miles_core.plugin.manifest import Plugin, Rule
-from miles_core.plugin.option import option
+from miles_core.plugin.options import option
 from miles_embedded import plugin as embedded
 
 

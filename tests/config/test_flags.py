@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.config.flags import Source, build_parser, natural, parse
@@ -25,6 +25,19 @@ def test_help_shows_groups_plugins_defaults_and_choices(manifests):
         assert part in text, part
     assert text.count("--small-recipe") == 1
     assert "--no-rollout-shuffle" not in text  # what changes nothing is not shown
+    kept = " ".join(text[text.index("  --save-rollouts ") :].split()[:30])
+    assert "keep every sample" in kept and "(default: on; --no-save-rollouts turns it off)" in kept
+
+
+def test_both_forms_of_a_switch_are_parsed(manifests):
+    words = ["--no-save-rollouts", "--rollout-shuffle", "--self-check", "--no-apply-chat-template"]
+    given_ = parse(collect(manifests), words)
+    assert [(a.path, a.raw) for a in given_.assignments] == [
+        ("run.save_rollouts", False),
+        ("data.shuffle", True),
+        ("model.self_check", True),
+        ("data.apply_chat_template", False),
+    ]
 
 
 def test_what_was_typed_is_the_origin(manifests):
@@ -56,6 +69,7 @@ def test_natural(text, value):
     assert natural(text) == value
 
 
+@settings(deadline=None)  # time says nothing on a busy machine
 @given(st.lists(st.text(max_size=8), max_size=6))
 def test_no_command_line_makes_the_parser_fail(words):
     """Whatever is typed ends in assignments or sentences, never in a traceback or an exit."""

@@ -64,7 +64,7 @@ def test_bf16_is_the_dtype_of_the_models_copy():
 
 def test_options_are_read_without_torch():
     code = (
-        "import sys, miles_core.config.load, miles_core.config.reference, miles_core.cli.main;"
+        "import sys, miles_core.config.load, miles_tools.authoring.flags, miles_core.cli.main;"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

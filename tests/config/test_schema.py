@@ -9,7 +9,7 @@ import pytest
 from miles_core.config.schema import collect
 from miles_core.errors import PluginError
 from miles_core.plugin.manifest import Plugin
-from miles_core.plugin.option import option
+from miles_core.plugin.options import option
 
 
 def make(name: str, config: type | None = None, **fields: object) -> Plugin:

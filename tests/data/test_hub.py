@@ -6,7 +6,7 @@ from miles_core.config.load import load
 from miles_core.data import hub
 from miles_core.data.prompts import Prompts
 from miles_core.errors import CheckpointError, DataError
-from miles_core.run.prepare import localised
+from miles_core.run.prepare import localise
 
 
 @pytest.fixture
@@ -31,16 +31,16 @@ def cached(tmp_path, monkeypatch):
 
 def test_a_model_by_name_is_the_directory_in_the_cache(cached, tmp_path, monkeypatch):
     config = cached("models", "org/small", "config.json", "{}")
-    found = localised(load(["--hf-checkpoint", "org/small"]))
+    found = localise(load(["--hf-checkpoint", "org/small"]))
     assert found.model.hf_checkpoint == str(config.parent) and found.model.model_name == "small"
     (tmp_path / "org").mkdir()
     monkeypatch.chdir(tmp_path)  # where it is a path that does not exist, it is a slip of the pen
-    assert localised(load(["--hf-checkpoint", "org/small"])).model.hf_checkpoint == "org/small"
+    assert localise(load(["--hf-checkpoint", "org/small"])).model.hf_checkpoint == "org/small"
 
 
 def test_what_is_not_in_the_cache_says_how_to_get_it(cached):
     with pytest.raises(CheckpointError, match=r"--hf-checkpoint org/none: it is not in the hub's cache .*hf download"):
-        localised(load(["--hf-checkpoint", "org/none"]))
+        localise(load(["--hf-checkpoint", "org/none"]))
     with pytest.raises(DataError, match=r"hf://datasets/org/none/a.jsonl: it is not in the hub's cache"):
         hub.file("hf://datasets/org/none/a.jsonl")
     with pytest.raises(DataError, match="write hf://datasets/ORG/NAME/FILE"):

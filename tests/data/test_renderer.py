@@ -162,7 +162,7 @@ def test_a_call_may_end_with_a_token_of_its_own():
 def test_what_cannot_be_appended():
     render = renderer(CHATML)
     for messages in ([], [{"role": "assistant", "content": "me"}]):
-        with pytest.raises(DataError, match="extend takes at least one message and no assistant's"):
+        with pytest.raises(DataError, match="extend takes at least one message and no assistant messages"):
             render.extend([1], messages)
     with pytest.raises(DataError, match="the chat template refuses the prompt"):
         renderer(NO_TOOLS).extend([1], [TOOL])

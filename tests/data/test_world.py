@@ -8,7 +8,7 @@ from miles_core.data.world import World, shares
 
 @pytest.mark.parametrize("place", [(1, 1), (-1, 1), (0, 2, 2, 2), (0, 1, 0, 2)])
 def test_places_that_do_not_exist(place):
-    with pytest.raises(ValueError, match="is no place in a world"):
+    with pytest.raises(ValueError, match="is not a valid world"):
         World(*place)
 
 

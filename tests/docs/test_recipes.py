@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shlex
 import shutil
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from miles_core import ConfigError
-from miles_core.config.coming_from import RECIPES
 from miles_core.config.load import load
 from miles_core.run.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
+COMING_FROM = runpy.run_path(str(ROOT / "docs" / "coming_from.py"))
+RECIPES = COMING_FROM["RECIPES"]
 BLOCKS = re.findall(r"```text\n(.*?)```", RECIPES.read_text(encoding="utf-8"), re.DOTALL)
 HERE = [shlex.split(block.replace("\\\n", " ")) for block in BLOCKS if block.startswith("miles train")]
 SLIME = shlex.split(next(block for block in BLOCKS if block.startswith("python3 train.py")).replace("\\\n", " "))[2:]

@@ -8,10 +8,10 @@ import torch
 
 from miles_core.data.unit import Encoded
 from miles_core.errors import MismatchError
-from miles_core.mismatch import at_sync as v
-from miles_core.mismatch.budget import WEIGHTS
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.model.views import export
+from miles_mismatch import at_sync as v
+from miles_mismatch.budget import WEIGHTS
 
 
 def values(run, name):

@@ -5,11 +5,11 @@ import torch
 
 from miles_core.contracts.transport import SyncReport
 from miles_core.errors import MismatchError
-from miles_core.mismatch import budget as b
-from miles_core.mismatch.probe import probe, probe_prompts
 from miles_core.precision.product import Products
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_fp8.format import Fp8
+from miles_mismatch import budget as b
+from miles_mismatch.probe import probe, probe_prompts
 from miles_testing.doubles.product import ExactProduct
 from miles_tools.verify.verify import verify
 
@@ -68,7 +68,7 @@ class Hooks:
 
 
 async def measured(run, parts):
-    samples = await probe(run, parts.engine, probe_prompts(run), support=True)
+    samples = await probe(run, parts, probe_prompts(run), support=True)
     return await b.budget(run, parts, samples)
 
 
@@ -232,7 +232,7 @@ def test_staleness_of_an_engine_elsewhere_is_told_from_the_weights_before(with_p
         found = []
         for arrives in (True, False):
             await next_version(parts, parts.learner, arrives)
-            samples = await probe(run, parts.engine, probe_prompts(run), support=True)
+            samples = await probe(run, parts, probe_prompts(run), support=True)
             for sample in samples:
                 sample.weight_versions = [(0, parts.policy.version)]
             found.append(await b.budget(run, parts, samples))
@@ -248,7 +248,7 @@ def test_staleness_beside_a_number_format(with_parts, arrives):
     async def body(run, parts):
         parts.engine = Elsewhere(parts.engine)
         await next_version(parts, parts.learner, arrives)
-        samples = await probe(run, parts.engine, probe_prompts(run), support=True)
+        samples = await probe(run, parts, probe_prompts(run), support=True)
         for sample in samples:
             sample.weight_versions = []  # an engine that stamps nothing
         return await b.budget(run, parts, samples)
@@ -264,9 +264,9 @@ def test_samples_of_some_workers_are_older(with_parts):
     """One worker missed the update, whether or not it stamps its tokens so; an engine of an unknown age is not judged."""
 
     async def body(run, parts):
-        old = await probe(run, parts.engine, probe_prompts(run), support=True)
+        old = await probe(run, parts, probe_prompts(run), support=True)
         await next_version(parts, parts.learner, arrives=True)
-        new = await probe(run, parts.engine, probe_prompts(run), support=True)
+        new = await probe(run, parts, probe_prompts(run), support=True)
         parts.engine = Elsewhere(parts.engine)
         mixed = [*old[::2], *new[1::2]]
         stamped = await b.budget(run, parts, mixed)

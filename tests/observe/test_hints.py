@@ -9,6 +9,7 @@ from miles_core.observe.hints import Hints, for_error, hints_of, review
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.hint import Hint, Remedy, above, fell
 from miles_core.plugin.manifest import Plugin
+from miles_tools import plugin as tools
 from miles_tools.report.report import report
 
 INSTALLED = hints_of(discover().values(), lambda condition: True)
@@ -21,7 +22,7 @@ def test_each_hint_speaks_once_per_metric_with_step_and_value():
 
 
 def test_missing_metrics_give_no_hint():
-    assert review([{"step": s, "something/else": 1e9} for s in range(30)]) == []
+    assert review([{"step": s, "something/else": 1e9} for s in range(30)], INSTALLED) == []
 
 
 @pytest.mark.parametrize(
@@ -71,12 +72,12 @@ def test_a_plugins_hint_speaks_where_its_condition_holds():
 
 def test_remedies_follow_the_advice_against_their_trouble():
     plugin = mine(remedies=(Remedy("mismatch", "use mine (--plugins mine)", when="not plugin.mine"),))
-    known = {hint.name: hint.advice for hint in hints_of([plugin], lambda condition: True)}
+    known = {hint.name: hint.advice for hint in hints_of([tools, plugin], lambda condition: True)}
     assert known["mismatch"].endswith("(--verify-logprobs); use mine (--plugins mine)")
     assert "mine" not in known["gradient-jump"]
-    active = hints_of([plugin], lambda condition: condition != "not plugin.mine")
+    active = hints_of([tools, plugin], lambda condition: condition != "not plugin.mine")
     assert "mine" not in {hint.name: hint.advice for hint in active}["mismatch"]
-    assert "use mine" in for_error(MismatchError(""), hints_of([plugin], lambda condition: True))
+    assert "use mine" in for_error(MismatchError(""), hints_of([tools, plugin], lambda condition: True))
 
 
 def test_conditions_are_about_the_facts_of_the_plan(plan):
@@ -97,7 +98,7 @@ def test_a_run_knows_its_number_format(toy_run):
 
 def test_a_solved_task_needs_no_advice():
     steps = [{"step": i, "reward/mean": 0.99, "reward/all_equal": 1.0} for i in range(9)]
-    assert review(steps) == []
+    assert review(steps, INSTALLED) == []
 
 
 def test_history_is_bounded_but_remembers_the_start():
@@ -111,7 +112,7 @@ def test_history_is_bounded_but_remembers_the_start():
 def test_flags_that_hints_name_exist():
     known = {*collect(discover()).spellings(), "--budget"}
     errors = (MemoryError(), NonFiniteError(""), MismatchError(""))
-    for text in [*(hint.advice for hint in INSTALLED), *map(for_error, errors)]:
+    for text in [*(hint.advice for hint in INSTALLED), *(for_error(error, INSTALLED) for error in errors)]:
         for flag in re.findall(r"--[a-z][a-z0-9-]+", text):
             assert flag in known, f"{flag} in {text!r}"
 
@@ -132,9 +133,10 @@ def test_memory_errors():
     class OutOfMemoryError(RuntimeError):
         pass
 
-    assert "--micro-batch-size" in for_error(OutOfMemoryError("CUDA out of memory"))
-    assert for_error(ValueError()) is None
+    assert "--micro-batch-size" in for_error(OutOfMemoryError("CUDA out of memory"), ())
+    assert for_error(ValueError(), INSTALLED) is None
 
 
 def test_equal_rewards_are_no_trouble_where_the_gradient_comes_from_elsewhere():
-    assert review([{"reward/all_equal": 1.0, "train/grad_norm": 13.0}] * 6) == []
+    records = [{"step": step, "reward/all_equal": 1.0, "train/grad_norm": 13.0} for step in range(6)]
+    assert review(records, INSTALLED) == []

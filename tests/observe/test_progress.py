@@ -28,8 +28,8 @@ def plain_run(caplog, steps, **kwargs):
 
 def test_without_a_terminal_first_and_last_steps_are_logged(caplog):
     lines = plain_run(caplog, 50, every=1000)
-    assert [line.split()[1] for line in lines] == ["1/50", "2/50", "3/50", "50/50"]
-    assert "reward 0.500  length 8.2  loss 0.0100" in lines[0]
+    assert [line[5:10].strip() for line in lines] == ["1/50", "2/50", "3/50", "50/50"]
+    assert "reward  0.500  length     8.2  loss   0.0100" in lines[0]
     assert "(rollout 0.20 train 0.50)" in lines[0]
     assert "eta" in lines[0]
     assert "eta" not in lines[-1]
@@ -44,11 +44,25 @@ def test_lines_come_at_intervals_and_at_evaluations(caplog, monkeypatch):
         for step in range(1, 31):
             now[0] += 2.0
             progress.step(METRICS | ({"eval/accuracy": 0.75} if step == 7 else {}))
-    steps = [int(r.getMessage().split()[1].split("/")[0]) for r in caplog.records]
+    steps = [int(r.getMessage()[5:8]) for r in caplog.records]
     assert steps == [1, 2, 3, 7, 12, 17, 22, 27]
     assert "  2.00 s (" in caplog.records[0].getMessage()
-    assert "eval 75.0%" in caplog.records[3].getMessage()
+    assert "eval  75.0%" in caplog.records[3].getMessage()
+    assert len({r.getMessage().index("length") for r in caplog.records}) == 1
     assert progress.remaining() == 140.0
+
+
+def test_graded_rewards_are_shown_as_their_mean_and_columns_keep_their_places(caplog):
+    values = [{}, {"eval/accuracy": 0.0, "eval/reward": 0.56}, {"eval/accuracy": 0.5, "eval/reward": 0.5}]
+    with caplog.at_level("INFO"), Progress(100, None) as progress:
+        for step, more in enumerate(values, 8):
+            progress.step(
+                METRICS | {"train/grad_norm": 10.0**step, "rollout/length_mean": 10.0**step / 1e6} | more, done=step
+            )
+    lines = [r.getMessage() for r in caplog.records]
+    assert "eval reward  0.560" in lines[0] and "%" not in lines[0]
+    assert "eval  50.0%" in lines[1] and "eval reward" not in lines[1]
+    assert len({line.index("grad") for line in lines}) == 1
 
 
 def test_resumed_run_counts_from_its_step(caplog):

@@ -1,10 +1,11 @@
+import importlib.machinery
 import sys
 import types
 
 import pytest
 
 from miles_core.errors import MilesError
-from miles_core.observe.sinks import TensorBoard, WeightsAndBiases
+from miles_core.observe.sinks import TensorBoard, WeightsAndBiases, check_wandb_login
 
 
 def test_missing_packages_name_the_pip_command(tmp_path, monkeypatch):
@@ -62,3 +63,58 @@ def test_metrics_reach_the_packages(tmp_path, monkeypatch):
     assert seen["finished"]
     WeightsAndBiases(tmp_path, "run-1", {}, "mine", "sweep")
     assert seen["init"]["id"] == "a1b2" and seen["init"]["group"] == "sweep"  # continued, not a second run
+
+
+def test_a_login_that_fails_is_one_line(tmp_path, monkeypatch):
+    def init(**kwargs):
+        raise RuntimeError("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    with pytest.raises(MilesError) as raised:
+        WeightsAndBiases(tmp_path, "run", {}, "miles")
+    text = str(raised.value)
+    assert "\n" not in text and "No API key configured" in text and "WANDB_MODE=offline" in text
+    assert not (tmp_path / "wandb_id").exists()
+
+
+@pytest.mark.parametrize("login", [None, "variable", "netrc", "settings", "terminal"])
+def test_a_missing_login_is_found_before_the_run(tmp_path, monkeypatch, login):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: login == "terminal", raising=False)
+    if login == "variable":
+        monkeypatch.setenv("WANDB_API_KEY", "key")
+    elif login == "netrc":
+        (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key")
+    elif login == "settings":
+        (tmp_path / "wandb").mkdir()
+        (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")
+    if login is not None:
+        check_wandb_login()
+        return
+    with pytest.raises(MilesError, match=r"no login of Weights & Biases was found.*wandb login"):
+        check_wandb_login()
+
+
+def test_a_run_whose_sink_fails_records_how_it_ended(tmp_path, monkeypatch):
+    from miles_testing import toy_run
+    from miles_tools.report.report import report
+
+    done = toy_run(directory=tmp_path / "run", steps=1).run.directory
+    assert "finished" in (done / "ending.json").read_text()
+
+    def init(**kwargs):
+        raise RuntimeError("No API key configured.")
+
+    module = types.ModuleType("wandb")
+    module.init = init
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("WANDB_API_KEY", "refused")
+    with pytest.raises(MilesError, match="No API key configured") as raised:
+        toy_run(directory=done, steps=3, load=str(done), use_wandb=True)
+    assert "report: miles report" in "".join(raised.value.__notes__)
+    page = report(done).read_text()
+    assert "1 of 3 steps are complete" in page and "No API key configured" in page and "It finished" not in page

@@ -20,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "tis"
+#: What the wheel of core holds.
+CORE_PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("miles_*/__init__.py")))
 
 ALONE = """
 import miles_core, sys
@@ -101,7 +103,7 @@ def contents(checks: Checks, wheels: dict[str, Path]) -> None:
             continue
         files = zipfile.ZipFile(wheel).namelist()
         source = ROOT if name == "core" else ROOT / "plugins" / name
-        packages = ("miles_core", "miles_embedded") if name == "core" else (f"miles_{name}",)
+        packages = CORE_PACKAGES if name == "core" else (f"miles_{name}",)
         strangers = [f for f in files if f.partition("/")[0] not in packages and ".dist-info/" not in f]
         checks.check(f"{wheel.name} holds {', '.join(packages)} and metadata only", not strangers, f"{strangers[:3]}")
         for data in sorted(path for package in packages for path in (source / package).rglob("*")):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from miles_core.data.field import Field
 from miles_core.plugin.facts import Fact, Facts
 from miles_core.plugin.manifest import Pair, Plugin, Rule
-from miles_core.plugin.option import option
+from miles_core.plugin.options import option
 from miles_embedded import plugin as embedded
 
 CORE_RANGE = "~=0.1"

@@ -13,7 +13,7 @@ from miles_core.plugin.manifest import Plugin, Rule
 
 RIVAL = """
 from dataclasses import dataclass
-from miles_core.plugin.option import option
+from miles_core.plugin.options import option
 from miles_core.plugin.manifest import Plugin
 
 @dataclass(frozen=True)

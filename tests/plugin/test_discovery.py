@@ -195,7 +195,7 @@ def test_the_host_imports_neither_torch_nor_transformers(tmp_path):
         "from miles_core.config.load import load\n"
         "from miles_core.run.prepare import prepare\n"
         "from miles_core.plugin.render import describe\n"
-        "from miles_core.plugin.scan import implemented\n"
+        "from miles_tools.authoring.scan import implemented\n"
         f"plan, _ = prepare(load(['--plugins', {write(tmp_path, FILE_WITH_MANIFEST)!r}]))\n"
         "assert 'on_step: mine' in describe(plan, implemented(plan))\n"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))\n"

@@ -265,7 +265,7 @@ def test_options_come_from_the_configuration_or_are_defaults(load):
     from dataclasses import dataclass
 
     from miles_core.config.load import load as load_config
-    from miles_core.plugin.option import option
+    from miles_core.plugin.options import option
 
     @dataclass(frozen=True)
     class Options:

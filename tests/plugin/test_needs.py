@@ -84,8 +84,7 @@ def test_a_fix_that_cannot_start_is_not_proposed():
 
 
 def test_hooks_that_there_are_not_and_heavy_manifests_are_found_by_the_checks(install, capsys):
-    from miles_core.cli import plan
-    from miles_tools.commands import plugins
+    from miles_tools.commands import plan, plugins
 
     hooks = "from miles_core import hookimpl\nclass H:\n    @hookimpl\n    def on_stepp(self): ...\n"
     text = (

@@ -11,7 +11,7 @@ from miles_core.plugin.check import check
 from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.fixes import fixes
 from miles_core.plugin.manifest import Capability, Pair, Plugin, Rule, Set
-from miles_core.plugin.option import option
+from miles_core.plugin.options import option
 from miles_core.plugin.resolve import resolve
 
 NAMES = ("a", "b", "c", "d")

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.cli import main as cli
-from miles_core.precision.installed import providers
 from miles_testing.tiny import tiny_checkpoint
+from miles_tools.convert.installed import providers
 
 SIZES = {
     "hidden_size": 256,

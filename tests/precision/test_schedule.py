@@ -11,7 +11,7 @@ from miles_core.config.load import load
 from miles_core.errors import ConfigError, MilesError, PlanError
 from miles_core.launch import launch
 from miles_core.precision.schedule import Precisions, precisions
-from miles_core.run.prepare import applied, prepare
+from miles_core.run.prepare import apply_plan, prepare
 from miles_testing.toy import ToyRun, toy_arguments
 
 UNIFIED = {"rollout_fp8": True, "train_fp8": True, "emulate_precision": True}
@@ -69,7 +69,7 @@ def resumed(source, directory, steps):
         ]
     )
     plan, catalogue = prepare(config)
-    done = launch(applied(config, plan), plan, catalogue, Console(file=io.StringIO()))
+    done = launch(apply_plan(config, plan), plan, catalogue, Console(file=io.StringIO()))
     return ToyRun(done.run, done.parts, [])
 
 

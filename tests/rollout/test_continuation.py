@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.data.field import Field
 from miles_core.errors import MilesError
-from miles_core.rollout.continuation import cut_at_stop, joined, usable
+from miles_core.rollout.continuation import can_continue, cut_at_stop, join_parts
 from miles_embedded.engine.engine import EmbeddedEngine
 
 ROUTES = Field("routes", "int32", "token-1")
@@ -42,7 +42,7 @@ def test_a_stop_string_that_began_before_the_abort_ends_the_response():
     cut_at_stop(parts, ("bcd", "zz"), (ROUTES, SUPPORT), letters)
     assert (parts[1].tokens, parts[1].log_probs, parts[1].finish) == ([2, 3], [-2.0, -3.0], "stop")
     assert len(parts[1].extras["routes"]) == 4 + 2 - 1 and len(parts[1].extras["support"]) == 2
-    whole = joined(parts, ("bcd", "zz"), (ROUTES, SUPPORT), letters)
+    whole = join_parts(parts, ("bcd", "zz"), (ROUTES, SUPPORT), letters)
     assert (whole.tokens, whole.text, whole.finish) == ([0, 1, 2, 3], "a", "stop")
     untouched = [response([0, 1]), response([2, 3], prompt=4)]
     cut_at_stop(untouched, ("zz",), (ROUTES, SUPPORT), letters)
@@ -88,15 +88,15 @@ def test_looking_for_a_stop_string_does_not_decode_the_whole_response():
 
 
 def test_nothing_goes_on_from_a_response_without_tokens_or_without_its_fields():
-    assert usable(response([0, 1]), request())
-    assert not usable(response([]), request())
-    assert not usable(response([0, 1], extras={"support": []}), request())
+    assert can_continue(response([0, 1]), request())
+    assert not can_continue(response([]), request())
+    assert not can_continue(response([0, 1], extras={"support": []}), request())
 
 
 def test_parts_become_one_response_in_which_the_earliest_row_stays():
     first = response([0, 1], first=0)
     last = response([2, 3], "stop", first=100, prompt=4, versions=[(0, 1), (1, 2)])
-    whole = joined([first, last], (), (ROUTES, SUPPORT), letters)
+    whole = join_parts([first, last], (), (ROUTES, SUPPORT), letters)
     assert whole.tokens == [0, 1, 2, 3] and whole.finish == "stop" and whole.text == "abcd"
     assert whole.weight_versions == [(0, 1), (3, 2)]
     # two rows of the prompt and one of the first token from the first part, then the second's

@@ -106,7 +106,8 @@ def test_functions_side_by_side_chosen_by_row(run, tmp_path):
     assert lengths == {None: 2, "twice": 1} and done.metrics[0]["twice/calls"] == 2.0
     (tmp_path / "p.jsonl").write_text(json.dumps({"input": "b", "metadata": {"how": "thrice"}}) + "\n")
     with pytest.raises(
-        DataError, match=r"names the rollout function 'thrice' \(--generate-key how\), and there are: .*twice"
+        DataError,
+        match=r"names the rollout function 'thrice' \(--generate-key how\); the functions of this run are: .*twice",
     ):
         run(prompt_data=tmp_path / "p.jsonl", generate_key="how")
 
@@ -132,7 +133,7 @@ def test_two_policies_answer_each_other_through_their_own_engines(run):
         ("raise ValueError('boom')", "the rollout function debate, on sample [0-7]: it raised ValueError: boom"),
         (
             "await ask(policy='third')",
-            "asks the policy 'third', and the policies of this run that generate are: policy",
+            "asks the policy 'third'; the policies of this run that generate are: policy",
         ),
         ("await ask([1], messages=[{}])", "ask takes token ids or messages, not both"),
         ("await ask('text')", "ask takes token ids, not text"),

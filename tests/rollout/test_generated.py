@@ -8,7 +8,7 @@ import pytest
 from miles_core.contracts.engine import Sampling
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError
-from miles_core.rollout.generated import check_samples, sampling_of
+from miles_core.rollout.generated import check_samples, merge_sampling
 
 
 def made(**changes):
@@ -65,14 +65,14 @@ def test_one_sample_for_several_prompts():
     one = made()
     check_samples(one, 7, "g.py", 4)[0].rollout_id = 7  # as the run numbers it
     check_samples(one, 7, "g.py", 4)
-    with pytest.raises(DataError, match="returned for sample 8 the Sample that it returned for sample 7 before"):
+    with pytest.raises(DataError, match="returned for sample 8 the same Sample object as for sample 7"):
         check_samples(one, 8, "g.py", 4)
 
 
 def test_sampling_parameters():
     usual = Sampling(8, stop=("x",))
-    assert sampling_of(None, usual) is usual
-    found = sampling_of({"stop": "ab", "temperature": 0, "stop_token_ids": [3]}, usual)
+    assert merge_sampling(None, usual) is usual
+    found = merge_sampling({"stop": "ab", "temperature": 0, "stop_token_ids": [3]}, usual)
     assert (found.stop, found.temperature, found.stop_token_ids, found.max_new_tokens) == (("ab",), 0, (3,), 8)
 
 
@@ -91,4 +91,4 @@ def test_sampling_parameters():
 )
 def test_sampling_parameters_of_another_type(params, words):
     with pytest.raises(DataError, match=words):
-        sampling_of(params, Sampling(8))
+        merge_sampling(params, Sampling(8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 from hypothesis import given
@@ -49,13 +50,13 @@ def test_keys_in_flight_are_distinct_whatever_samples_come_and_go(events):
     keys, flying = RequestKeys(), {}
     for sample, ends in events:
         if ends:
-            assert sorted(keys.issued([sample])) == sorted(flying.pop(sample, []))
+            assert sorted(keys.keys_of([sample])) == sorted(flying.pop(sample, []))
             keys.forget([sample])
         else:
             flying.setdefault(sample, []).append(keys.next(sample))
         alive = [key for each in flying.values() for key in each]
         assert len(set(alive)) == len(alive)
-    assert sorted(keys.issued(range(6))) == sorted(key for each in flying.values() for key in each)
+    assert sorted(keys.keys_of(range(6))) == sorted(key for each in flying.values() for key in each)
 
 
 WATCH = """
@@ -178,16 +179,18 @@ class _Flying:
 
 def test_dropping_a_sample_aborts_each_of_its_calls(toy_run):
     from miles_core.data.sample import Sample
-    from miles_core.rollout.generate import Generator
+    from miles_core.rollout.function import PlainFunction
+    from miles_core.rollout.generate import Functions, Generator
 
     run = toy_run(steps=1).run
     engine = _Flying()
 
-    async def three(args, sample, sampling_params):
-        await asyncio.gather(*(args.generate([1, 2]) for _ in range(3)))
+    async def three(sample, ask):
+        await asyncio.gather(*(ask([1, 2]) for _ in range(3)))
 
     async def dropped() -> list[int]:
-        generator = Generator(run, engine, Sampling(4), three)  # type: ignore[arg-type]
+        functions = Functions("three", {"three": PlainFunction(three)})
+        generator = Generator(run, {run.policy.name: engine}, Sampling(4), functions)  # type: ignore[dict-item]
         tasks = [asyncio.create_task(generator(Sample(tokens=[1, 2], index=index))) for index in (5, 6, 7)]
         await asyncio.sleep(0.01)
         for task in tasks:
@@ -201,16 +204,17 @@ def test_dropping_a_sample_aborts_each_of_its_calls(toy_run):
 
 
 def test_probes_share_no_key_with_samples(toy_run):
-    from miles_core.mismatch.probe import probe
+    from miles_mismatch.probe import probe
 
-    run, asked = toy_run(steps=1).run, []
+    done, asked, policies = toy_run(steps=1), [], set()
 
     class Engine:
         capabilities = frozenset()
 
         async def generate(self, request: Request) -> Response:
             asked.append(request.key)
+            policies.add(request.policy)
             return Response([3], [-1.0], "length", "", [(0, 0)])
 
-    asyncio.run(probe(run, Engine(), [[1, 2], [3]], key=16))  # type: ignore[arg-type]
-    assert sorted(asked) == [FIRST_PROBE + 16, FIRST_PROBE + 17]
+    asyncio.run(probe(done.run, dataclasses.replace(done.parts[0], engine=Engine()), [[1, 2], [3]], key=16))
+    assert sorted(asked) == [FIRST_PROBE + 16, FIRST_PROBE + 17] and policies == {"policy"}

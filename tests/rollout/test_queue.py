@@ -57,7 +57,7 @@ def test_state_goes_through_json_and_back():
     one, two = queue(), queue()
     first = one.next(3)
     one.put_back(first[2:])
-    one.used(first[:2])
+    one.mark_used(first[:2])
     two.load_state(json.loads(json.dumps(one.state())))
     assert [(p.text, p.group_index, p.tokens, p.policy) for p in one.next(2)] == [
         (p.text, p.group_index, p.tokens, p.policy) for p in two.next(2)

@@ -39,7 +39,7 @@ def test_too_long_for_the_models_own_context(looked):
 
 
 def test_tokens_that_the_model_does_not_have(looked):
-    with pytest.raises(DataError, match=r"d.jsonl:2: .* the token 25, and the model knows 25"):
+    with pytest.raises(DataError, match=r"d.jsonl:2: .* the token 25, but the model's vocabulary has 25"):
         looked(["a", "z"], Limits(vocabulary=25))
 
 

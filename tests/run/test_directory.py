@@ -10,14 +10,14 @@ import pytest
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError, MilesError
-from miles_core.run.directory import claimed, refuse_unwritable
+from miles_core.run.directory import claim_directory, refuse_unwritable
 from miles_core.run.ending import Ending
 
 HOLDER = """
 import os, sys, time
 from miles_core.config.load import load
-from miles_core.run.directory import claimed
-with claimed(load(["--save", sys.argv[1]], manifests=[])):
+from miles_core.run.directory import claim_directory
+with claim_directory(load(["--save", sys.argv[1]], manifests=[])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -33,13 +33,13 @@ def test_a_second_writer_is_refused_until_the_first_is_gone_even_by_kill(tmp_pat
         assert process.stdout.readline() == b"held\n"
         with (
             pytest.raises(ConfigError, match=f"process {process.pid} on .* is writing this run"),
-            claimed(config(tmp_path / "run")),
+            claim_directory(config(tmp_path / "run")),
         ):
             pass
     finally:
         process.kill()
         process.wait()
-    with claimed(config(tmp_path / "run")) as directory:
+    with claim_directory(config(tmp_path / "run")) as directory:
         assert directory == tmp_path / "run"
 
 
@@ -52,7 +52,7 @@ def test_a_refused_start_leaves_no_directory(tmp_path, toy_run):
 def test_a_directory_that_was_there_and_what_is_in_it_stay(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/notes.txt").write_text("mine")
-    with pytest.raises(RuntimeError), claimed(config(tmp_path / "run")):
+    with pytest.raises(RuntimeError), claim_directory(config(tmp_path / "run")):
         raise RuntimeError
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"notes.txt"}
 
@@ -72,20 +72,22 @@ def test_a_directory_that_cannot_be_made_is_refused_before_a_run(tmp_path):
 
 
 def test_the_last_lines_can_be_typed():
-    lines = Ending(why="finished", step=2, of=2, directory="run with späce", checkpoint="somewhere").lines()
+    lines = Ending(
+        why="finished", step=2, of=2, directory="run with späce", checkpoint="checkpoints/step_00000002"
+    ).lines()
     assert lines[2:] == [
         "report: miles report 'run with späce'",
-        "to go on: miles train --load 'run with späce' --num-rollout N",
+        "to continue: miles train --load 'run with späce' --num-rollout N",
     ]
 
 
 def _claim(directory):
     from types import SimpleNamespace
 
-    from miles_core.run.directory import claimed
+    from miles_core.run.directory import claim_directory
 
     config = SimpleNamespace(run=SimpleNamespace(save=str(directory), load=None), model=SimpleNamespace())
-    with claimed(config):
+    with claim_directory(config):
         pass
 
 

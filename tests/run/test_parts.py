@@ -152,5 +152,5 @@ def test_a_critic_is_asked_for_values_only(toy_run, tmp_path):
             "log_probs(samples)", "log_probs(samples)"
         )
     )
-    with pytest.raises(MilesError, match="this model gives values and not log_probs"):
+    with pytest.raises(MilesError, match="this model computes values and not log_probs"):
         toy_run([str(tmp_path / "ask.py")], steps=1)

@@ -53,7 +53,7 @@ def test_an_error_in_a_rollout(disturbed, tmp_path, toy_run):
     assert ending.splitlines() == [
         f"checkpoint: {tmp_path}/run/checkpoints/step_00000001",
         f"report: miles report {tmp_path}/run",
-        f"to go on: miles train --load {tmp_path}/run",
+        f"to continue: miles train --load {tmp_path}/run",
     ]
     assert "no such answer" in (tmp_path / "run/run.log").read_text()
     assert "no such answer" in json.loads((tmp_path / "run/ending.json").read_text())["why"]

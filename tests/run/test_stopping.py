@@ -40,7 +40,7 @@ def test_what_waits_is_cancelled_and_may_still_save(deadline):
             raise
 
     async def main():
-        with pytest.raises(OutOfTime, match=r"given up 0.4 s after the signal \(--stop-within 1\)"):
+        with pytest.raises(OutOfTime, match=r"aborted 0.4 s after the signal \(--stop-within 1\)"):
             await deadline.limit(run())
 
     asyncio.run(main())

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.errors import DataError
-from miles_core.mismatch.budget import BUDGET_FILE, STALE
+from miles_mismatch.budget import BUDGET_FILE, STALE
 
 STEPS = 4
 OPTIONS = {"schedule": "ahead", "rollout_shuffle": True, "rollout_max_response_len": 6}

@@ -7,7 +7,7 @@ import torch
 
 from miles_core.data.unit import Unit
 from miles_core.errors import NonFiniteError
-from miles_core.train.finite import AT_ONCE, first_nonfinite
+from miles_core.train.finite import SYNC_EVERY, first_nonfinite
 
 #: Makes all weights NaN in the third step, after the gradient was found to be finite.
 DIVERGES = """
@@ -37,9 +37,9 @@ def on_model(run, policy, model, role):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("at", [0, AT_ONCE - 1, AT_ONCE, 2 * AT_ONCE + 3])
+@pytest.mark.parametrize("at", [0, SYNC_EVERY - 1, SYNC_EVERY, 2 * SYNC_EVERY + 3])
 def test_the_first_bad_weight_is_named(bad, at):
-    tensors = {f"w{n}": torch.ones(3, dtype=torch.bfloat16) for n in range(2 * AT_ONCE + 4)}
+    tensors = {f"w{n}": torch.ones(3, dtype=torch.bfloat16) for n in range(2 * SYNC_EVERY + 4)}
     tensors |= {"counts": torch.ones(2, dtype=torch.int64), "none": torch.empty(0)}
     assert first_nonfinite([Unit({name: tensor}) for name, tensor in tensors.items()]) is None
     tensors[f"w{at}"][1] = bad

@@ -8,12 +8,13 @@ from miles_core.config.load import load
 from miles_core.contracts.emulation import Emulation
 from miles_core.data.means import means
 from miles_core.data.sample import Sample
-from miles_core.remote.rank import Rank
+from miles_core.errors import DataError
 from miles_core.run.make import make_run
-from miles_core.run.prepare import applied, prepare
-from miles_core.train.share import combined, divided
+from miles_core.run.prepare import apply_plan, prepare
+from miles_core.train.share import Share, combined, divided
+from miles_runtime.rank import Rank
 from miles_testing.toy import toy_arguments
-from miles_testing.yardstick import copied
+from miles_testing.yardstick import copy_weights
 
 #: What needs statistics of the whole step: corrections, whitening, normalisers, balancing; and two optimiser steps.
 OPTIONS = {
@@ -51,7 +52,7 @@ def rollout(groups):
 def made(words, directory):
     config = load(words)
     accepted, catalogue = prepare(config)
-    run = make_run(applied(config, accepted), accepted, catalogue, directory)
+    run = make_run(apply_plan(config, accepted), accepted, catalogue, directory)
     trainer = run.hooks.make("trainer", "embedded", run=run, policy=run.policies[0])
     return Rank(run, run.policies[0], trainer)
 
@@ -67,7 +68,7 @@ def learned(words, directory, groups):
         np.testing.assert_allclose(kept, old, atol=1e-4)
         assert not np.allclose(new, old, atol=1e-4)
     supervised = rank.supervise(samples[rank.world.replica :: rank.world.replicas], 1e-2)
-    return pairs | supervised, copied(rank.trainer)
+    return pairs | supervised, copy_weights(rank.trainer)
 
 
 @pytest.mark.parametrize(("groups", "strategy"), [(3, "full_shard"), (3, "no_shard"), (1, "full_shard")])
@@ -82,3 +83,29 @@ def test_two_ranks_learn_what_one_process_learns(ranks, groups, strategy, tmp_pa
         assert metrics[name] == pytest.approx(value, rel=2e-4, abs=1e-5), name
     for name, tensor in weights.items():
         torch.testing.assert_close(found[0][1][name], tensor, rtol=0, atol=1e-4)
+
+
+COLUMN = """
+from miles_core import Field, Needs, Plugin
+
+plugin = Plugin(
+    name="column", summary="an advantage that is a column", version="1", core=">=0",
+    fields=(Field("seen", "float32", "response"),), provides={"advantage": {"column": "make_advantage"}},
+)
+
+def make_advantage():
+    def column(inputs):
+        return inputs.batch.column("seen")
+    column.needs = Needs(old=False, whole_step=False, columns=("seen",))
+    return column
+"""
+
+
+def test_an_advantage_finds_its_columns_on_a_rank_without_samples(tmp_path):
+    (tmp_path / "column.py").write_text(COLUMN)
+    words = toy_arguments([str(tmp_path / "column.py")], tmp_path, advantage_estimator="column")
+    rank = made(words, tmp_path)
+    pairs, seen = rank.learn(Share([], [], 1, []), 0)
+    assert pairs["train/grad_norm"][0] == 0 and seen == []
+    with pytest.raises(DataError, match="reads the column 'seen', which no sample carries"):
+        rank.learn(divided(rollout(1), rank.run.config.train, 1)[0], 0)

@@ -37,22 +37,26 @@ def test_every_receiver_gets_the_bytes_bucket_after_bucket():
         assert end.send(first, 0, times=2) > 0 and later.result() > 0
         for found in receivers:
             assert torch.equal(found.result()[0], first) and torch.equal(found.result()[1], second)
-        with pytest.raises(SyncError, match="has its 2 receivers already: this engine left it after an error"):
+        with pytest.raises(
+            SyncError, match="all 2 receivers of a broadcast have joined already: this engine left it after an error"
+        ):
             Broadcast.join(end.memory)
     end.close()
 
 
 def test_who_is_not_there_in_time_and_who_cannot_be_reached_are_said():
     end = Broadcast.open(1, CPU, patience=0.2)
-    with pytest.raises(SyncError, match="a broadcast among 2 processes failed at number 0: the others did not come"):
+    with pytest.raises(
+        SyncError, match="a broadcast among 2 processes failed on rank 0: the other members did not join in time"
+    ):
         end.send(torch.zeros(1024, dtype=torch.uint8), 0)
-    with pytest.raises(SyncError, match="broadcast 1 among 2 processes was given up: one before it failed"):
+    with pytest.raises(SyncError, match="broadcast 1 among 2 processes was cancelled: an earlier broadcast failed"):
         end.send(torch.zeros(1024, dtype=torch.uint8), 1)
     with pytest.raises(
-        SyncError, match=r"cannot be reached from the engine.s process at 127.0.0.1, port 9, where it wants"
+        SyncError, match=r"the engine.s process cannot reach the trainer at 127.0.0.1, port 9, to receive"
     ):
         Broadcast.join({**end.memory, "hosts": ["127.0.0.1"], "port": 9})
-    with pytest.raises(SyncError, match="cannot be reached"):  # somebody else's store
+    with pytest.raises(SyncError, match="cannot reach the trainer"):  # somebody else's store
         Broadcast.join({**end.memory, "key": "another"})
     if not torch.cuda.is_available():
         with pytest.raises(SyncError, match="the engine's process has no GPU"):
@@ -66,5 +70,5 @@ def test_a_receiver_without_memory_says_so(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(SyncError, match="1,024 bytes of the engine's GPU memory for a broadcast are not to be had"):
+    with pytest.raises(SyncError, match="the engine's GPU has no 1,024 bytes of free memory to receive a broadcast"):
         end.receive(1024, 0)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from miles_transport import checksum as module
 from miles_transport import checksum_native
-from miles_transport.bucket import Bucket, unpacked
-from miles_transport.checksum import BLOCK, InCache, OnePass, Sum, checksum, reading, summing
+from miles_transport.bucket import Bucket, unpack
+from miles_transport.checksum import BLOCK, CpuSum, KernelSum, Sum, checksum, make_read_sum, make_sum
 
 
 def noise(blocks):
@@ -64,7 +64,7 @@ class Jobs:
 
 @pytest.fixture
 def jobs(monkeypatch):
-    """``OnePass`` on memory of this host: (source, to), and what the kernel was asked."""
+    """``KernelSum`` on memory of this host: (source, to), and what the kernel was asked."""
     source, to = noise(40), torch.zeros(40 * BLOCK, dtype=torch.uint8)
     kernel = Jobs([source, to])
     monkeypatch.setitem(sys.modules, "miles_transport.checksum_kernel", kernel)
@@ -185,8 +185,8 @@ def test_any_few_changed_words_are_found(data):
 
 def test_what_is_copied_is_added_up_in_the_same_launch_and_the_rest_beside_it(jobs):
     source, to, kernel = jobs
-    found = summing(source)
-    assert isinstance(found, OnePass)
+    found = make_sum(source)
+    assert isinstance(found, KernelSum)
     for at, blocks in ((20, 8), (4, 6), (10, 1)):
         part = slice(at * BLOCK, (at + blocks) * BLOCK)
         found.copy(to[part].view(2, -1), source[part].view(2, -1), at * BLOCK, stays=True)
@@ -206,7 +206,7 @@ def test_pieces_count_as_one_and_each_may_be_copied(jobs):
     source, to, kernel = jobs
     pieces = source[: 3 * BLOCK], source[8 * BLOCK : 9 * BLOCK], source[16 * BLOCK : 20 * BLOCK]
     whole = reference(torch.cat(pieces))
-    found = summing(*pieces)
+    found = make_sum(*pieces)
     found.copy(to[:BLOCK], pieces[1], 3 * BLOCK, stays=True)
     assert found.of(8 * BLOCK) == whole == checksum(*pieces)
     assert torch.equal(to[:BLOCK], pieces[1]) and len(kernel.launches) == 2
@@ -217,7 +217,7 @@ def test_what_is_there_is_added_up_while_more_is_found(jobs, monkeypatch):
     source, to, kernel = jobs
     monkeypatch.setattr(module, "FIRST_LAUNCH", 8 * BLOCK)
     monkeypatch.setattr(module, "LAUNCH", 10 * BLOCK)
-    found = summing(source[: 8 * BLOCK])
+    found = make_sum(source[: 8 * BLOCK])
     found.up_to(8 * BLOCK)
     for piece in range(1, 5):
         found.append(source[piece * 8 * BLOCK : (piece + 1) * 8 * BLOCK])
@@ -233,10 +233,10 @@ def test_what_is_read_is_added_up_in_launches_that_grow(jobs, monkeypatch):
     source, _, kernel = jobs
     monkeypatch.setattr(module, "FIRST_LAUNCH", 4 * BLOCK)
     monkeypatch.setattr(module, "LAUNCH", 8 * BLOCK)
-    found = reading(source)
+    found = make_read_sum(source)
     for start in range(0, 36, 3):
         found.read(source[start * BLOCK : (start + 3) * BLOCK].view(torch.int32).view(4, -1))
-    assert isinstance(found, OnePass) and [len(launch) for launch in kernel.launches] == [2, 3, 3, 3]
+    assert isinstance(found, KernelSum) and [len(launch) for launch in kernel.launches] == [2, 3, 3, 3]
     assert found.of(36 * BLOCK) == reference(source[: 36 * BLOCK]) and len(kernel.launches) == 5
 
 
@@ -246,7 +246,7 @@ def test_a_tensor_that_the_receiver_put_elsewhere_is_copied_from_there(jobs):
     kernel.memory.append(memory)
     bucket = Bucket(memory[20 * BLOCK : 30 * BLOCK])
     bucket.end, bucket.units = 10 * BLOCK, [["a", "", [["a", "uint8", [8 * BLOCK], 0]]]]
-    for unit in unpacked(bucket.header(), bucket.buffer):
+    for unit in unpack(bucket.header(), bucket.buffer):
         for start in (0, 40 * BLOCK):
             moved = memory[start : start + 8 * BLOCK]
             unit.copy(to[: 8 * BLOCK], moved)
@@ -255,7 +255,7 @@ def test_a_tensor_that_the_receiver_put_elsewhere_is_copied_from_there(jobs):
 
 def test_a_source_that_may_change_is_copied_at_once(jobs, monkeypatch):
     source, to, kernel = jobs
-    found = summing(to)
+    found = make_sum(to)
     monkeypatch.setattr(module, "PIECE", 2 * BLOCK)
     found.copy(to[: 4 * BLOCK], source[: 4 * BLOCK], 0)
     found.copy(to[4 * BLOCK : 5 * BLOCK], source[4 * BLOCK : 5 * BLOCK], 4 * BLOCK)  # small: not worth a launch
@@ -266,7 +266,7 @@ def test_a_source_that_may_change_is_copied_at_once(jobs, monkeypatch):
 
 def test_other_dtypes_and_layouts_are_copied_as_torch_does(jobs):
     source, to, kernel = jobs
-    found = summing(source)
+    found = make_sum(source)
     numbers, turned = source[: 8 * BLOCK].view(torch.int16), source[8 * BLOCK : 16 * BLOCK].view(64, 128).t()
     found.copy(to.view(torch.int32)[: 4 * BLOCK], numbers, 0, stays=True)
     found.copy(to[16 * BLOCK : 24 * BLOCK].view(128, 64), turned, 8 * BLOCK, stays=True)
@@ -300,7 +300,7 @@ def test_a_cpu_adds_up_while_it_copies(monkeypatch, cores):
     monkeypatch.setattr(module, "PIECE", 4 * BLOCK)
     monkeypatch.setattr(module, "_cores", lambda: set(range(cores * torch.get_num_threads())))
     source, to, passes = noise(40), torch.zeros(40 * BLOCK, dtype=torch.uint8), []
-    found, real = summing(to), checksum_native.add_blocks
+    found, real = make_sum(to), checksum_native.add_blocks
     monkeypatch.setattr(
         checksum_native, "add_blocks", lambda *given: (passes.append(given[-1]) if given[1] else None) or real(*given)
     )
@@ -320,8 +320,8 @@ def test_a_cpu_without_a_compiler_adds_up_what_it_has_just_copied(monkeypatch, c
     monkeypatch.setattr(module, "PIECE", 4 * BLOCK)
     monkeypatch.setattr(module, "_cores", lambda: set(range(cores * torch.get_num_threads())))
     source, to = noise(40), torch.zeros(40 * BLOCK, dtype=torch.uint8)
-    found = summing(to)
-    assert isinstance(found, InCache)
+    found = make_sum(to)
+    assert isinstance(found, CpuSum)
     found.copy(to[: 30 * BLOCK].view(torch.int16), source[: 30 * BLOCK].view(torch.int16), 0)
     assert len(found._adding) == (0 if cores == 1 else 7)
     found.copy(to[30 * BLOCK :], source[30 * BLOCK :], 30 * BLOCK)
@@ -361,7 +361,7 @@ def test_the_kernel_copies_and_adds_up():
 def test_a_gpu_and_a_cpu_find_the_same_sum():
     source = noise(5000)
     there, to = source.cuda(), torch.zeros(5000 * BLOCK, dtype=torch.uint8, device="cuda")
-    found = summing(there)
+    found = make_sum(there)
     found.copy(to[1000 * BLOCK : 4001 * BLOCK], there[1000 * BLOCK : 4001 * BLOCK], 1000 * BLOCK, stays=True)
     assert found.of(5000 * BLOCK) == Sum(there).of(5000 * BLOCK) == checksum(source) == reference(source)
     assert torch.equal(to[1000 * BLOCK : 4001 * BLOCK].cpu(), source[1000 * BLOCK : 4001 * BLOCK])

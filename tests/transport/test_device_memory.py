@@ -27,7 +27,7 @@ class PlainSum(Sum):
 def test_only_what_lies_on_one_gpu_is_lent(monkeypatch):
     asked, first = [], {"key": "k", "base": 0, "nbytes": 1 << 62}
     monkeypatch.setattr(module, "_region", lambda tensor: asked.append(tensor) or first)
-    monkeypatch.setattr(module, "reading", lambda first: PlainSum())
+    monkeypatch.setattr(module, "make_read_sum", lambda first: PlainSum())
     memory = torch.randint(0, 256, (4, BLOCK), dtype=torch.uint8)
     loan = module.Loan()
     kinds = [OnAGpu, OnAnother, OnAGpu]

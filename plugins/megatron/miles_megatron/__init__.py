@@ -22,21 +22,21 @@ plugin = Plugin(
         "env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": Set(
             "1",
             when="trainer == megatron and train.precision == fp8 and not fp8.power_of_two_scales",
-            because="TransformerEngine rounds block scales up to powers of two unless it is told not to",
+            because="TransformerEngine rounds block scales up to powers of two by default",
         ),
         "env.NVTE_BACKWARD_OVERRIDE": Set(
             "dequantized",
             when="trainer == megatron and train.precision in {fp8, mxfp8} and megatron.backward_override == dequantized",
-            because="the backward pass is in BF16, with the numbers that the forward pass multiplied",
+            because="the backward pass multiplies the dequantised operands of the forward pass in BF16",
         ),
     },
     notes={
         "trainer == megatron and train.precision in {fp8, mxfp8} and megatron.backward_override == none": (
-            "the backward pass quantises gradients too (--backward-override none): they are no longer those of the numbers that the "
-            "forward pass multiplied, and differ by the format's rounding in each product"
+            "the backward pass quantises gradients too (--backward-override none): they are not the exact gradients of the quantised "
+            "forward pass, and differ by the format's rounding error in each product"
         ),
     },
-    facts={"megatron.ranks": "processes that train one policy, where no runtime says it"},
+    facts={"megatron.ranks": "processes that train one policy, if no runtime determines it"},
     requires=(
         Rule(
             needs="model.moe",
@@ -46,12 +46,12 @@ plugin = Plugin(
         Rule(
             needs="train.precision in {fp8, mxfp8}",
             when="megatron.backward_override == none",
-            because="it says how TransformerEngine computes gradients in a number format of its own",
+            because="the option controls how TransformerEngine computes gradients in FP8 and MXFP8",
         ),
         Rule(
             needs="model.device != cpu or gpu.count == 0",
             when="trainer == megatron",
-            because="Megatron-Core takes the GPU where there is one; CUDA_VISIBLE_DEVICES= hides it",
+            because="Megatron-Core uses a GPU if there is one; set CUDA_VISIBLE_DEVICES= to hide it",
         ),
     ),
     packages=(

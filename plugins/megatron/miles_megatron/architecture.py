@@ -1,7 +1,7 @@
-"""What a checkpoint's ``config.json`` says of a model, in one form for all families. Imports no torch.
+"""The architecture in a checkpoint's ``config.json``, in one form for all families. Imports no torch.
 
-From it follow the table of weights (``families``), the count of parameters (``count``), the memory of a rank (``memory``) and the
-configuration that Megatron-Core builds the model with (``model``).
+It determines the table of weights (``families``), the parameter count (``count``), the memory of a rank (``memory``) and
+Megatron-Core's model configuration (``trainer.model``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1); sizes in elements.
 
     Attributes:
-        q_rank: of the queries' compression; 0 where they are projected directly.
-        kv_rank: of the compression that keys and values share.
-        nope, rope: of a head's key without and with rotary position.
-        value: of a head's value.
+        q_rank: rank of the compressed queries; 0 if queries are projected directly.
+        kv_rank: rank of the compression shared by keys and values.
+        nope, rope: size of a head's key part without and with rotary embedding.
+        value: size of a head's value.
     """
 
     q_rank: int
@@ -37,8 +37,8 @@ class Rotary:
 
     Attributes:
         base: theta.
-        share: part of a head's dimensions that is rotated.
-        scaling: ``rope_scaling`` of the checkpoint, empty when there is none.
+        share: fraction of a head's dimensions that is rotated.
+        scaling: ``rope_scaling`` of the checkpoint; empty without scaling.
     """
 
     base: float = 10000.0
@@ -51,13 +51,15 @@ class Experts:
     """The mixture of experts of a layer.
 
     Attributes:
-        count, top_k, ffn: experts, experts a token, and the inner size of one.
-        shared: inner size of all shared experts together, 0 without.
-        shared_gate: the shared experts' output is multiplied by a gate of its own.
-        score: what router logits become.
-        renormalise: the chosen experts' weights are divided by their sum.
-        correction: a bias added to the scores when experts are chosen, in no gradient.
-        groups, top_groups: experts are chosen inside of the best groups; 1 and 1 without.
+        count: number of experts.
+        top_k: experts per token.
+        ffn: inner size of one expert.
+        shared: inner size of all shared experts together; 0 without shared experts.
+        shared_gate: the output of the shared experts is multiplied by a gate.
+        score: score function applied to router logits.
+        renormalise: the weights of the chosen experts are divided by their sum.
+        correction: the router adds a bias to the scores when it chooses experts; the bias receives no gradient.
+        groups, top_groups: number of expert groups, and of groups to choose from; 1 and 1 without groups.
         scale: factor of the routed experts' output.
     """
 
@@ -76,23 +78,23 @@ class Experts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One decoder.
+    """Architecture of a decoder.
 
     Attributes:
         family: ``model_type`` of the checkpoint.
-        layers, hidden, vocab: decoder layers, width, rows of the embedding.
-        heads, kv_heads, head_dim: of attention; of no meaning with ``latent``.
+        layers, hidden, vocab: number of decoder layers, hidden size, rows of the embedding.
+        heads, kv_heads, head_dim: attention heads, KV heads and head size; unused with ``latent``.
         ffn: inner size of a dense layer.
-        tied: the output layer is the embedding.
-        qkv_bias, out_bias: attention's projections have biases.
-        qk_norm: a norm over each head of queries and keys, or over all heads together.
+        tied: the output layer is tied to the embedding.
+        qkv_bias, out_bias: the QKV and output projections of attention have biases.
+        qk_norm: norm of queries and keys: none, over each head, or over all heads together.
         mlp_bias: experts and router have biases.
-        sinks: attention has a learnt logit a head beside the keys'.
+        sinks: attention has one learned extra logit (sink) per head.
         sparse: for each layer, whether it has experts.
-        mtp: layers that predict a further token, after the decoder; they are sparse where the last layer is.
-        epsilon: of the norms.
+        mtp: number of MTP layers after the decoder; they have experts if the last decoder layer has.
+        epsilon: epsilon of the norms.
         rotary: position embedding.
-        windows: for each layer, how many tokens it sees, itself included; 0 for all. Empty without windows.
+        windows: sliding window of each layer in tokens, including the query token; 0 for full attention. Empty without windows.
     """
 
     family: str
@@ -119,17 +121,17 @@ class Architecture:
 
     @property
     def q_size(self) -> int:
-        """Outputs of the queries' projection."""
+        """Output size of the query projection."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Outputs of the keys' projection; of the values' too."""
+        """Output size of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
 
 def common(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that all families write alike, as arguments of ``Architecture``."""
+    """Return the arguments of ``Architecture`` that all families store under the same keys."""
     heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
     return {
         "family": config["model_type"],
@@ -150,7 +152,10 @@ def common(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def experts_of(config: Mapping[str, Any]) -> int:
-    """How many experts a layer has; Transformers has written it under several names."""
+    """Return the number of experts per layer, from any of the three keys that Transformers uses.
+
+    Raises:
+        KeyError: ``config`` has none of the keys."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     found = next((config[name] for name in names if config.get(name) is not None), None)
     if found is None:
@@ -159,7 +164,7 @@ def experts_of(config: Mapping[str, Any]) -> int:
 
 
 def rotary(config: Mapping[str, Any]) -> Rotary:
-    """In the form of Transformers 5 (``rope_parameters``) or before (``rope_theta``, ``rope_scaling``)."""
+    """Read the rotary embedding from Transformers 5's ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
     given = dict(config.get("rope_parameters") or {})
     scaling = given or dict(config.get("rope_scaling") or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -171,5 +176,5 @@ def rotary(config: Mapping[str, Any]) -> Rotary:
 
 
 def dense_first(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Which layers have experts where the first ``first_k_dense_replace`` have none."""
+    """Return for each layer whether it has experts: all layers but the first ``first_k_dense_replace``."""
     return tuple(i >= config.get("first_k_dense_replace", 0) for i in range(config["num_hidden_layers"]))

@@ -1,6 +1,6 @@
-"""The options: one for every field of ``options.json``, in a dataclass that is made from it.
+"""The options of this plugin: a dataclass generated from ``options.json``, with one option per row.
 
-A field that nobody sets keeps Megatron-Core's own default, or the one in ``DEFAULTS``.
+An option without a value keeps Megatron-Core's default or the one in ``DEFAULTS``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 from miles_core import option
 
-#: Megatron-Core's class -> what it configures, in the words of ``--help``.
+#: Megatron-Core's configuration class -> what it configures, for ``--help``.
 _OWNERS = {
-    "ModelParallelConfig": "how the model is divided",
+    "ModelParallelConfig": "model parallelism",
     "TransformerConfig": "the model",
     "OptimizerConfig": "the optimiser",
     "DistributedDataParallelConfig": "the reduction of gradients",
 }
 _TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "words": tuple[str, ...]}
-#: What Megatron-Core 0.19 takes in the lists whose type does not say it.
+#: Values that Megatron-Core 0.19 accepts in list options whose type does not declare them.
 _WORDS = {
     "recompute_modules": ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"),
     "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
@@ -31,20 +31,20 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "pipeline_model_parallel_size": (1, "1"),
     "context_parallel_size": (1, "1"),
     "expert_model_parallel_size": (1, "1"),
-    "grad_reduce_in_fp32": (True, "on: sums over micro-batches and ranks keep their bits"),
+    "grad_reduce_in_fp32": (True, "on: sums over micro-batches and ranks keep FP32 precision"),
     "moe_token_dispatcher_type": ("alltoall", "alltoall"),
-    "gradient_accumulation_fusion": (None, "on where there is a GPU"),
-    "bias_activation_fusion": (None, "on where there is a GPU"),
-    "bias_dropout_fusion": (None, "on where there is a GPU"),
-    "apply_rope_fusion": (None, "on where there is a GPU, for rotary positions without YaRN"),
-    "moe_permute_fusion": (None, "on where there is a GPU"),
-    "optimizer_offload_fraction": (1.0, "1: all of it, with --optimizer-cpu-offload"),
-    "moe_router_bias_update_rate": (0.0, "0: the policy's router is trained by its gradient alone"),
+    "gradient_accumulation_fusion": (None, "on with a GPU"),
+    "bias_activation_fusion": (None, "on with a GPU"),
+    "bias_dropout_fusion": (None, "on with a GPU"),
+    "apply_rope_fusion": (None, "on with a GPU, for rotary embeddings without YaRN"),
+    "moe_permute_fusion": (None, "on with a GPU"),
+    "optimizer_offload_fraction": (1.0, "1: the whole state, with --optimizer-cpu-offload"),
+    "moe_router_bias_update_rate": (0.0, "0: only gradients train the policy's router"),
 }
 
 
 def table() -> list[dict[str, Any]]:
-    """The rows of ``options.json``: name, owner, type, choices, and Megatron-Core's default as source text."""
+    """Return the rows of ``options.json``: name, owner, type, choices, and Megatron-Core's default as source text."""
     rows: list[dict[str, Any]] = json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
     return rows
 
@@ -68,14 +68,14 @@ def _entry(row: dict[str, Any]) -> tuple[str, Any, Any]:
     )
 
 
-#: What is TransformerEngine's and no field of Megatron-Core's.
+#: An option of TransformerEngine that is no field of Megatron-Core's configurations.
 _BACKWARD = (
     "backward_override",
     str,
     option(
         "dequantized",
-        help="gradients in TransformerEngine's number formats: dequantized multiplies what the forward pass multiplied in BF16, none "
-        "quantises gradients too and is faster (default: dequantized)",
+        help="backward pass in TransformerEngine's number formats: dequantized multiplies the forward pass's dequantised operands in "
+        "BF16; none quantises gradients too and is faster (default: dequantized)",
         choices=("dequantized", "none"),
     ),
 )
@@ -83,6 +83,6 @@ _BACKWARD = (
 MegatronConfig = make_dataclass(
     "MegatronConfig", [*(_entry(row) for row in table()), _BACKWARD], frozen=True, kw_only=True
 )
-MegatronConfig.__doc__ = """The fields of Megatron-Core's configurations, of which one that is None keeps Megatron-Core's default, and
-TransformerEngine's ``backward_override``."""
+MegatronConfig.__doc__ = """The fields of Megatron-Core's configurations, and TransformerEngine's ``backward_override``. None keeps
+Megatron-Core's default."""
 MegatronConfig.__module__ = __name__

@@ -1,7 +1,7 @@
-"""Which entries of a ``config.json`` change what a model computes, and which values of them the model of Megatron-Core has.
+"""Checks the entries of ``config.json`` that change what a model computes against what Megatron-Core's model supports.
 
-A family's file reads the sizes. Every other entry is held against these tables: an entry with one possible value must have it, and an entry
-that no table knows, with a name that speaks of computation ("scale", "bias", "window"), must have a value that switches it off. Imports no torch.
+The modules of ``families`` read the sizes. These tables cover all other entries: an entry in ``_FIXED`` must have a supported value, and
+an unknown entry whose name suggests computation ("scale", "bias", "window") must have a value that disables it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _GROUPED = ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts"
             "moe_intermediate_size", "num_nextn_predict_layers")  # fmt: skip
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 _QWEN_EXPERTS = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-#: Entries that each family's file reads, or that its checkpoints have without a meaning.
+#: Entries that the family's module reads, or that have no effect in its checkpoints.
 _READ: dict[str, tuple[str, ...]] = {
     "llama": ("pretraining_tp",),
     "mistral": ("sliding_window",),
@@ -29,7 +29,7 @@ _READ: dict[str, tuple[str, ...]] = {
     "minimax_m2": ("rotary_dim", "router_jitter_noise", "num_mtp_modules", "use_mtp", "mtp_transformer_layers"),
     "gpt_oss": ("sliding_window", "layer_types"),
 }
-#: Entries with one possible value; the first of those given is what the model computes where an entry is missing.
+#: Entries and their supported values; the first value also applies if the entry is missing.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),
@@ -60,9 +60,9 @@ _FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "swiglu_alpha": (1.702,),
     },
 }
-#: Families whose rotary embedding may turn a part of each head only.
+#: Families whose rotary embedding may rotate only a part of each head.
 _PARTIAL = ("glm4_moe", "minimax_m2")
-#: Entries of every family that the tables of weights and sizes read, or that change nothing of what is computed.
+#: Entries of all families that the tables of weights and sizes read, or that do not affect the computation.
 _COMMON = re.compile(
     r"model_type|architectures|auto_map|num_hidden_layers|hidden_size|intermediate_size|vocab_size|num_attention_heads|num_key_value_heads"
     r"|head_dim|rms_norm_eps|tie_word_embeddings|max_position_embeddings|rope_parameters|rope_scaling|rope_theta|partial_rotary_factor"
@@ -70,7 +70,7 @@ _COMMON = re.compile(
     r"|\w*_token_id|\w*dropout|initializer_range|use_cache|output_\w+|router_aux_loss_coef|quantization_config|torch_dtype|dtype"
     r"|transformers_version|_\w+|id2label|label2id|problem_type|return_dict|chunk_size_feed_forward|is_encoder_decoder"
 )
-#: Words of an entry that may change what is computed.
+#: Words in the name of an entry that may affect the computation.
 _TELLING = re.compile(
     r"act|alibi|attn|attention|bias|cap|clip|clamp|compress|conv|cross|embed|expert|factor|gate|gating|head|index|layer|limit|logit|mamba|moe"
     r"|mrope|mult|mup|norm|parallel|pattern|position|prenorm|qk|qkv|relu|residual|rope|rotary|router|routing|scal|sink|skip|sliding|softmax"
@@ -79,7 +79,7 @@ _TELLING = re.compile(
 
 
 def find_foreign(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a clause for each entry with which Megatron-Core's model would compute something else than the checkpoint's own."""
+    """Yield a message for each entry with which Megatron-Core's model would differ from the checkpoint's model."""
     family = str(config.get("model_type"))
     fixed = _FIXED | _FIXED_BY_FAMILY.get(family, {})
     read = _READ.get(family, ())
@@ -88,14 +88,14 @@ def find_foreign(config: Mapping[str, Any]) -> Iterator[str]:
             continue
         if key in fixed:
             if value is not None and value not in fixed[key]:
-                yield f"{key} is {value!r}, and it has {' or '.join(map(repr, fixed[key]))} only"
+                yield f"{key} is {value!r}, and it supports only {' or '.join(map(repr, fixed[key]))}"
         elif not _COMMON.fullmatch(key) and _TELLING.search(key) and not _is_off(key, value):
-            yield f"it does not know {key}, which is {value!r:.60}"
+            yield f"it does not support {key}, which is {value!r:.60}"
     yield from _rotary(config, family)
 
 
 def _is_off(key: str, value: Any) -> bool:
-    """Whether a value of an unknown entry is the one without effect."""
+    """Whether the value of an unknown entry disables it."""
     if key == "attn_type_list" or key == "layer_types":
         return isinstance(value, list) and all(kind in (1, "full_attention") for kind in value)
     factor = re.search(r"scal|mult|factor|beta", key) is not None
@@ -105,7 +105,7 @@ def _is_off(key: str, value: Any) -> bool:
 def _rotary(config: Mapping[str, Any], family: str) -> Iterator[str]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        yield f"it has one rotary embedding for all layers, and rope_parameters is {rope!r:.60}"
+        yield f"it supports only one rotary embedding for all layers, and rope_parameters is {rope!r:.60}"
         return
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if share != 1.0 and family not in _PARTIAL:
@@ -113,8 +113,9 @@ def _rotary(config: Mapping[str, Any], family: str) -> Iterator[str]:
 
 
 def layer_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The window of each layer in tokens, 0 for a layer that sees everything, as Transformers' model of the family has it; empty where
-    no layer has one."""
+    """Return the sliding window of each layer in tokens, as in Transformers' model of the family.
+
+    0 means full attention. The result is empty if no layer has a window."""
     family, layers = str(config.get("model_type")), int(config["num_hidden_layers"])
     size = int(config.get("sliding_window") or 0)
     if family not in _SLIDING or (family.startswith("qwen") and not config.get("use_sliding_window")):
@@ -127,7 +128,7 @@ def layer_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(size * slides for slides in inside) if size and any(inside) else ()
 
 
-#: family -> whether layer i has the window, where ``layer_types`` does not say.
+#: family -> whether layer i has the window if ``layer_types`` is missing.
 _SLIDING: dict[str, Any] = {
     **dict.fromkeys(("mistral", "mixtral", "qwen3_moe"), lambda i, config: True),
     **dict.fromkeys(("qwen2", "qwen3"), lambda i, config: i >= config.get("max_window_layers", 28)),

@@ -1,4 +1,4 @@
-"""How many parameters a model has, and where tensor and expert parallelism put them. Pure arithmetic, imports no torch."""
+"""Counts the parameters of a model by the kind of parallelism that splits them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from miles_megatron.architecture import Architecture
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters by what divides them.
+    """Numbers of parameters.
 
     Attributes:
-        split: divided among tensor-parallel ranks.
-        whole: on every one of them (norms, routers, the compressions of latent attention).
-        experts: of routed experts, divided among expert- and expert-tensor-parallel ranks.
+        split: parameters split across tensor-parallel ranks.
+        whole: parameters replicated on every tensor-parallel rank (norms, routers, down-projections of latent attention).
+        experts: parameters of routed experts, split across expert- and expert-tensor-parallel ranks.
     """
 
     split: int = 0
@@ -26,12 +26,12 @@ class Count:
 
     @property
     def total(self) -> int:
-        """Of the undivided model."""
+        """Number of all parameters."""
         return self.split + self.whole + self.experts
 
 
 def attention(a: Architecture) -> Count:
-    """One layer's attention."""
+    """Count the parameters of one layer's attention."""
     if a.latent is not None:
         q, low = a.latent.q_rank, a.latent
         outputs = a.heads * (low.nope + low.rope)
@@ -45,7 +45,7 @@ def attention(a: Architecture) -> Count:
 
 
 def feed_forward(a: Architecture, sparse: bool) -> Count:
-    """One layer's feed-forward part: a gated layer, or router, experts and shared experts."""
+    """Count the parameters of one layer's feed-forward part: a gated MLP, or router, experts and shared experts."""
     if not sparse or a.experts is None:
         return Count(3 * a.hidden * a.ffn)
     e = a.experts
@@ -55,22 +55,22 @@ def feed_forward(a: Architecture, sparse: bool) -> Count:
 
 
 def layer(a: Architecture, sparse: bool) -> Count:
-    """One decoder layer."""
+    """Count the parameters of one decoder layer."""
     return attention(a) + feed_forward(a, sparse) + Count(whole=2 * a.hidden)
 
 
 def embedding(a: Architecture) -> Count:
-    """The embedding, or the output layer."""
+    """Count the parameters of the embedding; the output layer has as many."""
     return Count(a.vocab * a.hidden)
 
 
 def mtp_layer(a: Architecture) -> Count:
-    """One MTP layer: a decoder layer, the projection of both its inputs, three norms."""
+    """Count the parameters of one MTP layer: a decoder layer, the projection of its two inputs, and three norms."""
     return layer(a, bool(a.sparse) and a.sparse[-1]) + Count(2 * a.hidden * a.hidden, 3 * a.hidden)
 
 
 def model(a: Architecture, mtp: int = 0) -> Count:
-    """The whole model, with so many MTP layers."""
+    """Count the parameters of the whole model with ``mtp`` MTP layers."""
     total = embedding(a) + Count(whole=a.hidden)
     if not a.tied:
         total += embedding(a)

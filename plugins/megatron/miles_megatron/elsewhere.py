@@ -1,8 +1,8 @@
-"""Flags of Megatron-LM's training script that are not needed here, or are written otherwise."""
+"""Flags of Megatron-LM's training script that this trainer does not need or names differently."""
 
 from __future__ import annotations
 
-#: Sizes and choices of the model, which the checkpoint's ``config.json`` gives: flags with a value, and switches.
+#: Model flags that ``config.json`` replaces: flags with a value, and switches.
 _MODEL = (
     "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size normalization norm-epsilon "
     "position-embedding-type rotary-percent rotary-base rotary-scaling-factor max-position-embeddings seq-length num-experts "
@@ -19,6 +19,7 @@ _DROPPED = {"**": ""}
 
 ELSEWHERE: dict[str, str | dict[str, str]] = {
     **{f"--{name}": _DROPPED for name in f"{_MODEL} {_SWITCHES}".split()},
+    "--megatron-to-hf-mode": {"*": ""},
     "--optimizer": {"adam": "", "adamw": ""},
     "--attention-dropout": {"0": "", "0.0": ""},
     "--hidden-dropout": {"0": "", "0.0": ""},

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, from its ``config.json`` and the headers of its weights: the family's table says what is loaded."""
+"""Checks a checkpoint's ``config.json`` and weight headers against the family's table of weights, before the run loads it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from miles_megatron import families
 from miles_megatron.architecture import Architecture
 from miles_megatron.shapes import shapes
 
-#: Tensors that checkpoints hold and that follow from ``config.json``.
+#: Tensors in checkpoints that are derived from ``config.json``.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def examine(config: Any, weights: bool) -> None:
-    """See ``miles_core.Plugin.examine``: what would end the run when its model is loaded, or lose a weight in silence."""
+    """Implements ``miles_core.Plugin.examine``: finds errors that would stop the run at load time or silently drop a weight."""
     options = config.model
     flag, path = ("--ref-load", options.ref_load) if options.ref_load else ("--hf-checkpoint", options.hf_checkpoint)
     if path is None or not Path(path).is_dir():
@@ -25,21 +25,22 @@ def examine(config: Any, weights: bool) -> None:
     if any(Path(path).glob("*.safetensors*")):
         examine_checkpoint(Path(path), flag)
     elif weights:
-        raise CheckpointError(f"{flag} {path}: it holds no *.safetensors weights; others are not read")
+        raise CheckpointError(f"{flag} {path}: it has no *.safetensors files; other weight files are not supported")
 
 
 def examine_checkpoint(directory: Path, flag: str = "--hf-checkpoint") -> None:
-    """Whether the trainer can load a checkpoint, and has a place for all of it.
+    """Check that the trainer can load a checkpoint and uses all of its tensors.
 
     Raises:
-        CheckpointError: it is quantised; a tensor is missing, has another shape or is in no table; or see ``CheckpointFiles``.
+        CheckpointError: the checkpoint is quantised; a tensor is missing, has another shape or is in no table; or an error of
+            ``CheckpointFiles``.
     """
-    from miles_core.backend import CheckpointFiles  # with torch, which reads the headers' dtypes
+    from miles_core.backend import CheckpointFiles  # imports torch
 
     files = CheckpointFiles(directory, flag)
     if files.config.get("quantization_config"):
         raise CheckpointError(
-            f"{directory} is quantised, and --trainer megatron reads BF16 weights: give a BF16 copy of them with --ref-load"
+            f"{directory} is quantised, but --trainer megatron reads only BF16 weights: give a BF16 copy with --ref-load"
         )
     a = families.read(files.config)
     table = [entry for entry in families.weights(a) if not entry.name.startswith("mtp.")]
@@ -48,24 +49,24 @@ def examine_checkpoint(directory: Path, flag: str = "--hf-checkpoint") -> None:
     missing = [name for name in wanted if name not in files.entries]
     if missing:
         raise CheckpointError(
-            f"{where}: {len(missing)} weights of a {a.family} model are missing, first {missing[0]}; is the checkpoint whole?"
+            f"{where}: {len(missing)} weights of a {a.family} model are missing, the first is {missing[0]}; is the checkpoint complete?"
         )
     for name, shape in wanted.items():
         if files.entries[name].shape != shape:
             raise CheckpointError(
-                f"{where}: {name} is {list(files.entries[name].shape)} in its weights and {list(shape)} by config.json; one of the two "
-                "is of another model"
+                f"{where}: {name} has shape {list(files.entries[name].shape)}, but config.json implies {list(shape)}; one of the two "
+                "belongs to another model"
             )
     odd = [name for name in files.entries if name not in wanted and not _ignored(name, a)]
     if odd:
         raise CheckpointError(
-            f"{where}: {len(odd)} weights are in no table of a {a.family} model, first {odd[0]}: they would not be trained, and an export "
-            "would lack them; train with --trainer embedded, or complete the table (miles_megatron/families)"
+            f"{where}: {len(odd)} weights are not in the table of {a.family}, the first is {odd[0]}: they would be neither trained nor "
+            "exported; train with --trainer embedded, or extend the table (miles_megatron/families)"
         )
 
 
 def _ignored(name: str, a: Architecture) -> bool:
-    """A tensor that has no place in the model and needs none: an MTP layer's, an output layer that is the embedding, a derived one."""
+    """Whether the model needs no such tensor: MTP layers, a tied output layer, derived tensors."""
     layer = _LAYER.search(name)
     return (
         bool(layer and int(layer[1]) >= a.layers)

@@ -1,15 +1,14 @@
-"""How a tensor of Megatron-Core is made of the checkpoint's tensors, cut for tensor parallelism, and made into them again.
+"""Converts between the checkpoint's tensors and tensor-parallel shards of Megatron-Core's tensors.
 
-A layout is a pair of functions. ``shard`` takes the checkpoint's tensors whole and returns one rank's part; ``join`` takes the parts
-of all ranks, in order, and returns the checkpoint's tensors. Only elements are moved, so ``join`` of all shards is equal in
-every byte.
+``shard`` takes the checkpoint's full tensors and returns one rank's shard; ``join`` takes the shards of all ranks, in rank order, and
+returns the checkpoint's tensors. Both only move elements, so ``join`` after ``shard`` reproduces every byte. The layouts are:
 
-``plain``            one tensor, cut along an axis.
-``vocabulary``       the same along rows, with rows of zeros at the end so that the cut is even; ``join`` drops them.
+``plain``            one tensor, split along an axis.
+``vocabulary``       split along rows, after padding with zero rows to a multiple of the ranks; ``join`` drops the padding.
 ``qkv``              queries, keys and values interleaved by query group: the queries of a group, its key, its value.
-``gate_up``          each rank holds its rows of the gate and then its rows of the up projection.
+``gate_up``          each rank holds its rows of the gate projection, then its rows of the up projection.
 ``stacked``          all experts in one tensor of the checkpoint, [experts, in, out] (weights) or [experts, out] (biases).
-``stacked_gate_up``  the same with gate and up in alternate outputs.
+``stacked_gate_up``  as ``stacked``, with gate and up in alternate output columns.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from miles_megatron.families.parts import Entry
 
 
 def shard(entry: Entry, tensors: Sequence[Tensor], a: Architecture, rank: int = 0, size: int = 1) -> Tensor:
-    """One rank's part of a tensor.
+    """Return one rank's shard of a tensor.
 
     Args:
-        entry: which one.
-        tensors: the checkpoint's, in the order of ``entry.checkpoint``.
-        a: the model.
-        rank, size: in the group that splits this tensor.
+        entry: the tensor.
+        tensors: the checkpoint's tensors in the order of ``entry.checkpoint``.
+        a: the architecture.
+        rank, size: rank and size in the group that splits this tensor.
     """
     if entry.layout in ("gate_up", "stacked_gate_up"):
         gate, up = tensors if entry.layout == "gate_up" else _alternate(_expert(entry, tensors[0]))
@@ -46,12 +45,12 @@ def shard(entry: Entry, tensors: Sequence[Tensor], a: Architecture, rank: int = 
 
 
 def join(entry: Entry, shards: Sequence[Tensor], a: Architecture) -> list[Tensor]:
-    """The checkpoint's tensors; of a stacked one this expert's slice, see ``stack``.
+    """Return the checkpoint's tensors of an entry; for a stacked layout, this expert's slice.
 
     Args:
-        entry: which one.
-        shards: the parts of all ranks that split this tensor, in order; one where it is not split.
-        a: the model.
+        entry: the tensor.
+        shards: the shards of all ranks that split this tensor, in rank order; one shard if it is not split.
+        a: the architecture.
     """
     if entry.layout in ("gate_up", "stacked_gate_up"):
         halves = [s.chunk(2) for s in shards]
@@ -69,7 +68,7 @@ def join(entry: Entry, shards: Sequence[Tensor], a: Architecture) -> list[Tensor
 
 
 def padded_vocabulary(a: Architecture, size: int) -> int:
-    """Rows of the embedding, padded so that ``size`` ranks have equally many."""
+    """Return the number of embedding rows, padded to a multiple of ``size`` ranks."""
     return -(-a.vocab // size) * size
 
 
@@ -77,12 +76,12 @@ def _cut(tensor: Tensor, axis: int | None, rank: int, size: int) -> Tensor:
     if axis is None or size == 1:
         return tensor
     if tensor.shape[axis] % size:
-        raise ValueError(f"{tensor.shape[axis]} rows cannot be split among {size} ranks")
+        raise ValueError(f"{tensor.shape[axis]} rows cannot be split evenly across {size} ranks")
     return tensor.chunk(size, axis)[rank]
 
 
 def _expert(entry: Entry, stacked: Tensor) -> Tensor:
-    """One expert of a stacked tensor, with a weight's outputs first."""
+    """Return one expert of a stacked tensor; a weight is transposed to [out, in]."""
     assert entry.expert is not None
     one = stacked[entry.expert]
     return one.t() if one.dim() == 2 else one

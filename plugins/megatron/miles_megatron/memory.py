@@ -1,10 +1,10 @@
-"""The memory of a rank, from sizes alone. Imports no torch.
+"""Estimates the GPU memory of a rank from sizes. Imports no torch.
 
-What stays is exact: parameters, the buffer that gradients are summed in, the optimiser's moments and FP32 masters, divided among the
-ranks that hold copies. Activations are counted tensor by tensor: what a layer keeps for its backward pass with an attention that
-stores no scores, as in Korthikanti et al. (arXiv 2205.05198, section 4) but for gated layers, grouped-query and latent attention and
-experts that are evenly loaded. A stage of a pipeline keeps as many micro-batches as there are stages after it (Narayanan et al.,
-arXiv 2104.04473, section 2.2).
+The persistent memory is exact: parameters, the gradient buffer, and the optimizer's moments and FP32 masters, sharded across data-parallel
+ranks. Activations are counted tensor by tensor: the tensors that a layer keeps for its backward pass with an attention that does not
+store scores, as in Korthikanti et al. (arXiv 2205.05198, section 4), extended to gated MLPs, grouped-query and latent attention, and
+evenly loaded experts. A pipeline stage holds one micro-batch for itself and one for each later stage (Narayanan et al., arXiv 2104.04473,
+section 2.2).
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from miles_megatron.count import Count
 from miles_megatron.sizes import Sizes
 
 GB = 1e9
-#: Elements of logits held at once (``logprobs``), and bytes each of them takes with its copies and gradient.
+#: Elements of logits that exist at once (``logprobs``), and bytes per element including copies and gradient.
 LOGITS, LOGIT_BYTES = 1 << 26, 14
-#: Bytes of a CUDA context with its libraries, and of NCCL's buffers where there are several ranks.
+#: Bytes of a CUDA context with its libraries, and of NCCL's buffers with several ranks.
 CONTEXT, CHANNELS = 1.0 * GB, 1.0 * GB
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run does with the model.
+    """The size of an optimizer step and the memory-related options.
 
     Attributes:
-        tokens: of a micro-batch.
-        micro_batches: of an optimiser step on one replica.
-        step: tokens of an optimiser step on all replicas; 0 where both numbers above are given.
+        tokens: tokens per micro-batch.
+        micro_batches: micro-batches per optimizer step on one replica.
+        step: tokens per optimizer step on all replicas; 0 if ``tokens`` and ``micro_batches`` are given.
         longest: tokens of the longest sample.
-        limit: tokens of a micro-batch on each rank; 0 where a micro-batch is so many samples.
-        width: bytes of a parameter and of an activation.
-        seen: bytes more of a parameter while passes see it through the codes of a number format.
+        limit: maximum tokens of a micro-batch per rank; 0 if a micro-batch has a fixed number of samples.
+        width: bytes of a parameter and of an activation element.
+        seen: additional bytes per parameter during passes with quantised weights (the saved unquantised weights).
         gradient: bytes of an element of the gradient buffer.
-        state: bytes of moments and masters for each parameter.
-        offloaded: part of the optimiser's state that is on the CPU.
-        recompute: what is computed again in the backward pass: "full", "selective" or "".
-        recompute_layers: layers recomputed together with "full".
-        recompute_modules: what "selective" recomputes.
+        state: bytes of moments and masters per parameter.
+        offloaded: fraction of the optimizer state in host memory.
+        recompute: what the backward pass recomputes: "full", "selective" or "".
+        recompute_layers: number of layers recomputed together with "full".
+        recompute_modules: modules that "selective" recomputes.
         further: the checkpoint's MTP layer is trained.
     """
 
@@ -59,21 +59,24 @@ class Work:
     longest: int = 0
     limit: int = 0
 
-    def divided(self, s: Sizes) -> Work:
-        """The same among other ranks: context parallelism makes micro-batches longer, fewer replicas have more of them each."""
+    def split_over(self, s: Sizes) -> Work:
+        """Return the work with ``tokens`` and ``micro_batches`` for other parallel sizes.
+
+        Context parallelism allows longer micro-batches; with fewer replicas, each has more micro-batches."""
         tokens = max(self.limit * s.cp, self.longest) if self.limit else self.tokens
         return replace(self, tokens=tokens, micro_batches=max(-(-self.step // (s.dp * tokens)), 1))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank of a pipeline stage, in bytes; all ranks of a stage are alike.
+    """Memory of one rank of a pipeline stage, in bytes; all ranks of a stage need the same.
 
     Attributes:
-        number, layers: which stage, and its decoder layers.
-        weights, gradients, optimiser: what stays from step to step.
-        activations: at their peak, logits and the working set of one layer's backward included.
-        other: CUDA's context and NCCL.
+        number: index of the stage.
+        layers: number of its decoder layers.
+        weights, gradients, optimiser: persistent memory.
+        activations: peak activations, including logits and the working set of one layer's backward pass.
+        other: CUDA context and NCCL buffers.
     """
 
     number: int
@@ -86,12 +89,12 @@ class Stage:
 
     @property
     def total(self) -> float:
-        """Of the trainer, without an engine beside it."""
+        """Bytes of the trainer, without an engine on the same GPU."""
         return self.weights + self.gradients + self.optimiser + self.activations + self.other
 
 
 def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
-    """Each pipeline stage; the sizes must divide."""
+    """Return the memory of each pipeline stage; the sizes must pass ``misfits``."""
     found, at = [], 0
     for number, layers in enumerate(s.stages(a.layers)):
         held = _parameters(a, s, number, range(at, at + layers))
@@ -117,12 +120,12 @@ def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
 
 
 def _table(a: Architecture, s: Sizes) -> float:
-    """Elements of the copy of the embedding that an MTP layer reads where no stage has both; it is not trained."""
+    """Return the elements of the untrained embedding copy for an MTP layer; 0 if the last stage has the embedding."""
     return 0.0 if s.pp == 1 or a.tied else count.embedding(a).split / s.tp
 
 
 def _parameters(a: Architecture, s: Sizes, number: int, layers: range) -> Count:
-    """Of one stage, undivided."""
+    """Count the parameters of one stage, before tensor and expert parallelism."""
     total = Count()
     for i in layers:
         total += count.layer(a, a.sparse[i])
@@ -137,8 +140,8 @@ def _parameters(a: Architecture, s: Sizes, number: int, layers: range) -> Count:
 
 
 def layer_elements(a: Architecture, s: Sizes, sparse: bool, without: tuple[str, ...] = ()) -> float:
-    """Elements that a layer keeps for each token on this rank, where the modules ``without`` are recomputed."""
-    around = 1 / s.tp if s.sequence else 1.0  # of what tensor parallelism repeats
+    """Return the activation elements per token that a layer keeps on one rank; the modules ``without`` are recomputed."""
+    around = 1 / s.tp if s.sequence else 1.0  # share of the activations outside of tensor-parallel regions
     inputs, outputs = 2 * a.hidden * around, 0 if "layernorm" in without else 2 * a.hidden * around
     if a.latent is not None:
         low = a.latent
@@ -165,7 +168,7 @@ def _feed_forward(a: Architecture, s: Sizes, sparse: bool, without: tuple[str, .
 
 
 def _activations(a: Architecture, s: Sizes, w: Work, number: int, layers: range) -> float:
-    """Bytes at the peak of one rank."""
+    """Return the peak activation bytes of one rank."""
     tokens = w.tokens / s.cp
     around = 1 / s.tp if s.sequence else 1.0
     modules = w.recompute_modules if w.recompute == "selective" else ()
@@ -183,14 +186,14 @@ def _activations(a: Architecture, s: Sizes, w: Work, number: int, layers: range)
     if number == s.pp - 1:
         bytes_of += w.width * 3 * a.hidden * tokens
         bytes_of += LOGIT_BYTES * min(LOGITS, tokens * a.vocab / s.tp)
-        if w.further:  # one layer more, never recomputed as a whole; states, embedding and what the projection makes of both; its logits
+        if w.further:  # the MTP layer, never recomputed as a whole; its inputs and projection; its logits
             bytes_of += w.width * (layer_elements(a, s, bool(a.sparse) and a.sparse[-1]) + 6 * a.hidden) * tokens
             bytes_of += LOGIT_BYTES * min(LOGITS, tokens * a.vocab / s.tp)
     return bytes_of
 
 
 def _in_flight(s: Sizes, w: Work, number: int) -> float:
-    """Micro-batches whose activations a stage holds at once, in units of all its layers."""
+    """Return the number of micro-batches whose activations a stage holds at once; fractional with virtual stages."""
     if s.virtual == 1:
         return min(s.pp - number, w.micro_batches)
     chunks = 2 * (s.pp - number - 1) + (s.virtual - 1) * s.pp + 1

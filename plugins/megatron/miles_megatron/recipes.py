@@ -1,6 +1,6 @@
-"""Which number formats TransformerEngine computes in with recipes of its own. Imports neither torch nor TransformerEngine.
+"""Number formats for which TransformerEngine has a recipe. Imports neither torch nor TransformerEngine.
 
-Its backward pass multiplies the dequantised operands in BF16, as core's other trainers do: ``NVTE_BACKWARD_OVERRIDE`` in the manifest.
+The manifest sets ``NVTE_BACKWARD_OVERRIDE`` so that the backward pass multiplies dequantised operands in BF16, as in the other trainers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fp8": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
     "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
 }
-#: Number format -> rows and columns that share a scale; int4's columns are its group's.
+#: Number format -> rows and columns that share a scale; for int4, the default group size.
 TILES = {"fp8": (128, 128), "mxfp8": (1, 32), "int4": (1, 128)}
-#: Rows of activations that TransformerEngine's quantised products want a multiple of.
+#: TransformerEngine's quantised GEMMs require a multiple of this many activation rows.
 ROWS = 128
 
 
 def cuts(a: Architecture, s: Sizes, tile: tuple[int, int]) -> Iterator[str]:
-    """What keeps a format's tiles from lying inside of the parts of Megatron-Core's matrices.
+    """Yield each condition that the model must meet so that no tile crosses the shards and parts of Megatron-Core's matrices.
 
     Args:
-        a: the model.
-        s: parallel sizes, which divide it.
+        a: the architecture.
+        s: parallel sizes that pass ``misfits``.
         tile: rows and columns that share a scale.
     """
     rows, columns = tile

@@ -1,10 +1,9 @@
-"""Which fields of Megatron-Core's configurations are options here, written to ``options.json``.
+"""Generates ``options.json``: the fields of Megatron-Core's configurations that are options of this plugin.
 
     python -m miles_megatron.regenerate [SOURCE] > plugins/megatron/miles_megatron/options.json
 
-The source is read, never imported, so this needs neither torch nor a GPU; ``SOURCE`` is the folder ``megatron/core``, by default the
-installed one. Every field of the configurations is either an option or in ``NOT_OPTIONS`` with the reason, so that no flag is
-accepted which nothing reads.
+``SOURCE`` is the folder ``megatron/core``, by default the installed one. Its source is parsed, not imported, so this needs neither torch
+nor a GPU. Every field is either an option or in ``NOT_OPTIONS`` with a reason, so that the plugin accepts no flag without effect.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-#: Where the fields are, and the class that gives a field its meaning; the first one that has a field owns it.
+#: Source file -> configuration classes; the first class that declares a field owns it.
 SOURCES = {
     "model_parallel_config.py": ("ModelParallelConfig",),
     "transformer/transformer_config.py": ("TransformerConfig", "MLATransformerConfig"),
@@ -25,12 +24,12 @@ SOURCES = {
     "distributed/distributed_data_parallel_config.py": ("DistributedDataParallelConfig",),
 }
 _CHECKPOINT = "it is a property of the model, read from the checkpoint's config.json"
-_CORE = "an option of core says it"
-_ADAPTER = "the trainer decides it"
-_RANDOM = "a policy's log-probabilities may not be random"
-_NO_USE = "nothing of a training step reads it"
-_NOT_YET = "the trainer does not do it"
-#: Patterns of names -> why they are no options.
+_CORE = "an option of core sets it"
+_ADAPTER = "the trainer sets it"
+_RANDOM = "it would make a policy's log-probabilities random"
+_NO_USE = "a training step does not read it"
+_NOT_YET = "the trainer does not support it"
+#: Name pattern -> why such fields are no options.
 NOT_OPTIONS: dict[str, str] = {
     # the model
     r"num_layers|hidden_size|num_attention_heads|num_query_groups|ffn_hidden_size|kv_channels|num_moe_experts": _CHECKPOINT,
@@ -51,7 +50,7 @@ NOT_OPTIONS: dict[str, str] = {
     r"embedding_init_.*|output_layer_init_method|_cpu_offloading_context|optimizer|decoupled_weight_decay": _ADAPTER,
     r"quant_recipe|moe_enable_routing_replay|moe_router_load_balancing_type|deallocate_pipeline_outputs": _ADAPTER,
     r"use_distributed_optimizer|average_in_collective|gradient_reduce_div_fusion|moe_router_(dtype|fusion)": _ADAPTER,
-    # what would change the numbers at random
+    # random perturbations
     r"hidden_dropout|attention_dropout|moe_input_jitter_eps|moe_router_force_.*|moe_token_dropping": _RANDOM,
     r"moe_expert_capacity_factor|moe_pad_expert_input_to_capacity|moe_token_drop_policy|moe_expert_rank_capacity_factor": _RANDOM,
     # inference and tests
@@ -59,7 +58,7 @@ NOT_OPTIONS: dict[str, str] = {
     r"mlp_chunks_for_.*|moe_pad_experts_for_cuda_graph_inference|test_mode|barrier_with_L1_time|config_logger_dir": _NO_USE,
     r"cross_entropy_.*|batch_invariant_mode|moe_layer_recompute|moe_per_layer_logging|moe_z_loss_coeff": _NO_USE,
     r"grad_norm_skip_threshold|log_num_zeros_in_grad|check_for_.*|log_max_attention_logit|mtp_standalone": _NO_USE,
-    # what the trainer lacks
+    # features that the trainer lacks
     r"fp8.*|fp4.*|tp_only_amax_red|.*_fp8|.*_fp4|.*mxfp8.*|disable_parameter_transpose_cache|keep_fp8_.*": _NOT_YET,
     r"moe_router_padding_.*|activation_func_fp8_input_store|use_kitchen.*|kitchen_.*|qk_clip.*": _NOT_YET,
     r".*cuda_graph.*|optimizer_cuda_graph|use_te_rng_tracker|cpu_offloading.*|.*offload_modules|.*offloading.*": _NOT_YET,
@@ -78,18 +77,18 @@ NOT_OPTIONS: dict[str, str] = {
     r"clone_scatter_output_in_embedding|high_priority_a2a_comm_stream|pin_cpu_.*|num_buckets|align_param_gather": _NOT_YET,
     r"reduce_scatter_with_.*|pad_buckets_.*|memory_efficient_layer_norm": _NOT_YET,
 }
-#: Types that are named here by words.
+#: Choices of options with the type ``torch.dtype``.
 DTYPES = ("float32", "bfloat16", "float16", "uint8")
 
 
 def rows(core: Path) -> list[dict[str, Any]]:
-    """Name, owner, type, choices and Megatron-Core's default of every field that is an option.
+    """Return name, owner, type, choices and Megatron-Core's default of every field that is an option.
 
     Args:
         core: the folder ``megatron/core``.
 
     Raises:
-        ValueError: a field has a type that no flag can have and is not in ``NOT_OPTIONS``.
+        ValueError: a field has a type that flags do not support and is not in ``NOT_OPTIONS``.
     """
     found: dict[str, dict[str, Any]] = {}
     for file, owners in SOURCES.items():
@@ -106,7 +105,7 @@ def rows(core: Path) -> list[dict[str, Any]]:
 
 
 def why_not(name: str) -> str | None:
-    """Why a field is no option; None where it is one."""
+    """Return why a field is no option; None if it is one."""
     return next((why for pattern, why in NOT_OPTIONS.items() if re.fullmatch(pattern, name)), None)
 
 
@@ -123,7 +122,7 @@ def _type(name: str, annotation: ast.expr) -> dict[str, Any]:
         return {"type": "words", "choices": []}
     if text in ("int", "float", "bool", "str"):
         return {"type": text, "choices": []}
-    raise ValueError(f"{name}: {text} cannot be a flag; say in NOT_OPTIONS why not")
+    raise ValueError(f"{name}: flags do not support the type {text}; add the field to NOT_OPTIONS with a reason")
 
 
 def _default(value: ast.expr | None) -> Any:

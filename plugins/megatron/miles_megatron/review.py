@@ -1,4 +1,4 @@
-"""What the plan says of a Megatron run: sizes that do not divide and formats that cannot be trained."""
+"""Plan checks of a Megatron run: parallel sizes that do not divide, and number formats that the trainer does not support."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from miles_megatron import families
 from miles_megatron.architecture import Architecture
 from miles_megatron.recipes import RECIPES, TILES, cuts
 from miles_megatron.sizes import EXPERT_TENSOR, Misfit, Sizes, misfits, ranks_of, sizes_of
-from miles_megatron.trainable import lacks
+from miles_megatron.trainable import find_unsupported
 from miles_megatron.work import FURTHER
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
-    """See ``miles_core.Plugin.review``; nothing is asked where another trainer was chosen."""
+    """Implements ``miles_core.Plugin.review``; reports nothing for another trainer."""
     if facts.value("trainer") != "megatron" or model is None:
         return Review()
     try:
         a = families.read(model)
     except CheckpointError as error:
         values = (described(facts.lookup("model.type")),)
-        return Review(problems=(Problem("megatron", "a family it has a table for", str(error), values),))
-    problems = tuple(Problem("megatron", "a model that it can build", why) for why in lacks(a))
+        return Review(problems=(Problem("megatron", "a supported model family", str(error), values),))
+    problems = tuple(Problem("megatron", "a model that it can build", why) for why in find_unsupported(a))
     s = sizes_of(facts)
     problems += tuple(_misfit(facts, s, found) for found in misfits(s, a))
     if any(misfits(s, a)):
@@ -31,12 +31,12 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     problems += (*_format(facts, a, s), *_local(facts, a, s))
     note: tuple[str, ...] = ()
     if untrained := a.mtp - bool(facts.value(FURTHER)):
-        note = (f"{untrained} MTP layers are not trained; an export has them as the checkpoint has",)
+        note = (f"{untrained} MTP layers are not trained; an export contains them unchanged",)
     return Review(note, problems)
 
 
 def _misfit(facts: Facts, s: Sizes, m: Misfit) -> Problem:
-    """Sizes that do not divide, with every option at issue and the values that would do."""
+    """Convert a misfit to a problem with the involved options and values that would work."""
     paths = [f"megatron.{name}" for name in m.options]
     because = f"{m.because}; {m.options[0]} may be {', '.join(map(str, m.fit))}" if m.fit else m.because
     values = [described(facts.lookup(path)) for path in paths]
@@ -44,7 +44,7 @@ def _misfit(facts: Facts, s: Sizes, m: Misfit) -> Problem:
         values[m.options.index(EXPERT_TENSOR)] = (
             f"megatron.{EXPERT_TENSOR}",
             str(s.etp),
-            "as tensor_model_parallel_size",
+            "the value of tensor_model_parallel_size",
         )
     tries = [{paths[0]: value} for value in m.fit] + [{f"megatron.{name}": value} for name, value in m.others]
     ranks = ("ranks", str(s.ranks), ranks_of(facts)[1])
@@ -52,19 +52,19 @@ def _misfit(facts: Facts, s: Sizes, m: Misfit) -> Problem:
 
 
 def _local(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
-    """What Megatron-Core's local modules, which run without a GPU, compute wrongly."""
+    """Report tensor parallelism with latent attention on a CPU, where Megatron-Core's local modules compute wrong gradients."""
     if a.latent is not None and s.tp > 1 and facts.value("gpu.count") == 0 and not facts.elsewhere:
         name = "megatron.tensor_model_parallel_size"
         why = (
-            "without a GPU Megatron-Core's local modules run, which do not sum over tensor-parallel ranks the gradient of the keys that all "
-            "heads of latent attention share; divide by pipeline, expert or context"
+            "without a GPU, Megatron-Core's local modules do not sum the gradient of latent attention's shared keys over tensor-parallel "
+            "ranks; use pipeline, expert or context parallelism"
         )
         values = (described(facts.lookup(name)), described(facts.lookup("gpu.count")))
         yield Problem("megatron", "--tensor-model-parallel-size 1", why, values, choices=(name,))
 
 
 def _format(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
-    """Why the model cannot be trained in ``--train-precision`` on the machine's GPUs."""
+    """Report why the model cannot be trained in ``--train-precision`` on the machine's GPUs."""
     name = facts.value("train.precision")
     if name == "bf16":
         return
@@ -72,23 +72,23 @@ def _format(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
     tile = TILES.get(str(name))
     if tile is None:
         known = ", ".join(TILES)
-        why = f"of the others it knows no tiles, in which Megatron-Core's matrices would have to be cut; {name} needs --trainer embedded"
+        why = f"the trainer has no tile size for other formats, which it needs to shard matrices; {name} needs --trainer embedded"
         yield Problem("megatron", f"--train-precision bf16, {known}", why, values[:1])
         return
     if name in RECIPES and facts.value("gpu.sm") and facts.value("precision.emulated"):
-        why = "on a GPU TransformerEngine multiplies codes; without its tensor cores --trainer embedded emulates them"
+        why = "on a GPU TransformerEngine needs tensor cores for this format; --trainer embedded emulates them"
         yield Problem("megatron", f"a GPU with {name} tensor cores, or no GPU at all", why, values)
     if facts.value("gpu.sm") and facts.value(f"{name}.transformer_impl") == "local":
-        why = "the local modules are for machines without a GPU; on one TransformerEngine computes in this format"
+        why = "the local modules are for machines without a GPU; on a GPU, TransformerEngine computes in this format"
         flag = (described(facts.lookup(f"{name}.transformer_impl")),)
         yield Problem("megatron", "--transformer-impl transformer_engine", why, flag)
     if a.mlp_bias:
         why = (
-            f"a {a.family} checkpoint joins all experts of a layer in one tensor, which this trainer does not quantise"
+            f"a {a.family} checkpoint stores all experts of a layer in one tensor, which this trainer does not quantise"
         )
         yield Problem("megatron", "--train-precision bf16", why, values[:1])
     size = facts.value("int4.group_size") if name == "int4" else None
     rows, columns = tile[0], int(size or tile[1])
     for needs in cuts(a, s, (rows, columns)):
-        why = f"a tile of {rows} x {columns} would reach into another projection's rows or another rank's part"
+        why = f"a tile of {rows} x {columns} would cross into another projection's rows or another rank's shard"
         yield Problem("megatron", needs, why, values[:1])

@@ -1,4 +1,4 @@
-"""Shapes of a checkpoint's tensors, from its architecture alone. Imports no torch."""
+"""Derives the shapes of a checkpoint's tensors from the architecture. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Shape = tuple[int, ...]
 
 
 def shapes(entry: Entry, a: Architecture) -> dict[str, Shape]:
-    """The checkpoint's tensors of an entry, name -> shape. MTP layers have no shapes here: they are not loaded."""
+    """Return name -> shape of the checkpoint's tensors of an entry. MTP layers are not supported."""
     layer, _, part = entry.name.rpartition(".mlp.")
     if not layer:
         layer, _, part = entry.name.rpartition(".self_attention.")
@@ -25,7 +25,7 @@ def shapes(entry: Entry, a: Architecture) -> dict[str, Shape]:
 
 
 def _ends(name: str, a: Architecture) -> tuple[Shape, ...]:
-    """The embedding, the output layer, and every norm outside of attention."""
+    """Return the shape of the embedding, the output layer, or a norm outside of attention."""
     return ((a.hidden,),) if name.endswith("layernorm.weight") else ((a.vocab, a.hidden),)
 
 
@@ -63,7 +63,7 @@ def _attention(part: str, a: Architecture) -> tuple[Shape, ...]:
 
 
 def _feed_forward(entry: Entry, part: str, a: Architecture) -> tuple[Shape, ...]:
-    """A gated layer: dense, of the shared experts, of one expert, or of all experts in one tensor."""
+    """Return the shapes of a gated MLP: dense, shared experts, one expert, or all experts in one tensor."""
     first, weight = ".linear_fc1." in f".{part}", part.endswith(".weight")
     inner = a.ffn
     if a.experts is not None and entry.expert is not None:

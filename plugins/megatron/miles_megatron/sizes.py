@@ -1,4 +1,4 @@
-"""Into how many parts a model is divided, and whether these sizes divide it. Imports no torch."""
+"""Parallel sizes, and checks that they fit the model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from miles_core import ConfigError, Facts
 from miles_megatron.architecture import Architecture
 
-#: Ranks of tensor parallelism that are suggested at most: the GPUs of one machine, because they exchange something in every layer.
+#: Maximum suggested tensor-parallel size: the GPUs of one machine, because tensor parallelism communicates in every layer.
 _TENSOR = 8
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
@@ -21,11 +21,11 @@ class Sizes:
     """Parallel sizes.
 
     Attributes:
-        ranks: processes that train one policy, one GPU each.
-        tp, pp, cp, ep, etp: tensor, pipeline, context, expert and expert-tensor parallel.
-        virtual: chunks of the model on each pipeline stage.
-        first, last: layers of the first and the last pipeline stage, 0 where they have as many as the others.
-        sequence: sequence parallelism inside of tensor parallelism.
+        ranks: processes that train one policy, with one GPU each.
+        tp, pp, cp, ep, etp: tensor, pipeline, context, expert and expert-tensor parallel sizes.
+        virtual: model chunks per pipeline stage.
+        first, last: layers of the first and the last pipeline stage; 0 if they have as many as the others.
+        sequence: whether sequence parallelism is enabled.
     """
 
     ranks: int = 1
@@ -41,22 +41,22 @@ class Sizes:
 
     @property
     def dp(self) -> int:
-        """Replicas of the model."""
+        """Number of replicas of the model."""
         return self.ranks // (self.tp * self.pp * self.cp)
 
     @property
     def expert_dp(self) -> int:
-        """Copies of each expert."""
+        """Number of replicas of each expert."""
         return self.ranks // (self.etp * self.ep * self.pp)
 
     def stages(self, layers: int) -> list[int]:
-        """Layers of each pipeline stage; they must divide."""
+        """Return the number of layers of each pipeline stage; they must divide evenly."""
         middle = self.pp - bool(self.first) - bool(self.last)
         each = (layers - self.first - self.last) // max(middle, 1)
         return [self.first] * bool(self.first) + [each] * middle + [self.last] * bool(self.last)
 
     def flags(self) -> str:
-        """As they are typed, those at 1 left out."""
+        """Return the sizes as command-line flags, without those that are 1."""
         pairs = (
             ("tensor-model-parallel", self.tp),
             ("pipeline-model-parallel", self.pp),
@@ -75,13 +75,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Sizes that do not divide.
+    """A violated condition on the parallel sizes.
 
     Attributes:
-        needs, because: what must divide, and why.
-        options: names of the options at issue, the one to change first.
-        fit: values of the first option that would do.
-        others: further changes that would do, (option, value).
+        needs, because: the condition and its reason.
+        options: names of the involved options; the first is the one to change.
+        fit: values of the first option that would work.
+        others: other changes that would work, as (option, value).
     """
 
     needs: str
@@ -92,7 +92,10 @@ class Misfit:
 
 
 def ranks_of(facts: Facts) -> tuple[int, str]:
-    """How many ranks train, and where that is known from."""
+    """Return the number of training ranks and the source of the number.
+
+    Raises:
+        ConfigError: the number is not a positive integer."""
     given = facts.lookup("megatron.ranks")
     if facts.value("megatron.ranks") is not None:
         return _number(given.value, given.origin), given.origin
@@ -107,12 +110,12 @@ def ranks_of(facts: Facts) -> tuple[int, str]:
 
 def _number(given: object, origin: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d*", str(given)):
-        raise ConfigError(f"{origin}: the ranks that train are {given}, which is no whole number from 1 on")
+        raise ConfigError(f"{origin}: the number of training ranks is {given}; it must be a positive integer")
     return int(str(given))
 
 
 def sizes_of(facts: Facts) -> Sizes:
-    """The sizes a run asks for."""
+    """Return the parallel sizes that the options configure."""
 
     def value(name: str, default: Any) -> Any:
         return facts.value(f"megatron.{name}") or default
@@ -133,7 +136,7 @@ def sizes_of(facts: Facts) -> Sizes:
 
 
 def misfits(s: Sizes, a: Architecture) -> Iterator[Misfit]:
-    """Every size that does not divide what it must."""
+    """Yield every violated condition on the parallel sizes."""
     e = a.experts
     tensor = [(a.heads, f"{a.heads} attention heads")]
     tensor += [] if a.latent else [(a.kv_heads, f"{a.kv_heads} heads of keys and values")]
@@ -145,17 +148,17 @@ def misfits(s: Sizes, a: Architecture) -> Iterator[Misfit]:
         if size % s.tp:
             fit = tuple(n for n in divisors(s.ranks) if not any(whole % n for whole, _ in tensor))
             yield Misfit(
-                f"{what} that divide by {s.tp}", "each rank has equally many", ("tensor_model_parallel_size",), fit
+                f"{what} that divide by {s.tp}", "each rank holds the same number", ("tensor_model_parallel_size",), fit
             )
     if s.sequence and s.tp == 1:
         yield Misfit(
-            "--tensor-model-parallel-size above 1", "sequence parallelism divides what tensor parallelism repeats",
+            "--tensor-model-parallel-size above 1", "sequence parallelism splits activations across tensor-parallel ranks",
             ("sequence_parallel",),
         )  # fmt: skip
     block = s.tp * s.pp * s.cp
     if s.ranks % block:
         yield Misfit(
-            f"{s.ranks} ranks that divide by tensor x pipeline x context = {block}", "replicas are equally large",
+            f"{s.ranks} ranks that divide by tensor x pipeline x context = {block}", "all replicas have the same size",
             ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size"),
             tuple(n for n in divisors(s.ranks) if not s.ranks % (n * s.tp * s.cp)),
         )  # fmt: skip
@@ -167,7 +170,7 @@ def _stages(s: Sizes, a: Architecture) -> Iterator[Misfit]:
     middle = (s.pp - bool(s.first) - bool(s.last)) * s.virtual
     rest = a.layers - s.first - s.last
     if s.virtual > 1 and s.pp == 1:
-        yield Misfit("--pipeline-model-parallel-size above 1", "virtual stages divide those of a pipeline",
+        yield Misfit("--pipeline-model-parallel-size above 1", "virtual stages subdivide pipeline stages",
                      ("virtual_pipeline_model_parallel_size",))  # fmt: skip
     elif s.pp == 1 and (s.first or s.last):
         yield Misfit("--pipeline-model-parallel-size above 1", "a pipeline has a first and a last stage",
@@ -176,8 +179,8 @@ def _stages(s: Sizes, a: Architecture) -> Iterator[Misfit]:
         fit = tuple(n for n in divisors(s.ranks) if n * s.virtual <= a.layers and not a.layers % (n * s.virtual))
         yield Misfit(
             f"{rest} layers that divide among {max(middle, 0)} pipeline stages",
-            "stages have equally many layers; --num-layers-in-first-pipeline-stage and "
-            "--num-layers-in-last-pipeline-stage take some apart",
+            "stages have the same number of layers, except for those set by --num-layers-in-first-pipeline-stage and "
+            "--num-layers-in-last-pipeline-stage",
             ("pipeline_model_parallel_size",), fit,
         )  # fmt: skip
 
@@ -186,35 +189,35 @@ def _experts(s: Sizes, a: Architecture) -> Iterator[Misfit]:
     e = a.experts
     if e is None or not any(a.sparse):
         if s.ep > 1:
-            yield Misfit("a mixture of experts", f"a {a.family} model of these sizes has no experts",
+            yield Misfit("a mixture of experts", f"this {a.family} model has no experts",
                          (EXPERT,), (1,))  # fmt: skip
         return
     if e.count % s.ep:
-        yield Misfit(f"{e.count} experts that divide by {s.ep}", "each rank has equally many",
+        yield Misfit(f"{e.count} experts that divide by {s.ep}", "each rank holds the same number",
                      (EXPERT,), tuple(n for n in divisors(s.ranks) if not e.count % n))  # fmt: skip
     if e.ffn % s.etp:
-        yield Misfit(f"{e.ffn} inner units of an expert that divide by {s.etp}", "each rank has equally many",
+        yield Misfit(f"{e.ffn} inner units of an expert that divide by {s.etp}", "each rank holds the same number",
                      (EXPERT_TENSOR,), tuple(n for n in divisors(s.ranks) if not e.ffn % n))  # fmt: skip
     if s.ranks % (s.ep * s.etp * s.pp):
         fit = tuple(n for n in divisors(s.ranks) if not s.ranks % (n * s.etp * s.pp) and not e.count % n)
         cut = [n for n in divisors(s.ranks) if not s.ranks % (s.ep * n * s.pp) and not e.ffn % n]
         yield Misfit(
             f"{s.ranks} ranks that divide by expert x expert-tensor x pipeline = {s.ep * s.etp * s.pp}",
-            "every expert has equally many copies",
+            "every expert has the same number of replicas",
             (EXPERT, EXPERT_TENSOR, "pipeline_model_parallel_size"), fit, tuple((EXPERT_TENSOR, n) for n in cut),
         )  # fmt: skip
     if s.tp > 1 and not s.sequence:
-        yield Misfit("--sequence-parallel", "Megatron-Core trains experts under tensor parallelism with it only",
+        yield Misfit("--sequence-parallel", "Megatron-Core requires it for experts with tensor parallelism",
                      ("sequence_parallel",), others=(("sequence_parallel", True),))  # fmt: skip
 
 
 def divisors(number: int) -> list[int]:
-    """In ascending order."""
+    """Return the divisors of ``number`` in ascending order."""
     return [n for n in range(1, number + 1) if not number % n]
 
 
 def candidates(s: Sizes, a: Architecture) -> Iterator[Sizes]:
-    """Other sizes for as many ranks that divide, the nearest first: fewer cuts come before more."""
+    """Yield all valid sizes for the same number of ranks, those with less model parallelism first."""
     found = []
     for tp in (n for n in divisors(s.ranks) if n <= _TENSOR):
         for pp in divisors(s.ranks // tp):
@@ -229,7 +232,7 @@ def candidates(s: Sizes, a: Architecture) -> Iterator[Sizes]:
 
 
 def _uneven(s: Sizes, a: Architecture) -> Sizes:
-    """With a shorter first and last stage where the layers do not divide evenly."""
+    """Return the sizes with shorter first and last stages if the layers do not divide evenly."""
     if s.pp < 3 or not a.layers % s.pp:
         return replace(s, first=0, last=0)
     each = -(-a.layers // s.pp)

@@ -1,4 +1,4 @@
-"""The trainer alone, without a run, for tests on a CPU."""
+"""Builds a trainer without a run, for tests on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miles_megatron.sizes import Sizes
 from miles_testing import Setup
 
 if TYPE_CHECKING:
-    from miles_megatron.trainer.trainer import MegatronTrainer
+    from miles_megatron.trainer.trainer import MegatronTrainer, Settings
 
 
 def make(
@@ -27,18 +27,17 @@ def make(
     dtype: torch.dtype = torch.float32,
     **sizes: Any,
 ) -> MegatronTrainer:
-    """A trainer with the contract's settings, one rank of as many as there are processes.
+    """Build one rank of a trainer with the contract's settings; all processes of torch.distributed are ranks.
 
     Args:
-        checkpoint: the model, and the reference.
+        checkpoint: checkpoint of the model and of the reference model.
         setup: see ``TrainerContract``.
         balance: coefficient of the load-balancing loss.
-        codec: of the number format.
+        codec: codec of the number format.
         further: how to train the MTP layer.
-        dtype: of parameters and activations.
+        dtype: dtype of parameters and activations.
         sizes: fields of ``Sizes``.
     """
-    from miles_megatron.trainer.build import FULL_RECOMPUTATION
     from miles_megatron.trainer.groups import start_groups
     from miles_megatron.trainer.without_cuda import adapt_modules, without_cuda
 
@@ -47,30 +46,39 @@ def make(
     with without_cuda():
         world = start_groups(s, 0)
         adapt_modules()
-        from miles_megatron.trainer.trainer import MegatronTrainer, Settings
+        from miles_megatron.trainer.trainer import MegatronTrainer
 
-        settings = Settings(
-            adamw=OptimizerConfig(
-                setup.lr,
-                weight_decay=setup.weight_decay,
-                betas=setup.betas,
-                eps=setup.eps,
-                clip_grad=setup.clip_grad,
-            ),
-            temperature=setup.temperature,
-            micro_batch_size=setup.micro_batch_size,
-            max_tokens=setup.max_tokens,
-            entropy=setup.entropy,
-            balance=balance,
-            dtype=dtype,
-            longest=128,
-            model=FULL_RECOMPUTATION if setup.recompute else {},
-        )
-        a = families.read(json.loads((Path(checkpoint) / "config.json").read_text()))
         path = Path(checkpoint)
+        a = families.read(json.loads((path / "config.json").read_text()))
+        settings = _make_settings(setup, balance, dtype)
         return MegatronTrainer(a, s, world, path, settings, path, codec=codec, further=further)
 
 
+def _make_settings(setup: Setup, balance: float, dtype: torch.dtype) -> Settings:
+    from miles_megatron.trainer.build import FULL_RECOMPUTATION
+    from miles_megatron.trainer.trainer import Settings
+
+    adamw = OptimizerConfig(
+        setup.lr,
+        weight_decay=setup.weight_decay,
+        betas=setup.betas,
+        eps=setup.eps,
+        clip_grad=setup.clip_grad,
+    )
+    return Settings(
+        adamw=adamw,
+        temperature=setup.temperature,
+        micro_batch_size=setup.micro_batch_size,
+        max_tokens=setup.max_tokens,
+        entropy=setup.entropy,
+        balance=balance,
+        dtype=dtype,
+        longest=128,
+        model=FULL_RECOMPUTATION if setup.recompute else {},
+    )
+
+
 def may_have_children() -> None:
-    """Megatron-Core writes checkpoints with a process beside, which the processes of the fixture ``ranks`` may not start otherwise."""
+    """Allow this process to start children: Megatron-Core saves checkpoints in a child process, and the ranks of the fixture ``ranks``
+    are daemons, which must not have children."""
     multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

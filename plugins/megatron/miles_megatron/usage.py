@@ -1,4 +1,4 @@
-"""What one GPU holds of a Megatron rank, and which other options would take less. Imports no torch."""
+"""Memory estimates of a Megatron rank for the plan, and option changes that need less memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from miles_megatron.memory import Stage, Work, memory
 from miles_megatron.sizes import Sizes, candidates, misfits, ranks_of, sizes_of
 from miles_megatron.work import FURTHER, context, work_of
 
-#: Fractions of the optimizer's state in host memory that are tried.
+#: Fractions of the optimizer state in host memory to try.
 _OFFLOADED = (0.25, 0.5, 0.75, 1.0)
-#: Parallel sizes that are suggested for each way to save memory.
+#: Number of suggested parallel sizes for each way to save memory.
 _SUGGESTED = 2
-#: How often the number of ranks is doubled in the search for enough of them.
+#: Maximum number of times to double the ranks when searching for enough memory.
 _DOUBLED = 9
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
-    """See ``miles_core.Plugin.memory``: one row for each pipeline stage. Nothing where another trainer was chosen, or the sizes do
-    not divide (``review`` says so)."""
+    """Implements ``miles_core.Plugin.memory``: yields one row per pipeline stage.
+
+    Yields nothing for another trainer, or if the parallel sizes are invalid (``review`` reports them)."""
     if facts.value("trainer") != "megatron":
         return
     try:
@@ -70,11 +71,12 @@ def _parts(stage: Stage) -> Parts:
 
 @lru_cache(maxsize=4096)
 def _peak(a: Architecture, s: Sizes, w: Work) -> float:
-    return max(stage.total for stage in memory(a, s, w.divided(s)))
+    return max(stage.total for stage in memory(a, s, w.split_over(s)))
 
 
 def _fitting(facts: Facts, a: Architecture, s: Sizes, w: Work, budget: float) -> Iterator[dict[str, Any]]:
-    """Changes with which every stage takes at most ``budget`` bytes: the same sizes first, then others, then more ranks."""
+    """Propose option changes with which every stage fits into ``budget`` bytes: first with the same parallel sizes, then with other
+    sizes, then with more ranks."""
     ways = list(_ways(w))
     for v, how in ways[1:]:
         if _peak(a, s, v) <= budget:
@@ -96,7 +98,7 @@ def _fits(a: Architecture, s: Sizes, w: Work, budget: float) -> bool:
 
 
 def _ways(w: Work) -> Iterator[tuple[Work, dict[str, Any]]]:
-    """The work as it is, with optimizer state in host memory, with recomputation, with both; and how each is asked for."""
+    """Yield variants of the work and the options for each: unchanged, with optimizer offload, with recomputation, with both."""
     yield w, {}
     whole = {"megatron.recompute_granularity": "full"}
     saving = replace(w, recompute="full", recompute_layers=1)
@@ -115,7 +117,7 @@ def _offload(fraction: float) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _others(a: Architecture, s: Sizes, w: Work, budget: float) -> tuple[Sizes, ...]:
-    """Other sizes for as many ranks that fit."""
+    """Return other parallel sizes for the same number of ranks that fit into ``budget`` bytes."""
     return tuple(islice((c for c in candidates(s, a) if c != s and _peak(a, c, w) <= budget), _SUGGESTED))
 
 
@@ -133,7 +135,7 @@ _OPTIONS = {
 
 
 def _changed(old: Sizes, new: Sizes) -> dict[str, Any]:
-    """The options to change; an expert's tensor parallelism follows that of the others where it is not given."""
+    """Return the options that change ``old`` to ``new``; expert-tensor parallelism defaults to tensor parallelism."""
     found = {}
     for name, option in _OPTIONS.items():
         value = getattr(new, name)
@@ -143,7 +145,7 @@ def _changed(old: Sizes, new: Sizes) -> dict[str, Any]:
 
 
 def _on_ranks(facts: Facts, ranks: int, engines: int) -> dict[str, Any]:
-    """How a run gets so many ranks next to ``engines`` GPUs of engines."""
+    """Return the options for ``ranks`` training ranks in addition to ``engines`` GPUs of engines."""
     if not facts.value("plugin.ray"):
         return {"megatron.ranks": ranks}
     each = int(facts.value("gpu.count") or facts.value("ray.actor_num_gpus_per_node") or 8)

@@ -1,4 +1,4 @@
-"""What an optimizer step computes, from the options of a run. Imports no torch."""
+"""Derives the size of an optimizer step from a run's options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from miles_megatron.memory import Work
 from miles_megatron.recipes import RECIPES
 from miles_megatron.sizes import Sizes
 
-#: Whether a plugin has the checkpoint's MTP layer trained.
+#: Fact: whether a plugin trains the checkpoint's MTP layer.
 FURTHER = "trainer.uses.further_layers"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
 def work_of(facts: Facts, s: Sizes) -> Work:
-    """What a step computes, as the options say it."""
+    """Return the work of an optimizer step for a run's options."""
 
     def value(name: str, default: Any) -> Any:
         found = facts.value(name)
@@ -44,7 +44,7 @@ def work_of(facts: Facts, s: Sizes) -> Work:
         recompute_layers=value("megatron.recompute_num_layers", 1),
         recompute_modules=tuple(str(value("megatron.recompute_modules", "core_attn")).split(",")),
         further=bool(facts.value(FURTHER)),
-    ).divided(s)  # fmt: skip
+    ).split_over(s)  # fmt: skip
 
 
 def _width(facts: Facts) -> int:
@@ -53,7 +53,7 @@ def _width(facts: Facts) -> int:
 
 
 def _state(facts: Facts, full: bool) -> float:
-    """Bytes of the optimiser for each parameter: two moments, and a master where the parameter itself is none."""
+    """Return the optimizer's bytes per parameter: two moments, and a master copy unless parameters are FP32."""
     if not facts.value("megatron.use_precision_aware_optimizer"):
         return 8.0 if full else 12.0
     moments = sum(_BYTES[facts.value(f"megatron.{n}") or "float32"] for n in ("exp_avg_dtype", "exp_avg_sq_dtype"))
@@ -63,7 +63,7 @@ def _state(facts: Facts, full: bool) -> float:
 
 
 def context(facts: Facts) -> tuple[int, str]:
-    """Tokens of the longest sample, and where the number comes from."""
+    """Return the tokens of the longest sample and the source of the number."""
     if facts.value("rollout.max_context_len"):
         return facts.value("rollout.max_context_len"), "--rollout-max-context-len"
     answer = facts.value("rollout.max_response_len", 1024)

@@ -49,10 +49,10 @@ def test_what_needs_no_place_is_left_alone(changed):
 @pytest.mark.parametrize(
     ("weights", "config", "said"),
     [
-        (lambda w: w.pop(K), {}, rf"1 weights of a llama model are missing, first {K}; is the checkpoint whole"),
-        (lambda w: w.update({K: w[K][:-1].clone()}), {}, rf"{K} is \[15, 32\] in its weights and \[16, 32\] by config.json"),
-        (lambda w: w.update({BIAS: torch.ones(32)}), {}, rf"1 weights are in no table of a llama model, first {BIAS}: they would not be trained"),
-        (lambda w: None, {"quantization_config": {"quant_method": "fp8"}}, "is quantised, and --trainer megatron reads BF16"),
+        (lambda w: w.pop(K), {}, rf"1 weights of a llama model are missing, the first is {K}; is the checkpoint complete"),
+        (lambda w: w.update({K: w[K][:-1].clone()}), {}, rf"{K} has shape \[15, 32\], but config.json implies \[16, 32\]"),
+        (lambda w: w.update({BIAS: torch.ones(32)}), {}, rf"1 weights are not in the table of llama, the first is {BIAS}: they would be neither"),
+        (lambda w: None, {"quantization_config": {"quant_method": "fp8"}}, "is quantised, but --trainer megatron reads only BF16"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_loaded_is_refused(changed, weights, config, said):
@@ -68,4 +68,4 @@ def test_plan_asks_it_where_it_trains(tmp_path, capsys):
     plan = ["plan", "--hf-checkpoint", str(model)]
     assert cli.main(plan) == 0
     assert cli.main([*plan, "--trainer", "megatron", "--fact", "megatron.ranks=1"]) == 2
-    assert "1 weights are in no table of a qwen3_moe model, first model.extra.weight" in capsys.readouterr().err
+    assert "1 weights are not in the table of qwen3_moe, the first is model.extra.weight" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_weight_gradients_are_added_where_they_are_kept(experts, expected, told)
 
 
 def test_frozen_weights_get_no_gradient(experts, expected):
-    multiply_experts_together([experts.requires_grad_(False)], told=False)
+    multiply_experts_together([experts.requires_grad_(False)], notify=False)
     _, to_x, *none = gradients(experts)
     torch.testing.assert_close(to_x, expected[1])
     assert none == [None] * 3

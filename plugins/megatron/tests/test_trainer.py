@@ -298,7 +298,7 @@ def test_a_matrix_that_would_be_quantised_in_part_is_refused(four_layers):
     class Some(Tiles):
         skip = ("q_proj",)
 
-    with pytest.raises(ConfigError, match=r"q_proj.weight would stay in BF16 and its neighbours would not"):
+    with pytest.raises(ConfigError, match=r"q_proj.weight would stay in BF16, but Megatron-Core joins it"):
         make(four_layers, Setup(), codec=Codec(Some()))
 
 
@@ -306,7 +306,7 @@ def test_tiles_over_a_joint_are_refused(four_layers):
     class Large(Tiles):
         tile = (32, 8)
 
-    with pytest.raises(ConfigError, match="heads of 16 rows lie between those of other projections, and a tile has 32"):
+    with pytest.raises(ConfigError, match="interleaves heads of 16 rows from several projections, and a tile has 32"):
         make(four_layers, Setup(), codec=Codec(Large()))
 
 

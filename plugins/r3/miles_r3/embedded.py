@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from miles_core import Context, PluginError
 from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES
-from miles_embedded import Routed, active_context, routed, routed_blocks
+from miles_embedded import Routed, active_context, find_routed, routed_blocks
 from miles_r3 import ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
 from miles_r3.routers import RULES, Weights, sigmoid_of_gathered, softmax_scaled
@@ -49,7 +49,7 @@ def tap(model: nn.Module, deterministic: bool = False) -> None:
 
 def matching_rule(block: nn.Module) -> Weights:
     """The rule that reproduces this block's gate weights bit for bit on random input."""
-    found = routed(block)
+    found = find_routed(block)
     assert found is not None
     seen: dict[str, Any] = {}
     handle = found.scores.register_forward_hook(lambda m, a, out: seen.update(logits=_logits(out)))

@@ -63,7 +63,9 @@ class R3:
         request.extras.add(ROUTES.name)
 
     @hookimpl
-    def wrap_forward(self, run: Any) -> Any:
+    def wrap_forward(self, run: Any, policy: Any) -> Any:
+        if not policy.generates:
+            return None  # a critic or a teacher reads samples that another model's routers made
         experts = int(run.plan.fact("model.num_experts", 0) or 0)
 
         def wrap(inner: Any) -> Any:

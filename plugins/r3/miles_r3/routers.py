@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_embedded import routed
+from miles_embedded import find_routed
 
 Weights = Callable[[Tensor, Tensor, nn.Module], Tensor]
 
@@ -75,7 +75,7 @@ RULES: tuple[Weights, ...] = (
 
 def router_of(block: nn.Module) -> nn.Module | None:
     """The module of a mixture-of-experts block whose output are the logits of its experts, whatever the family calls it."""
-    found = routed(block)
+    found = find_routed(block)
     return None if found is None else found.scores
 
 

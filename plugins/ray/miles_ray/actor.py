@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from miles_core.backend import EngineWorker, Order, RankWorker, Worker, write_there
+from miles_runtime import EngineWorker, Order, RankWorker, Worker, write_there
 
 #: Seconds after which a thread that computes lets another one run; Python's 5 ms would be added to every call that arrives.
 SWITCH = 0.0005

@@ -8,10 +8,11 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from miles_core import ConfigError, Policy
-from miles_core.backend import RemoteRuntime, Run, Workers
+from miles_core.backend import Run
 from miles_ray.cluster import Cluster
 from miles_ray.watch import RAYLET, first_death
 from miles_ray.workers import Place, RayWorkers
+from miles_runtime import RemoteRuntime, Workers
 
 #: Seconds that a cluster may take to have free what it has.
 PLACING = 300.0

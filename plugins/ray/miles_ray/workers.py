@@ -18,8 +18,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from miles_core import MilesError
-from miles_core.backend import Order, Workers, last_lines, short_of_memory
 from miles_ray.actor import BEAT, Actor, Found
+from miles_runtime import Order, Workers, last_lines, short_of_memory
 
 #: Calls that an actor works on at a time. A request of a paused engine is one until weights have come: with Ray's thousand,
 #: those weights would wait behind requests that wait for them.

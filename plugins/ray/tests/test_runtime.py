@@ -63,8 +63,8 @@ class TestTwoMachinesOfWhichOneDies(RuntimeContract):
             r"worker trainer-0 was lost: its machine died [^;]*; its last lines:\n(.*\n)*  a last word", log
         )
         assert "worker engine-0 was lost: its machine died" in log
-        assert "trainer-0 was replaced at step 1; the run goes on from step 1" in log
-        assert len(re.findall(r"engine-0: miles_core.remote.output: process \d+ on", log)) == 2
+        assert "trainer-0 was replaced at step 1; the run continues from step 1" in log
+        assert len(re.findall(r"engine-0: miles_runtime.output: process \d+ on", log)) == 2
         before, _, after = log.partition("a last word")
         assert "weights travel through shared memory\n" in before
         assert "weights travel through messages over the runtime's channel, because there is no shared memory" in after
@@ -99,10 +99,8 @@ def test_what_the_options_contradict_is_refused_in_the_plan(monkeypatch):
         actor_num_gpus_per_node=3, rollout_num_gpus_per_engine=2, colocate=True
     )
     assert "no cluster was named, and this machine is one" in refused(actor_num_nodes=2)
-    two = ("gpu=H200", "gpu.count=2")
-    assert "the trainer takes 1 x 2 and 1 x 1 to generate, and this machine has 2" in refused(
-        *two, actor_num_gpus_per_node=2
-    )
+    two = ("gpu=H200", "gpu.count=2", "gpu.machines=1")
+    assert "the trainer takes 1 x 2 and 1 x 1 to generate, and there are 2" in refused(*two, actor_num_gpus_per_node=2)
     assert plan(runtime="ray", facts=two, actor_num_gpus_per_node=2, colocate=True)
     with pytest.raises(PlanError, match="the plugin is a runtime"):
         plan(["ray"])

@@ -1,4 +1,4 @@
-"""How SGLang's FP8 layers round their inputs, asked of the kernel that they use."""
+"""Rounding of activations in SGLang's FP8 layers, computed by SGLang's own kernel."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from miles_sglang.link import Link
 
 
 class OwnActivations(Quantizer):
-    """Weights as the format quantises them, because SGLang is sent the codes; activations by SGLang's kernel, which multiplies
-    where the format divides: a scale may differ in its last bit, which is up to one unit of a BF16 number after rounding, and a few
-    codes in ten thousand are the neighbours of the format's."""
+    """Quantises weights with the format, because SGLang receives the codes, and activations with SGLang's kernel.
+
+    SGLang's kernel multiplies by the reciprocal where the format divides. A scale may therefore differ in its last bit (up to one
+    BF16 unit after rounding), and a few codes in ten thousand differ by one step.
+    """
 
     weights = BYTES
     activations = bounded(2**-8)

@@ -1,7 +1,7 @@
-"""An answer of SGLang's ``generate``, its long columns as arrays.
+"""The result of SGLang's ``generate`` with its long columns as arrays.
 
-SGLang gives lists of tuples and base64. Arrays travel from its process as bytes beside the message: written as JSON they took as
-long as tens of decode steps for a rollout whose responses end together.
+SGLang returns lists of tuples and base64 text. SGLang's process sends the arrays as bytes after the JSON message: encoding them as
+JSON took as long as tens of decode steps when the responses of a rollout ended together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: What else of a response's ``meta_info`` is used.
+#: Keys of ``meta_info`` that are copied unchanged.
 _META = (
     "finish_reason",
     "completion_tokens",
@@ -29,21 +29,21 @@ _META = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one request.
+    """The result of one request.
 
     Attributes:
-        meta: the plain rest of ``meta_info``.
-        columns: ``tokens`` int32 [T]; ``log_probs`` float32 [T] over the vocabulary; ``prompt_log_probs`` float32, nothing for
-            the first token; ``support`` int32, of all positions in a row, with ``support_sizes`` int32 [T] and
-            ``support_log_probs`` float32 [T]; ``routes``, layers and experts flat. Only those that were asked for.
+        meta: scalar entries of ``meta_info``.
+        columns: the requested columns: ``tokens`` int32 [T]; ``log_probs`` float32 [T], normalised over the vocabulary;
+            ``prompt_log_probs`` float32, without the first token; ``support`` int32, the supports of all positions concatenated,
+            with ``support_sizes`` int32 [T] and ``support_log_probs`` float32 [T]; ``routes``, layers and experts flattened.
     """
 
     meta: Mapping[str, Any]
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], routes: str = "int32") -> Answer:
-        """From what SGLang gives, ``output_ids`` and ``meta_info``, with routed experts in the dtype ``routes``."""
+    def from_sglang(cls, given: Mapping[str, Any], routes: str = "int32") -> Answer:
+        """Convert SGLang's dictionary with ``output_ids`` and ``meta_info``. routes: dtype of the routed experts."""
         meta = given["meta_info"]
         columns = {"tokens": np.array(given["output_ids"], np.int32)}
         for name, entries in (
@@ -61,13 +61,13 @@ class Answer:
         return cls({name: meta[name] for name in _META if name in meta}, columns)
 
     def message(self) -> tuple[dict[str, Any], list[memoryview]]:
-        """What ``read`` takes: plain data, and the columns' bytes."""
+        """Serialise into JSON-compatible data and the bytes of the columns; ``read`` is the inverse."""
         columns = {name: (column.dtype.str, len(column)) for name, column in self.columns.items()}
         return {"meta": self.meta, "columns": columns}, [c.view(np.uint8).data for c in self.columns.values()]
 
     @classmethod
     def read(cls, message: Mapping[str, Any], payload: bytes) -> Answer:
-        """The answer of a ``message``."""
+        """Deserialise what ``message`` returned; payload: the concatenated bytes of the columns."""
         columns, at = {}, 0
         for name, (dtype, count) in message["columns"].items():
             columns[name] = np.frombuffer(payload, dtype, count, at)
@@ -75,7 +75,7 @@ class Answer:
         return cls(message["meta"], columns)
 
     def supports(self) -> Sequence[NDArray[np.int32]]:
-        """The support of each position; none where they were not asked for."""
+        """Return the sampling support of each position; empty if the request did not ask for supports."""
         if "support" not in self.columns:
             return []
         return np.split(self.columns["support"], np.cumsum(self.columns["support_sizes"])[:-1])

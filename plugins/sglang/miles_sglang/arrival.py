@@ -1,4 +1,4 @@
-"""Updates of SGLang's weights that come bucket by bucket: as a stream of tensors, or from another process (transport ``buckets``)."""
+"""Weight updates that arrive in buckets, either as a stream of tensors or from another process (transport ``buckets``)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from collections.abc import Awaitable, Callable, Iterator
 import torch
 
 from miles_core.backend import Encoded
-from miles_sglang.buckets import Bucket, Flat, divide
-from miles_sglang.weight_names import Seen
+from miles_sglang.buckets import Bucket, Flat, split_into_buckets
+from miles_sglang.weight_names import NameCheck
 from miles_transport import Arrival
 
 
 class Loading:
-    """One update: SGLang loads a bucket while the next one is filled, and the last one waits until the update is known to be whole.
+    """Sends the buckets of one update. SGLang loads a bucket while the next one is filled.
+
+    The last bucket is held back until ``finish``, that is, until the update is known to be complete.
 
     Args:
-        send: brings a bucket to SGLang, with the version that is complete with it, or None.
-        device: where buckets are made of what comes from host memory.
+        send: sends a bucket to SGLang; its second argument is the version that this bucket completes, or None.
+        device: device on which buckets of host tensors are assembled.
     """
 
     def __init__(self, send: Callable[[Flat, int | None], Awaitable[None]], device: str = "") -> None:
@@ -27,50 +29,54 @@ class Loading:
         self._sending: asyncio.Future[None] | None = None
 
     async def add(self, bucket: Bucket) -> None:
-        """The next bucket, whose tensors are copied."""
+        """Copy the tensors of the next bucket and start to send the previous one."""
         flat, ready = bucket.flatten(self._device), self._ready
         self._ready = flat
         if ready is not None:
-            await self._loaded()
+            await self._wait_until_loaded()
             self._sending = asyncio.ensure_future(self._send(ready, None))
-            await asyncio.sleep(0)  # it leaves before the next one is filled
+            await asyncio.sleep(0)  # start sending before the caller fills the next bucket
 
     async def finish(self, version: int) -> None:
-        """All of them came: SGLang serves this version."""
-        await self._loaded()
+        """Send the last bucket. Afterwards SGLang serves ``version``."""
+        await self._wait_until_loaded()
         if self._ready is not None:
             await self._send(self._ready, version)
 
     async def wait(self) -> None:
-        """After an error: SGLang loads nothing any more."""
+        """Wait for the bucket in flight. Called after an error, so that SGLang no longer loads when the error propagates."""
         if self._sending is not None:
             await asyncio.wait([self._sending])
 
-    async def _loaded(self) -> None:
+    async def _wait_until_loaded(self) -> None:
         sending, self._sending = self._sending, None
         if sending is not None:
             await sending
 
 
-class Passing(Arrival):
-    """Goes into SGLang as it comes; what a bucket holds is checked before SGLang is given any of it.
+class StreamedArrival(Arrival):
+    """An update that is loaded into SGLang while it arrives. The names in a message are checked before SGLang receives its tensors.
 
     Args:
-        loading: takes its buckets.
-        seen: holds its tensors against the model's names.
-        limit: bytes of a bucket.
-        served: called when SGLang serves it.
-        version: which one it is.
+        loading: sends the buckets.
+        seen: checks tensor names against the model.
+        limit: maximum bytes of a bucket.
+        served: called with ``version`` once SGLang serves it.
+        version: version of the weights.
     """
 
-    def __init__(self, loading: Loading, seen: Seen, limit: int, served: Callable[[int], None], version: int) -> None:
+    def __init__(
+        self, loading: Loading, seen: NameCheck, limit: int, served: Callable[[int], None], version: int
+    ) -> None:
         self._loading, self._seen, self._limit = loading, seen, limit
         self._served, self._version = served, version
 
     async def take(self, units: Iterator[Encoded]) -> None:
         try:
-            named = [(name, tensor) for unit in self._seen.passing(units) for name, tensor in unit.parts.items()]
-            for bucket in divide(named, self._limit) if named else ():  # a greeting has none
+            named = [(name, tensor) for unit in self._seen.check(units) for name, tensor in unit.parts.items()]
+            for bucket in (
+                split_into_buckets(named, self._limit) if named else ()
+            ):  # the handshake message has no tensors
                 await self._loading.add(bucket)
             _wait_for_gpu()
         except BaseException:
@@ -83,11 +89,11 @@ class Passing(Arrival):
         self._served(self._version)
 
 
-class Held(Arrival):
-    """Is held here until it is whole and put in force.
+class BufferedArrival(Arrival):
+    """An update that is buffered in this process until it is complete.
 
     Args:
-        load: gives SGLang all of it.
+        load: loads the complete update into SGLang.
     """
 
     def __init__(self, load: Callable[[list[Encoded]], Awaitable[None]]) -> None:
@@ -102,6 +108,6 @@ class Held(Arrival):
 
 
 def _wait_for_gpu() -> None:
-    """The sender writes over a bucket as soon as its ``receive`` returns."""
+    """Wait until the copies out of a bucket are done, because the sender reuses its memory as soon as ``receive`` returns."""
     if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()  # not those on which the next bucket may be coming
+        torch.cuda.current_stream().synchronize()  # not the other streams, on which the next bucket may be arriving

@@ -1,7 +1,7 @@
-"""Buckets of tensors on their way into SGLang.
+"""Buckets of weights for SGLang.
 
-A bucket is one array of bytes and the name, dtype, shape and place of each tensor in it. On a GPU of this machine only a
-handle of the array travels (CUDA IPC): SGLang's schedulers copy from the trainer's memory. Otherwise the bytes do.
+A bucket is one byte array and a table with the name, dtype, shape and offset of each tensor. For an array on a local GPU only a CUDA
+IPC handle is sent, and SGLang's schedulers copy from the trainer's memory. Otherwise the bytes are sent.
 """
 
 from __future__ import annotations
@@ -17,29 +17,35 @@ from torch import Tensor
 
 from miles_sglang.loader import COMPLETE
 
-#: A tensor begins at a multiple of this many bytes, so that it can be viewed in its own dtype.
+#: Tensor offsets are multiples of this many bytes, so that each tensor can be viewed in its dtype.
 ALIGNMENT = 64
-#: Where the arguments of ``rebuild_cuda_tensor`` hold the device.
+#: Index of the device in the arguments of ``rebuild_cuda_tensor``.
 _DEVICE = 6
 
 
 @dataclass
 class Bucket:
-    """Tensors that travel together: ``tensors`` describes them, [name, dtype, shape, first byte]; ``size`` bytes in all."""
+    """Tensors that are sent together.
+
+    Attributes:
+        named: (name, tensor) pairs.
+        tensors: the table: [name, dtype, shape, byte offset] for each tensor.
+        size: total bytes, including alignment.
+    """
 
     named: list[tuple[str, Tensor]] = field(default_factory=list)
     tensors: list[list[Any]] = field(default_factory=list)
     size: int = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor, which is read when the bucket is made flat."""
+        """Append a tensor; ``flatten`` reads its values."""
         self.named.append((name, tensor))
         self.tensors.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.size])
         nbytes = tensor.numel() * tensor.element_size()
         self.size += -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def flatten(self, device: str = "") -> Flat:
-        """Copy the tensors into one array: on their device, or from host memory to ``device`` where one is named."""
+        """Copy the tensors into one array on their device; host tensors go to ``device`` if it is not empty."""
         own = self.named[0][1].device if self.named else torch.device("cpu")
         place = torch.device(device) if device and own.type == "cpu" else own
         array = torch.empty(self.size, dtype=torch.uint8, device=place)
@@ -52,22 +58,25 @@ class Bucket:
 
 @dataclass
 class Flat:
-    """A bucket's bytes and what is in them; must live until SGLang has copied it."""
+    """The bytes and the table of a bucket. The caller must keep it alive until SGLang has copied it."""
 
     array: Tensor
     tensors: list[list[Any]]
 
     def message(self, ranks: int) -> tuple[dict[str, Any], bytes | memoryview]:
-        """What travels: plain data, and the bytes where the array is not on a GPU."""
+        """Return JSON-compatible data for ``ranks`` processes, and the bytes if the array is not on a GPU."""
         body: dict[str, Any] = {"tensors": self.tensors, "size": self.array.numel()}
         if self.array.is_cuda:
-            return {**body, "handles": handles(self.array, ranks)}, b""
+            return {**body, "handles": export_handles(self.array, ranks)}, b""
         return body, self.array.numpy().data
 
 
-def divide(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
-    """Buckets of at most ``limit`` bytes (one tensor at least), in order; a bucket's tensors are on one device. At least
-    one bucket comes, so that there is a last one."""
+def split_into_buckets(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
+    """Split tensors into buckets of at most ``limit`` bytes, in order.
+
+    A tensor larger than ``limit`` gets its own bucket. The tensors of a bucket are on one device. The result has at least one
+    bucket, possibly empty, so that an update always has a last bucket.
+    """
     bucket = Bucket()
     for name, tensor in named:
         nbytes = tensor.numel() * tensor.element_size()
@@ -79,10 +88,13 @@ def divide(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
     yield bucket
 
 
-def handles(array: Tensor, ranks: int) -> list[list[Any]]:
-    """What each of ``ranks`` processes on this machine needs to open a GPU array: the arguments of torch's
-    ``rebuild_cuda_tensor`` as plain data, the device by its UUID because processes number devices differently. The array
-    must live until all of them have copied it; each has its own count of references."""
+def export_handles(array: Tensor, ranks: int) -> list[list[Any]]:
+    """Export a GPU array to ``ranks`` processes on this machine.
+
+    Returns one list per process: the arguments of torch's ``rebuild_cuda_tensor`` as JSON-compatible data. It contains the UUID of
+    the device because device indices differ between processes. Each process has its own reference count; the array must stay alive
+    until all of them have copied it.
+    """
     from torch.multiprocessing.reductions import reduce_tensor
 
     uuid = str(torch.cuda.get_device_properties(array.device).uuid)
@@ -90,17 +102,17 @@ def handles(array: Tensor, ranks: int) -> list[list[Any]]:
     for _ in range(ranks):
         _, arguments = reduce_tensor(array)
         kinds = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
-        # tensor class, size, stride, offset, storage class, dtype: constant here, made again on the other side
-        found.append([_plain(item) for item in kinds[_DEVICE:]])
+        # the first six arguments (class, size, stride, offset, storage class, dtype) are constant; the receiver adds them
+        found.append([_to_json(item) for item in kinds[_DEVICE:]])
     return found
 
 
-def _plain(item: Any) -> Any:
+def _to_json(item: Any) -> Any:
     return {"base64": base64.b64encode(item).decode()} if isinstance(item, bytes) else item
 
 
-class _Opened:
-    """Pickles as a call of ``rebuild_cuda_tensor``, so that the process that unpickles it opens the array."""
+class _CudaArray:
+    """Pickles as a call of ``rebuild_cuda_tensor``, so that unpickling opens the array in the receiving process."""
 
     def __init__(self, size: int, plain: list[Any]) -> None:
         rest = [base64.b64decode(item["base64"]) if isinstance(item, Mapping) else item for item in plain]
@@ -112,20 +124,21 @@ class _Opened:
         return reductions.rebuild_cuda_tensor, self.arguments
 
 
-def for_sglang(body: Mapping[str, Any], payload: bytes, ranks: int) -> tuple[Any, list[bytes]]:
-    """A bucket as ``loader.load`` is given it, one serialised copy a tensor-parallel rank, made in SGLang's process.
+def serialize_for_sglang(body: Mapping[str, Any], payload: bytes, ranks: int) -> tuple[Any, list[bytes]]:
+    """Serialise a bucket for ``loader.load``, once for each tensor-parallel rank. Runs in SGLang's process.
 
     Args:
-        body: ``tensors``, ``size``, ``handles`` where the array is on a GPU, and the ``weight_version`` that is complete with it.
-        payload: the array's bytes, where it is not.
+        body: ``tensors``, ``size``, ``handles`` if the array is on a GPU, and the ``weight_version`` that this bucket completes.
+        payload: the bytes of the array if it is not on a GPU.
+        ranks: number of tensor-parallel ranks.
 
     Returns:
-        what must live until the schedulers have copied it, and the serialised copies.
+        (arrays that must stay alive until the schedulers have copied them, serialised buckets)
     """
     from sglang.srt.utils import MultiprocessingSerializer
 
     if body.get("handles"):
-        arrays: list[Any] = [_Opened(body["size"], plain) for plain in body["handles"]]
+        arrays: list[Any] = [_CudaArray(body["size"], plain) for plain in body["handles"]]
     else:
         arrays = [torch.frombuffer(bytearray(payload), dtype=torch.uint8)] * ranks
     table = json.dumps(body["tensors"])

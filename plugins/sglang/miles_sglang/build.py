@@ -1,4 +1,4 @@
-"""The engine from a run's configuration."""
+"""Builds the engine from a run's configuration."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from miles_core import CheckpointError, ConfigError
-from miles_core.backend import Codec, Restarts, config_facts, make_codec, model_facts, moe_layers
+from miles_core.backend import Codec, config_facts, make_codec, model_facts, moe_layers
+from miles_runtime import Restarts
 from miles_sglang import HEADS, inside, loader, plugin
-from miles_sglang.config import given_arguments
+from miles_sglang.config import server_arguments
 from miles_sglang.engine import IN_PLACE, SglangEngine
 from miles_sglang.link import Link
 from miles_sglang.process import ProcessLink
@@ -23,7 +24,7 @@ from miles_sglang.shapes import check_blocks
 from miles_sglang.weight_names import WeightNames
 from miles_tools.convert import Layout, layout
 
-#: Set unless a user says otherwise: no grammar is used; on a CPU, what SGLang can compute there.
+#: Defaults that a user may override: no grammar backend; on a CPU, the backends that SGLang supports there.
 _DEFAULTS: dict[str, Any] = {"grammar_backend": "none", "log_level": "info"}
 _ON_CPU: dict[str, Any] = {
     "attention_backend": "torch_native",
@@ -31,36 +32,36 @@ _ON_CPU: dict[str, Any] = {
     "disable_overlap_schedule": True,
     "mem_fraction_static": 0.3,
 }
-#: The trainer of this run lives on the same GPU, so SGLang may not take its usual nine tenths.
+#: SGLang's default share (about 0.9) is too large if this run's trainer uses the same GPU.
 _BESIDE_A_TRAINER: dict[str, Any] = {"mem_fraction_static": 0.4}
-#: SGLang ends a scheduler whose forward takes longer than 300 s. It compiles the kernels of formats that it packs in the first one, which
-#: takes longer than that.
+#: By default SGLang kills a scheduler whose forward pass takes longer than 300 s. Compiling kernels for packed formats in the first
+#: forward pass takes longer.
 _COMPILES: dict[str, Any] = {"watchdog_timeout": 3600.0}
-#: SGLang ends a sequence this much before its ``context_length``.
+#: SGLang ends a sequence this many tokens before its ``context_length``.
 _CONTEXT_SLACK = 8
 
 
-#: The column of the experts that an engine chose, as the plugin that replays them declares it.
+#: Field of the experts that the engine chose; the plugin that replays them declares it.
 ROUTED_EXPERTS = "rollout_routed_experts"
-#: Whether SGLang compiles its FP8 kernels for all of 16,384 sizes before its first answer, a few of them a second. A rollout needs few of
-#: them: these are compiled when they are needed, and kept on disk.
+#: Whether SGLang compiles its FP8 kernels for all 16,384 sizes before the first request, at a few kernels per second. A rollout needs few
+#: sizes; SGLang compiles those on first use and caches them on disk.
 PRECOMPILES = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """How SGLang is to be started; where nothing else is said, as the option of the same name says.
+    """How to start SGLang. Attributes not listed here have the meaning of the option with the same name.
 
     Attributes:
-        arguments: of SGLang's ``ServerArgs``, as a user gave them.
+        arguments: the user's arguments for SGLang's ``ServerArgs``.
         device: ``cuda`` or ``cpu``.
-        max_context: 0 is the model's.
-        routed_dtype: of the column of routed experts.
-        url: of a server that runs already; how SGLang is started is then the server's business.
-        bucket_bytes: at most, of weights that travel together.
-        max_restarts: how often SGLang is started again when it died.
-        beside_trainer: the trainer computes on the same GPU, and keeps its memory.
-        allow_mismatch: go on where an update does not reach all of SGLang's parameters.
+        max_context: maximum tokens of prompt and response; 0 means the model's limit.
+        routed_dtype: dtype of the routed experts column.
+        url: address of a running server; then this run does not start SGLang.
+        bucket_bytes: maximum bytes of a bucket of weights.
+        max_restarts: how often to restart SGLang after it died.
+        beside_trainer: the trainer uses the same GPU and keeps its memory during generation.
+        allow_mismatch: continue if an update does not reach all of SGLang's parameters.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -81,33 +82,33 @@ class Choices:
 
     @property
     def speculative(self) -> bool:
-        """Whether a draft proposes tokens."""
+        """Whether SGLang uses speculative decoding."""
         return bool(self.arguments.get("speculative_algorithm"))
 
     @property
     def drafts(self) -> bool:
-        """Whether the draft is a layer of the checkpoint itself, whose weights come with the others."""
+        """Whether SGLang drafts with the checkpoint's MTP layer, whose weights every update includes."""
         return self.speculative and self.arguments["speculative_algorithm"] in HEADS and not self.separate_draft
 
     @property
     def separate_draft(self) -> bool:
-        """Whether the draft is a model of its own, which no sync changes."""
+        """Whether SGLang drafts with a separate model, which weight updates do not include."""
         return bool(self.arguments.get("speculative_draft_model_path"))
 
     @property
     def keyed(self) -> bool:
-        """Whether a request's seed decides its tokens."""
+        """Whether a request's seed determines its tokens."""
         return bool(self.arguments.get("enable_deterministic_inference")) and not self.speculative
 
 
 def make_engine(run: Any, policy: Any) -> SglangEngine:
-    """The provider of ``--engine sglang``."""
+    """Provider of ``--engine sglang``."""
     config, tokenizer = run.config_of(policy), run.tokenizer
     options = config.plugin(plugin.name)
     routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
     device = _device(config.model.device)
     choices = Choices(
-        arguments={**_tensor_parallel(config, device), **given_arguments(options)},
+        arguments={**_tensor_parallel(config, device), **server_arguments(options)},
         device=device,
         dtype=config.model.dtype,
         seed=config.train.seed,
@@ -131,7 +132,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
 
 
 def _tensor_parallel(config: Any, device: str) -> dict[str, int]:
-    """``tp_size`` where a runtime gives an engine several GPUs: all of them, among the pipeline stages that were asked for."""
+    """Return ``tp_size`` if the runtime assigns GPUs to each engine: the engine's GPUs divided by the configured pipeline stages."""
     if config.run.runtime != "ray" or device != "cuda":
         return {}
     stages = config.plugin(plugin.name).pp_size or 1
@@ -141,12 +142,14 @@ def _tensor_parallel(config: Any, device: str) -> dict[str, int]:
 def assemble(
     checkpoint: str | Path, codec: Codec, detokenize: Callable[[list[int]], str], directory: Path, choices: Choices
 ) -> SglangEngine:
-    """An engine for a checkpoint, not yet started.
+    """Create an engine for a checkpoint without starting it.
 
     Args:
-        codec: of the weights it will be given.
-        detokenize: token ids to text without special tokens.
-        directory: of its log and of what it is started from.
+        checkpoint: Hugging Face checkpoint directory.
+        codec: codec of the weight updates.
+        detokenize: converts token ids to text without special tokens.
+        directory: where the engine writes its log and the model directory that SGLang starts from.
+        choices: how to start SGLang.
     """
     described, config = layout(checkpoint, codec), _text_config(Path(checkpoint))
     check_blocks(config, codec)
@@ -189,7 +192,7 @@ def assemble(
 
 
 def _arguments(choices: Choices, model: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """``ServerArgs``: what this engine needs, then what a user gave."""
+    """Return the arguments of ``ServerArgs``; the user's arguments override the engine's defaults."""
     return {
         **_DEFAULTS,
         **(_ON_CPU if choices.device == "cpu" else _BESIDE_A_TRAINER if choices.beside_trainer else {}),
@@ -207,7 +210,7 @@ def _arguments(choices: Choices, model: Mapping[str, Any], context: int) -> dict
 
 
 def _capabilities(translator: Translator, choices: Choices) -> frozenset[str]:
-    """What the manifest declares, as far as its conditions hold here."""
+    """Return the capabilities of the manifest whose conditions hold for these choices."""
     holds = {
         "sampling_support": translator.supports,
         "routed_experts": translator.routing is not None,
@@ -218,19 +221,24 @@ def _capabilities(translator: Translator, choices: Choices) -> frozenset[str]:
     return frozenset(c.name for c in plugin.declared("engine") if holds.get(c.name, True))
 
 
-#: Core's names of cache types -> SGLang's.
+#: Core's names of KV cache dtypes -> SGLang's names.
 _KV_CACHE = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
 def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: Path) -> dict[str, Any]:
-    """What SGLang is started from: the checkpoint, or its configuration in the run's number format. Weights are random
-    then until the first update, which comes before the first request."""
+    """Return the model arguments: the checkpoint, or a directory with its configuration in the run's number format.
+
+    In the second case SGLang starts with random weights; the first update arrives before the first request.
+
+    Raises:
+        ConfigError: the checkpoint is quantised and the rollout precision is BF16.
+    """
     if described.stored:
         return {"model_path": str(checkpoint)}
     if codec.format is None and not described.names:
         raise ConfigError(
-            f"--hf-checkpoint {checkpoint} is quantised and SGLang is to serve bf16: give the number format it is in as "
-            "--rollout-precision, or convert it first (miles convert --to bf16)"
+            f"--hf-checkpoint {checkpoint} is quantised, but --rollout-precision is bf16: set --rollout-precision to the checkpoint's "
+            "number format, or convert the checkpoint first (miles convert --to bf16)"
         )
     model = directory / "model"
     described.write(model)
@@ -238,7 +246,7 @@ def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: P
 
 
 def _text_config(checkpoint: Path) -> dict[str, Any]:
-    """The keys of the language model in ``config.json``."""
+    """Return the language model's keys of ``config.json``; ``text_config`` overrides the top level."""
     try:
         config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -274,16 +282,19 @@ def _dtype(asked: str, device: str) -> str:
 
 
 def _experts(config: Mapping[str, Any], choices: Choices) -> int:
-    """Of the model, where SGLang records which ones it routes to, in a scheduler that can be asked what it loaded; else 0."""
+    """Return the number of experts if SGLang records routed experts and its schedulers can report their plugin digest; else 0."""
     if _routing(config, choices) is None or choices.arguments.get("enable_dp_attention"):
         return 0
     return next(int(fact.value) for fact in config_facts(config) if fact.name == "model.num_experts")
 
 
 def _environment(device: str, experts: int) -> dict[str, str | None]:
-    """Variables that SGLang, and what runs inside it, read. Its log-probabilities must be those at the sampling temperature."""
+    """Return environment variables for SGLang's processes; None removes a variable.
+
+    SGLANG_RETURN_ORIGINAL_LOGPROB is removed because log-probabilities must be those at the sampling temperature.
+    """
     found: dict[str, str | None] = {
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the slack above the model's own limit
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # _CONTEXT_SLACK may exceed the model's limit
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,
         inside.VARIABLE: "uint8" if 0 < experts <= inside.MOST else inside.WIDE,
     }

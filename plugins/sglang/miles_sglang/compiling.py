@@ -1,4 +1,4 @@
-"""Whether SGLang compiles kernels: it does so when a request first needs them, for minutes, and says nothing."""
+"""Reports when SGLang compiles kernels. SGLang compiles on first use, which can take minutes, and logs nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from time import monotonic
 
 log = logging.getLogger(__name__)
 
-#: Programs of CUDA's compiler.
+#: Executables of the CUDA compiler.
 COMPILERS = frozenset({"nvcc", "cicc", "ptxas", "cudafe++", "fatbinary"})
-#: Seconds between two looks, and between two messages.
+#: Seconds between two checks, and between two log messages.
 LOOK_S, SAY_S = 5.0, 60.0
 
 
 def compilers(session: int, processes: Path = Path("/proc")) -> set[str]:
-    """Those that run in a session of processes; none where the system does not show its processes as files."""
+    """Return the names of the compilers that run in a process session; empty on systems without ``/proc``."""
     found = set()
     for stat in processes.glob("[0-9]*/stat"):
         try:
@@ -30,7 +30,7 @@ def compilers(session: int, processes: Path = Path("/proc")) -> set[str]:
 
 
 async def watch(session: int) -> None:
-    """Say what is compiled, and when that ended, until cancelled."""
+    """Log running compilers of a session, and when they finish, until cancelled."""
     began: float | None = None
     said = -inf
     while True:

@@ -1,4 +1,4 @@
-"""The options of sglang: its own, and one for each option of SGLang's server (``server_args.json``)."""
+"""The options of this plugin: three of its own, and one for each option of SGLang's server (``server_args.json``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from miles_core import option
 from miles_sglang.read_server_args import TABLE
 
-#: What the engine itself says to SGLang: from core's option, or because the contract needs it so.
+#: ServerArgs that the engine sets -> the core option that determines the value; empty where the engine contract fixes it.
 OWN = {
     "model_path": "--hf-checkpoint",
     "tokenizer_path": "--hf-checkpoint",
@@ -45,34 +45,34 @@ class EngineOptions:
     url: str | None = option(
         None,
         flag="--sglang-url",
-        help="use the SGLang server that runs at this address instead of starting one; weights go to it through a directory "
+        help="use the SGLang server running at this address instead of starting one; weights are sent through a directory "
         "that both can read (--sglang-weights-dir)",
         metavar="URL",
     )
     weights_dir: str | None = option(
         None,
         flag="--sglang-weights-dir",
-        help="where weights are written for SGLang to read, when they go by file (default: in the run's directory)",
+        help="directory for weight updates that SGLang reads from files (default: in the run's directory)",
         metavar="DIR",
     )
     startup_timeout: float = option(
-        900.0, flag="--sglang-startup-timeout", help="seconds that SGLang may take to come up", gt=0
+        900.0, flag="--sglang-startup-timeout", help="seconds to wait until SGLang is ready", gt=0
     )
 
 
 def server_fields() -> list[dict[str, Any]]:
-    """The options of SGLang's server that users may set; see ``read_server_args.read``."""
+    """Return the server options that users may set, in the format of ``read_server_args.read``."""
     listed: list[dict[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))["fields"]
     return [field for field in listed if field["name"] not in OWN]
 
 
-def described_version() -> str:
-    """The version of SGLang that the options are of."""
+def table_version() -> str:
+    """Return the SGLang version that ``server_args.json`` was generated from."""
     return str(json.loads(TABLE.read_text(encoding="utf-8"))["sglang"])
 
 
 def _option(field: dict[str, Any]) -> tuple[str, Any, Any]:
-    """A dataclass field whose default stands for SGLang's own: none, or nothing in a text or a list."""
+    """Return a dataclass field whose empty default (None, empty string or tuple) means SGLang's default."""
     name, kind = field["name"], field["type"]
     default = f"SGLang's default: {json.dumps(field['default'])}" if "default" in field else "default: SGLang decides"
     made = option(
@@ -85,15 +85,15 @@ def _option(field: dict[str, Any]) -> tuple[str, Any, Any]:
     return name, (_SCALARS | _LISTS)[kind], made
 
 
-#: The option group: what is written above, then every field of ServerArgs.
+#: The option group: the fields of ``EngineOptions``, then every user-settable field of ServerArgs.
 SglangConfig: type = make_dataclass(
     "SglangConfig", [_option(f) for f in server_fields()], bases=(EngineOptions,), frozen=True, kw_only=True
 )
 SglangConfig.__doc__ = EngineOptions.__doc__
 
 
-def given_arguments(options: Any) -> dict[str, Any]:
-    """The arguments of SGLang's server that were given, by name: what keeps SGLang's default is left out."""
+def server_arguments(options: Any) -> dict[str, Any]:
+    """Return the user's ServerArgs by name, without those left at SGLang's default."""
     own = {field.name for field in fields(EngineOptions)}
     kinds = {field["name"]: field["type"] for field in server_fields()}
     found: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""Which parameters of SGLang's model an update reached.
+"""Detects parameters of SGLang's model that an update did not write.
 
-SGLang's models take what they are sent and say nothing about parameters that nothing was sent for: a model may have an output layer of its
-own although its checkpoint ties it to the embedding. Such a parameter keeps the random numbers that it was started with. So before
-the first update a few elements of every parameter get marks, and a parameter whose marks are all there afterwards was never written.
-Marks are found however the model copies: in place, in threads, or into other memory.
+SGLang loads the tensors it receives and does not report parameters without one. For example, a model may have a separate output layer
+although the checkpoint ties it to the embedding; that parameter would keep its random initial values. Before the first update a few
+elements of every parameter are therefore overwritten with marks. A parameter that still has all its marks afterwards was not written.
+This works however the model copies: in place, in threads, or into new memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Elements of a parameter that are marked, evenly spaced.
+#: Marked elements of a parameter, evenly spaced.
 _MARKS = 16
-#: Integers of the same size as a dtype, because indexing does not know every dtype.
+#: Element size -> integer dtype of that size, because indexing does not support every dtype.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Ends of the names of parameters that SGLang sets itself: the scales of cached keys and values.
+#: Name suffixes of parameters that SGLang sets itself: the scales of cached keys and values.
 _CONSTANTS = (".k_scale", ".v_scale")
 _EMBEDDING = re.compile(r"^(?:\w+\.)*?(?:embed_tokens|word_embeddings|tok_embeddings|wte)\.weight$")
 #: The checkpoint's name of the output layer.
@@ -27,10 +27,10 @@ HEAD = "lm_head.weight"
 
 
 class Coverage:
-    """Marks in the parameters of a model that was not updated yet.
+    """Marks in the parameters of a model before its first update.
 
     Args:
-        model: SGLang's; aliases of one memory count as one parameter, under the first name.
+        model: SGLang's model; parameters that share memory count once, under the first name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,16 +56,16 @@ class Coverage:
 
     @torch.no_grad()
     def finish(self, model: nn.Module) -> list[str]:
-        """Put what was before back where no update came.
+        """Restore the marked elements that no update wrote.
 
         Returns:
-            names of parameters that no element of was written, constants aside.
+            names of parameters that were not written at all, without constants.
         """
         unwritten = []
         parameters = dict(model.named_parameters())
         for name, (memory, place, before, marks) in self._marked.items():
             parameter = parameters.get(name)
-            if parameter is None or parameter.data_ptr() != memory:  # in other memory, which was written
+            if parameter is None or parameter.data_ptr() != memory:  # replaced by new memory, so it was written
                 continue
             numbers = _as_integers(parameter)
             left = numbers[place] == marks
@@ -77,32 +77,32 @@ class Coverage:
 
 
 def tied_head(model: Any, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """The embedding under the name of the output layer, where the checkpoint ties the two and SGLang's model has both.
+    """Return the embedding under the name of the output layer if the checkpoint ties the two and SGLang's model has both.
 
     Args:
-        tensors: part of an update, by the checkpoint's names.
+        model: SGLang's model.
+        tensors: part of an update, under the checkpoint's names.
 
     Returns:
-        what to load in addition: one entry, or nothing.
+        the tensors to load in addition: one or none.
     """
     names = {name for name, _ in tensors}
     embedding = next(((name, t) for name, t in tensors if _EMBEDDING.match(name) and ".layers." not in name), None)
     if embedding is None or HEAD in names or not _ties(model):
         return []
-    own = [
-        name for name, _ in model.named_parameters() if name.endswith(HEAD)
-    ]  # an alias is named once, as the embedding
+    # named_parameters lists a shared parameter once, as the embedding
+    own = [name for name, _ in model.named_parameters() if name.endswith(HEAD)]
     return [(HEAD, embedding[1])] if own else []
 
 
 def _ties(model: Any) -> bool:
-    """Whether the configuration of a model ties its output layer to its embedding."""
+    """Whether the model's configuration ties the output layer to the embedding."""
     config = getattr(model, "config", None)
     configs = (config, getattr(config, "text_config", None))
     return any(bool(getattr(each, "tie_word_embeddings", False)) for each in configs if each is not None)
 
 
 def _as_integers(parameter: Tensor) -> Tensor:
-    """A view of the parameter's memory, with one dimension at least."""
+    """Return an integer view of the parameter's memory, with at least one dimension."""
     numbers = parameter.detach().view(_INTEGERS[parameter.element_size()])
     return numbers if numbers.ndim else numbers.view(1)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from miles_core import MilesError, MismatchError, SyncError
+from miles_core import MilesError, SyncError
 from miles_core.backend import (
     Encoded,
     Engine,
@@ -28,25 +28,32 @@ from miles_core.format import Format
 from miles_sglang import buckets, weight_files
 from miles_sglang.activations import OwnActivations
 from miles_sglang.answers import Answer
-from miles_sglang.arrival import Held, Loading, Passing
+from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
 from miles_sglang.link import Link, SglangError, SglangLost
 from miles_sglang.renewal import Renewal
 from miles_sglang.settings import Settings
-from miles_sglang.weight_names import Seen
+from miles_sglang.update_result import check_accepted, check_coverage
+from miles_sglang.weight_names import NameCheck
 from miles_transport import Arrival, Arrivals
 
 log = logging.getLogger(__name__)
 
-#: Formats that a running SGLang takes tensor by tensor, because it keeps them as they are sent. Others it packs into a layout
-#: of its own after loading, and 0.5.17 cannot load into that again.
+#: Formats that a running SGLang can update in place, because it stores them as sent. SGLang 0.5.17 repacks other formats after loading
+#: and cannot load new weights into the packed layout.
 IN_PLACE = frozenset({"", "fp8"})
-#: SGLang's names of what gives its memory back.
+#: Parts of the engine -> SGLang's memory saver tags.
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
 @dataclass(eq=False)
 class _Call:
-    """One request on its way: ``sent`` to SGLang or waiting for ``resume``; ``aborted`` when somebody asked for that."""
+    """One request in flight.
+
+    Attributes:
+        sent: SGLang has it; otherwise it waits for ``resume``.
+        aborted: ``abort`` selected it.
+        stirred: set by ``abort`` to wake a request that waits.
+    """
 
     key: int
     rid: str
@@ -60,8 +67,8 @@ class SglangEngine(Engine):
     """SGLang behind the engine contract.
 
     Args:
-        link: to SGLang.
-        settings: see there.
+        link: connection to SGLang.
+        settings: everything else that the engine needs.
     """
 
     def __init__(self, link: Link, settings: Settings) -> None:
@@ -75,7 +82,7 @@ class SglangEngine(Engine):
         self._asleep: set[EnginePart] = set()
         self._open = asyncio.Event()
         self._renewal = Renewal(self._spend, self._renew)
-        self._arrivals = Arrivals(self._begun)
+        self._arrivals = Arrivals(self._begin_arrival)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -89,8 +96,8 @@ class SglangEngine(Engine):
         if not self.link.same_host and draft not in (None, self._info.get("model_path")):
             await self.link.stop()
             raise SglangError(
-                f"the server drafts with {draft}, and would load every update of the policy's weights into that too, because both "
-                "come from one directory; start it without the draft"
+                f"the server drafts with {draft}, and would load every weight update into the draft model too, because it reads both "
+                "models from the same directory; start it without the draft"
             )
         self._paused = None
         self._open.set()
@@ -107,7 +114,7 @@ class SglangEngine(Engine):
         return "in_place" if self.link.same_host else "via_disk"
 
     def quantizer(self, format: Format) -> Quantizer | None:
-        """The weights that SGLang computes with are the codes it is sent. Activations it rounds with kernels of its own."""
+        """Return the format itself for weight-only formats, SGLang's FP8 activation kernel for FP8, else None."""
         if not format.quantizes_activations:
             return FormatItself(format)
         return OwnActivations(self.link, format) if format.name == "fp8" else None
@@ -115,7 +122,9 @@ class SglangEngine(Engine):
     # -- generation -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Response:
-        rid = f"{next(self._numbers):016x}"  # of one width: SGLang aborts whatever begins with a rid
+        rid = (
+            f"{next(self._numbers):016x}"  # fixed width: SGLang aborts every request whose id starts with the given one
+        )
         body = self.settings.translator.body(request, rid)
         call = self._calls[rid] = _Call(request.key, rid)
         try:
@@ -125,20 +134,20 @@ class SglangEngine(Engine):
                 if call.aborted:
                     return Response([], [], "abort")
                 self._check_usable()
-                answer = await self._asked(call, body)
+                answer = await self._send_request(call, body)
         finally:
             del self._calls[rid]
             call.done.set()
         return self.settings.translator.response(request, answer, body["sampling_params"]["max_new_tokens"])
 
-    async def _asked(self, call: _Call, body: Mapping[str, Any]) -> Answer | None:
-        """SGLang's answer; None where the request was aborted before a scheduler saw it, or lost with SGLang's process."""
+    async def _send_request(self, call: _Call, body: Mapping[str, Any]) -> Answer | None:
+        """Send a request. Returns None if it was aborted before a scheduler saw it, or lost because SGLang's process died."""
         times, call.sent = self._renewal.times, True
         try:
             return await self.link.generate(body)
         except SglangLost as lost:
             call.sent = False
-            await self._renewal.after(lost, times)
+            await self._renewal.renew_after(lost, times)
             return None
         except SglangError:
             if call.aborted:
@@ -146,7 +155,7 @@ class SglangEngine(Engine):
             raise
 
     async def _until_open(self, call: _Call) -> None:
-        """Wait while the engine is paused, or until the call is aborted."""
+        """Wait until the engine accepts requests or the call is aborted."""
         while not self._open.is_set() and not call.aborted:
             opened, stirred = (asyncio.ensure_future(e.wait()) for e in (self._open, call.stirred))
             try:
@@ -158,14 +167,14 @@ class SglangEngine(Engine):
     def _check_usable(self) -> None:
         if not self._usable:
             raise MilesError(
-                "SGLang has no complete weights, because an update failed part-way; it cannot generate until a complete "
-                "update succeeds"
+                "SGLang's weights are incomplete because an update failed part-way; it cannot generate until a complete update "
+                "succeeds"
             )
 
     async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
         if temperature != 1.0:
-            raise MilesError(f"SGLang scores at temperature 1 only, not {temperature:g}")
-        await self._renewal.whole()
+            raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
+        await self._renewal.wait_until_renewed()
         self._check_usable()
         limit = self.settings.translator.max_context
         for i, sequence in enumerate(sequences):
@@ -183,7 +192,7 @@ class SglangEngine(Engine):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self._renewal.asked(lambda: self.link.generate(body))
+        answer = await self._renewal.retry(lambda: self.link.generate(body))
         return np.array(answer.columns["prompt_log_probs"])
 
     # -- interruptions --------------------------------------------------------------------------------------------
@@ -199,7 +208,7 @@ class SglangEngine(Engine):
     async def pause(self, mode: PauseMode = "abort") -> None:
         if mode not in ("abort", "retract", "in_place"):
             raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
-        await self._renewal.whole()
+        await self._renewal.wait_until_renewed()
         self._open.clear()
         if mode == "abort":
             await self._abort_all()
@@ -207,7 +216,7 @@ class SglangEngine(Engine):
         self._paused = mode
 
     async def _abort_all(self) -> None:
-        """Until nothing is in flight; asked again because a request may reach the scheduler after the abort did."""
+        """Abort until no request is in flight. Repeats because a request may reach the scheduler after the abort."""
         while calls := list(self._calls.values()):
             await self.abort()
             waiting = [asyncio.ensure_future(c.done.wait()) for c in calls]
@@ -221,44 +230,44 @@ class SglangEngine(Engine):
         self._open.set()
 
     async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
-        """Free the cache; and, where SGLang was started with its memory saver, give the parts' memory back."""
+        """Flush the cache and, if SGLang was started with its memory saver, release the memory of ``parts``."""
         if any(call.sent for call in self._calls.values()):
             raise RuntimeError("sleep with requests in flight: abort them first")
         if "cache" not in self._asleep:
             await self._ask("flush_cache", {})
         if "sleep" in self.capabilities:
-            await self._renewal.asked(lambda: self._move("release_memory_occupation", set(parts) - self._asleep))
+            await self._renewal.retry(lambda: self._move_memory("release_memory_occupation", set(parts) - self._asleep))
             self._asleep |= set(parts)
             if "weights" in parts:
                 self._usable = False
                 self._arrivals.drop()
 
     async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
-        await self._renewal.asked(lambda: self._move("resume_memory_occupation", set(parts) & self._asleep))
+        await self._renewal.retry(lambda: self._move_memory("resume_memory_occupation", set(parts) & self._asleep))
         self._asleep -= set(parts)
 
-    async def _move(self, endpoint: str, parts: Collection[EnginePart]) -> None:
-        """Give back, or take again, the memory of these; of a new SGLang all parts are awake."""
+    async def _move_memory(self, endpoint: str, parts: Collection[EnginePart]) -> None:
+        """Release or reallocate the memory of ``parts``. After a restart of SGLang all parts are awake."""
         if parts:
             await self.link.call(endpoint, {"tags": sorted(_TAGS[part] for part in parts)})
 
     async def _ask(self, endpoint: str, body: Mapping[str, Any]) -> Any:
-        """``Link.call`` of this SGLang, or of the one that replaces it."""
-        return await self._renewal.asked(lambda: self.link.call(endpoint, body))
+        """``Link.call``, repeated after a restart if SGLang dies during the call."""
+        return await self._renewal.retry(lambda: self.link.call(endpoint, body))
 
     def _spend(self, lost: SglangLost) -> None:
-        """Count one more start of SGLang; WorkerLost where there may be none, or where the whole engine is made anew."""
+        """Count one restart of SGLang. Raises WorkerLost if none is left, or if the runtime replaces the whole engine."""
         if self.resend is None:
             raise WorkerLost("", lost.cause, lost.lines) from lost
         self.settings.restarts.spend(WorkerLost("sglang", lost.cause, lost.lines))
 
     async def _renew(self) -> None:
-        """SGLang anew with the learner's weights, paused where it was."""
-        assert self.resend is not None  # a run that restarts SGLang itself has its learner here
+        """Restart SGLang, send it the learner's weights, and restore the pause mode."""
+        assert self.resend is not None  # a run that restarts SGLang itself has the learner in this process
         was_open, paused = self._open.is_set(), self._paused
         self._open.clear()
         try:
-            await self._start_anew()
+            await self._start_again()
             await self.resend()
             if paused is not None:
                 await self.link.call("pause_generation", {"mode": paused})
@@ -267,44 +276,46 @@ class SglangEngine(Engine):
             if was_open:
                 self._open.set()
 
-    async def _start_anew(self) -> None:
-        """SGLang without weights, and not paused; where it is started with the weights, ``update_weights`` starts it."""
+    async def _start_again(self) -> None:
+        """Restart SGLang without weights and not paused. If SGLang loads weights at start, the next update starts it instead."""
         self._usable, self._paused, self._dead, self._asleep = False, None, False, set()
-        if self._how() != "restart":
+        if self._update_method() != "restart":
             self._info = await self.link.restart({})
 
     # -- weights --------------------------------------------------------------------------------------------------
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
-        self._quiet("update_weights")
-        await self._renewal.whole()
+        self._check_idle("update_weights")
+        await self._renewal.wait_until_renewed()
         self._arrivals.forget()
-        async with self._closed(), self._alive(version):
+        async with self._hold_requests(), self._process_running(version):
             await self._load(units, version)
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         if not message.get("staged"):
-            self._quiet("receive")
-        await self._renewal.whole()
-        async with self._alive(version):
+            self._check_idle("receive")
+        await self._renewal.wait_until_renewed()
+        async with self._process_running(version):
             await self._arrivals.receive(message, version, last)
 
-    def _quiet(self, call: str) -> None:
+    def _check_idle(self, call: str) -> None:
         if self._paused is None and any(call.sent for call in self._calls.values()):
             raise RuntimeError(f"{call} with requests in flight: pause or abort them first")
 
-    def _begun(self, version: int, staged: bool) -> Arrival:
-        """A version that comes in buckets."""
+    def _begin_arrival(self, version: int, staged: bool) -> Arrival:
+        """Return the receiver of a version that arrives in buckets."""
         self._usable = self._usable and staged
-        if staged or self._how() != "in_place":
-            return Held(lambda units: self._load(units, version))
-        return Passing(self._loading(), Seen(self.settings.names), self.settings.bucket_bytes, self._serve, version)
+        if staged or self._update_method() != "in_place":
+            return BufferedArrival(lambda units: self._load(units, version))
+        return StreamedArrival(
+            self._loading(), NameCheck(self.settings.names), self.settings.bucket_bytes, self._serve, version
+        )
 
     async def _load(self, units: Iterable[Encoded], version: int) -> None:
-        """Give SGLang a whole update."""
+        """Load a complete update into SGLang."""
         self._usable = False
         update = {"in_place": self._update_in_place, "via_disk": self._update_from_files, "restart": self._restart}
-        await update[self._how()](self.settings.names.complete(units), version)
+        await update[self._update_method()](self.settings.names.check_all(units), version)
         self._serve(version)
 
     def _loading(self) -> Loading:
@@ -314,26 +325,26 @@ class SglangEngine(Engine):
         self._version, self._usable = version, True
 
     @asynccontextmanager
-    async def _alive(self, version: int) -> AsyncIterator[None]:
-        """SGLang is there. Where it dies meanwhile, the update has failed, and the next one finds it started anew."""
+    async def _process_running(self, version: int) -> AsyncIterator[None]:
+        """Ensure that SGLang runs. If it dies inside the context, the update fails with SyncError; the next update restarts it."""
         try:
             if self._dead:
-                await self._start_anew()
+                await self._start_again()
             yield
         except SglangLost as lost:
             self._dead = True
             if self._renewal.here:
                 raise
             self._spend(lost)
-            raise SyncError(f"SGLang died over version {version} of the weights: {lost.cause}") from lost
+            raise SyncError(f"SGLang died while it loaded version {version} of the weights: {lost.cause}") from lost
 
-    def _how(self) -> Literal["in_place", "via_disk", "restart"]:
+    def _update_method(self) -> Literal["in_place", "via_disk", "restart"]:
         format = self.settings.codec.format
         return self.hot_update(format.name if format else "")
 
     @asynccontextmanager
-    async def _closed(self) -> AsyncIterator[None]:
-        """New requests wait while weights change, also where nobody paused."""
+    async def _hold_requests(self) -> AsyncIterator[None]:
+        """Hold new requests while weights change, also if the engine is not paused."""
         was_open = self._open.is_set()
         self._open.clear()
         try:
@@ -346,60 +357,34 @@ class SglangEngine(Engine):
         named = ((name, tensor) for unit in units for name, tensor in unit.parts.items())
         loading = self._loading()
         try:
-            for bucket in buckets.divide(named, self.settings.bucket_bytes):
+            for bucket in buckets.split_into_buckets(named, self.settings.bucket_bytes):
                 await loading.add(bucket)
-            await loading.finish(version)  # the whole stream has passed the check of its names
+            await loading.finish(version)  # all names of the stream have been checked
         finally:
             await loading.wait()
 
     async def _send(self, flat: buckets.Flat, version: int | None = None) -> None:
-        """One bucket; the last one of an update says which ``version`` is complete."""
+        """Send one bucket. version: the version that this bucket completes; None for all buckets but the last."""
         body, payload = flat.message(int(self._info.get("tp_size") or 1))
         body["disable_draft_model"] = self.settings.separate_draft
         body["flush_cache"] = version is not None and self._paused != "in_place"
         body["weight_version"] = None if version is None else str(version)
         answer = await self.link.call("update_weights_from_tensor", body, payload)
-        self._check(answer)
-        self._check_coverage(answer.get("missed", ""))
+        check_accepted(answer)
+        check_coverage(answer.get("missed", ""), self.settings.allow_mismatch)
 
     async def _update_from_files(self, units: Iterator[Encoded], version: int) -> None:
-        with weight_files.written(units, self.settings.weights_dir, version) as directory:
+        with weight_files.write_update(units, self.settings.weights_dir, version) as directory:
             body = {
                 "model_path": str(directory),
                 "weight_version": str(version),
                 "flush_cache": self._paused != "in_place",
             }
-            self._check(await self.link.call("update_weights_from_disk", body))
+            check_accepted(await self.link.call("update_weights_from_disk", body))
 
     async def _restart(self, units: Iterator[Encoded], version: int) -> None:
-        """SGLang anew, from a checkpoint of this version."""
-        with weight_files.written(units, self.settings.weights_dir, version, self.settings.described) as directory:
-            log.info(
-                "SGLang is started anew with version %d of the weights: it packs this format when it loads", version
-            )
+        """Restart SGLang from a checkpoint of this version."""
+        with weight_files.write_update(units, self.settings.weights_dir, version, self.settings.described) as directory:
+            log.info("restarting SGLang with version %d of the weights: it repacks this format during loading", version)
             changes = {"model_path": str(directory), "load_format": "auto", "weight_version": str(version)}
             self._info = await self.link.restart(changes)
-
-    def _check_coverage(self, missed: str) -> None:
-        """Stop, or warn, where the first update did not reach all parameters. missed: which, in SGLang's words; empty for none.
-
-        Raises:
-            MismatchError: SGLang would compute with numbers that are nobody's weights.
-        """
-        if not missed:
-            return
-        message = (
-            f"the weight update did not reach {missed}: it keeps the numbers that SGLang started with, so SGLang computes "
-            "another function than the trainer. The checkpoint has no tensor that SGLang loads there"
-        )
-        if not self.settings.allow_mismatch:
-            raise MismatchError(f"{message}; use another engine, or train all the same with --allow-mismatch")
-        log.warning("%s (--allow-mismatch was given)", message)
-
-    @staticmethod
-    def _check(answer: Mapping[str, Any]) -> None:
-        if not answer["success"]:
-            raise MilesError(
-                f"SGLang did not take the weights: {answer['message']}. They may be half written; only a complete update makes "
-                "the engine usable again"
-            )

@@ -1,6 +1,6 @@
-"""Messages between the run and SGLang's process: JSON, and bytes beside it. Nothing is unpickled.
+"""Messages between the run and SGLang's process: JSON with an optional binary payload, no pickle.
 
-A frame is two little-endian uint64 lengths, a JSON object, and a payload.
+A frame is two little-endian uint64 lengths, a JSON object, and the payload.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import struct
 from typing import Any
 
 _HEAD = struct.Struct("<QQ")
-#: How much asyncio reads ahead of a reader.
+#: Maximum bytes that asyncio buffers ahead of the reader.
 LIMIT = 1 << 24
 
 Frame = tuple[dict[str, Any], bytes]
 
 
 def head(message: dict[str, Any], size: int = 0) -> bytes:
-    """A frame up to its payload, which has ``size`` bytes."""
+    """Encode a frame without its payload of ``size`` bytes."""
     text = json.dumps(message).encode()
     return _HEAD.pack(len(text), size) + text
 
 
 async def read(stream: asyncio.StreamReader) -> Frame | None:
-    """The next frame; None at the end of the stream."""
+    """Read the next frame; None at the end of the stream."""
     try:
         text, body = _HEAD.unpack(await stream.readexactly(_HEAD.size))
         message = json.loads(await stream.readexactly(text))
@@ -35,7 +35,7 @@ async def read(stream: asyncio.StreamReader) -> Frame | None:
 
 
 def receive(connection: socket.socket) -> Frame | None:
-    """The next frame, waited for; None at the end of the stream."""
+    """Read the next frame from a blocking socket; None at the end of the stream."""
     start = _exactly(connection, _HEAD.size)
     if start is None:
         return None

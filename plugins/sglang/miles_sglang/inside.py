@@ -1,15 +1,12 @@
-"""This plugin's half inside SGLang's schedulers, which load it through their own plugins (entry point ``miles`` of
-``sglang.srt.plugins``). It does nothing in an SGLang that was not started by this plugin.
+"""Code that runs inside SGLang's schedulers. SGLang loads it through its plugin entry point ``sglang.srt.plugins`` (name ``miles``).
 
-Routed experts leave a scheduler as int32, and pass three processes. Where a model has at most 256 experts they leave as one byte.
+It is active only in an SGLang that this plugin started, and makes four changes:
 
-A model that is started without weights is filled with random numbers, and its scales of the cached keys and values with it: attention
-would multiply by them for ever, because an update does not hold them.
-
-A checkpoint that ties its output layer to its embedding holds one of the two. Some models of SGLang have both.
-
-A scheduler asks its tokenizer for the number of the token that ends a text once for each token that it generates, and Transformers looks
-it up each time.
+- Routed experts leave a scheduler as int32 and pass three processes. For models with at most 256 experts they are sent as uint8.
+- A model that starts without weights is filled with random numbers, including the scales of the cached keys and values. Updates do not
+  include these scales, so they are reset to "not set".
+- A checkpoint with tied embeddings stores the embedding only. Models of SGLang that have a separate output layer receive it as well.
+- A scheduler reads the tokenizer's EOS token id for each generated token, and Transformers looks it up each time. It is cached.
 """
 
 from __future__ import annotations
@@ -20,11 +17,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-#: Set for the processes of an SGLang that this plugin started: the dtype in which routed experts are to travel.
+#: Environment variable of an SGLang that this plugin started; its value is the dtype in which routed experts are sent.
 VARIABLE = "MILES_SGLANG_ROUTES"
-#: The most experts that ``uint8`` can number.
+#: Maximum number of experts whose indices fit into ``uint8``.
 MOST = 256
-#: The dtype in which SGLang has them.
+#: SGLang's dtype of expert indices.
 WIDE = "int32"
 _READS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 _FILLS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
@@ -32,29 +29,29 @@ _COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.Sch
 
 
 def digest() -> str:
-    """Of the modules that run inside SGLang's schedulers."""
+    """Return a digest of the source of the modules that run inside SGLang's schedulers."""
     texts = [Path(__file__).with_name(name).read_bytes() for name in ("inside.py", "loader.py", "coverage.py")]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def install() -> None:
-    """What SGLang calls in each of its processes before it starts."""
+    """Register the changes. SGLang calls this in each of its processes before it starts."""
     if VARIABLE not in os.environ:
         return
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", settled, HookType.AFTER)
-    HookRegistry.register(_FILLS, unscaled, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", cache_eos_token_id, HookType.AFTER)
+    HookRegistry.register(_FILLS, unset_cache_scales, HookType.AFTER)
     HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
     if os.environ[VARIABLE] != WIDE:
         HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", narrow, HookType.AFTER)
-    Scheduler.miles_digest = _same
+    Scheduler.miles_digest = _check_digest
     Scheduler.miles_coverage = check_coverage
 
 
-def settled(_: None, scheduler: Any) -> None:
-    """Keep the number of the token that ends a text where it is found at once."""
+def cache_eos_token_id(_: None, scheduler: Any) -> None:
+    """Cache the tokenizer's EOS token id as a class attribute."""
     tokenizer = scheduler.tokenizer
     if tokenizer is not None:
         kind = type(tokenizer)
@@ -64,7 +61,7 @@ def settled(_: None, scheduler: Any) -> None:
 def read_tied_head(
     model: Any, weights: Iterable[tuple[str, Any]], *more: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Read a checkpoint's embedding into the output layer too, where the checkpoint ties them and SGLang's model has both."""
+    """Load a tied checkpoint's embedding into the output layer too if SGLang's model has both."""
     from miles_sglang.coverage import tied_head
 
     def streamed() -> Iterator[tuple[str, Any]]:
@@ -75,15 +72,15 @@ def read_tied_head(
     return (model, streamed(), *more), {}
 
 
-def unscaled(_: None, model: Any, *more: Any) -> None:
-    """Take the scales of the cached keys and values as not given, which SGLang knows by their being negative."""
+def unset_cache_scales(_: None, model: Any, *more: Any) -> None:
+    """Set the scales of the cached keys and values to -1, which SGLang interprets as "not set"."""
     for name, parameter in model.named_parameters():
         if name.endswith((".k_scale", ".v_scale")):
             parameter.data.fill_(-1.0)
 
 
 def narrow(_: None, processor: Any, request: Any) -> None:
-    """Store a request's routed experts in the dtype they are to travel in."""
+    """Convert a request's routed experts to the dtype in which they are sent."""
     import torch
 
     if request.routed_experts is not None:
@@ -91,25 +88,26 @@ def narrow(_: None, processor: Any, request: Any) -> None:
 
 
 def check(engine: Any) -> None:
-    """Ask an engine's scheduler which half it loaded: SGLang goes on without a plugin that it cannot load.
+    """Check that the schedulers loaded this module. SGLang only logs when it cannot load a plugin.
 
     Raises:
-        RuntimeError: another one than is here, or none.
+        RuntimeError: the schedulers loaded no plugin, or another version of it.
     """
-    if VARIABLE not in os.environ or engine.server_args.enable_dp_attention:  # such schedulers cannot be asked
+    # data-parallel schedulers do not support collective_rpc
+    if VARIABLE not in os.environ or engine.server_args.enable_dp_attention:
         return
     try:
         engine.collective_rpc("miles_digest", expected=digest())
     except AssertionError as error:
         raise RuntimeError(
-            f"SGLang's schedulers did not load what miles-plugin-sglang runs inside them ({error}): install it anew, and name miles in "
-            "SGLANG_PLUGINS or leave that out"
+            f"SGLang's schedulers did not load the scheduler code of miles-plugin-sglang ({error}): reinstall it, and add miles to "
+            "SGLANG_PLUGINS or unset that variable"
         ) from error
 
 
 def ask_coverage(engine: Any) -> str:
-    """Ask an engine's scheduler which parameters of its model the first update did not reach; empty when it reached all."""
-    if engine.server_args.enable_dp_attention:  # such schedulers cannot be asked
+    """Return a description of the parameters that the first update did not write; empty if it wrote all, or with dp attention."""
+    if engine.server_args.enable_dp_attention:  # data-parallel schedulers do not support collective_rpc
         return ""
     try:
         engine.collective_rpc("miles_coverage")
@@ -119,15 +117,15 @@ def ask_coverage(engine: Any) -> str:
 
 
 def check_coverage(scheduler: Any) -> None:
-    """RuntimeError where a parameter of the scheduler's model was not written by the first update; names it."""
-    from miles_sglang.loader import unwritten
+    """Runs in a scheduler. Raises RuntimeError with the names of parameters that the first update did not write."""
+    from miles_sglang.loader import unwritten_parameters
 
     model = scheduler.tp_worker.model_runner.model
-    if names := unwritten(model):
+    if names := unwritten_parameters(model):
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise RuntimeError(f"{', '.join(names[:3])}{more} of SGLang's {type(model).__name__}")
 
 
-def _same(scheduler: Any, expected: str) -> None:
+def _check_digest(scheduler: Any, expected: str) -> None:
     if digest() != expected:
         raise RuntimeError(f"its digest is {digest()}, not {expected}")

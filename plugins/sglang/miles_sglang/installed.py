@@ -1,4 +1,4 @@
-"""Which SGLang is installed here, asked without importing it."""
+"""The version of the installed SGLang, read without importing it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INSTALL = f"pip install 'sglang{TESTED}'"
 
 
 def version() -> str | None:
-    """The version of the installed SGLang; None where there is none."""
+    """Return the version of the installed SGLang; None if it is not installed."""
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:

@@ -1,7 +1,6 @@
-"""How an engine speaks to SGLang: a call by the name of an endpoint of its HTTP server, with that endpoint's body.
+"""The interface between the engine and SGLang: calls by the name and with the body of an endpoint of SGLang's HTTP server.
 
-``process`` keeps an ``sglang.Engine`` in a process of its own, ``server`` speaks to a server that runs already. What they
-have in common is this, so the engine does not know which one it has.
+``process`` implements it with an ``sglang.Engine`` in a separate process, ``server`` with a running HTTP server.
 """
 
 from __future__ import annotations
@@ -15,11 +14,16 @@ from miles_sglang.answers import Answer
 
 
 class SglangError(MilesError):
-    """SGLang refused a call, or is not there any more."""
+    """SGLang rejected a call or is not running."""
 
 
 class SglangLost(SglangError):
-    """SGLang's process ended unasked: ``cause`` says how, ``lines`` are the last ones that it wrote."""
+    """SGLang's process ended unexpectedly.
+
+    Attributes:
+        cause: description of the failure.
+        lines: the last lines of its log.
+    """
 
     def __init__(self, cause: str, lines: tuple[str, ...] = ()) -> None:
         super().__init__(cause + (":\n  " + "\n  ".join(lines) if lines else ""))
@@ -27,42 +31,51 @@ class SglangLost(SglangError):
 
 
 class Link(ABC):
-    """A way to one SGLang.
+    """A connection to one SGLang.
 
     Attributes:
-        same_host: it runs on this machine, in a process that can read this one's tensors.
+        same_host: SGLang runs on this machine and can read this process's tensors.
     """
 
     same_host: bool = False
 
     @abstractmethod
     async def start(self) -> Mapping[str, Any]:
-        """Bring SGLang up, or find it; returns its ``server_info`` (``context_length``, ``tp_size``, ...).
+        """Start SGLang or connect to it; returns its ``server_info`` (``context_length``, ``tp_size``, ...).
 
         Raises:
-            SglangError: it does not come up; says why."""
+            SglangError: it does not start or cannot be reached; the message contains the cause."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Let it go. Safe to call twice, and after a failed ``start``."""
+        """Stop SGLang or disconnect. Safe to call twice, and after a failed ``start``."""
 
     @abstractmethod
     async def generate(self, body: Mapping[str, Any]) -> Answer:
-        """The answer of the endpoint ``generate``; errors as of ``call``."""
+        """Call the endpoint ``generate``. Raises the errors of ``call``."""
 
     @abstractmethod
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
-        """The answer of one other endpoint, e.g. ``flush_cache``.
+        """Call another endpoint, e.g. ``flush_cache``, and return its answer.
 
         Raises:
-            SglangError: SGLang refused it.
-            SglangLost: it ended before it answered."""
+            SglangError: SGLang rejected the call.
+            SglangLost: SGLang ended before it answered."""
 
     async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
-        """End SGLang, or what is left of it, and bring it up as at first but for ``changes`` of its arguments; returns what
-        ``start`` does."""
-        raise SglangError("this SGLang was not started here, so it cannot be started anew")
+        """Stop SGLang or its remaining processes and start it with its first arguments, updated by ``changes``.
+
+        Returns the same as ``start``."""
+        raise SglangError("this run did not start SGLang, so it cannot restart it")
 
     def quantize(self, shape: tuple[int, int], numbers: bytes) -> bytes:
-        """Activations [tokens, K], float32, as SGLang's own kernel rounds them to FP8 in groups of 128, dequantised. Waits."""
-        raise SglangError("this SGLang was not started here, so its kernels cannot be asked")
+        """Quantise activations to FP8 in groups of 128 with SGLang's kernel and dequantise them. Blocks until done.
+
+        Args:
+            shape: (tokens, K).
+            numbers: the activations as float32 bytes.
+
+        Returns:
+            the dequantised activations as float32 bytes.
+        """
+        raise SglangError("this run did not start SGLang, so it cannot call SGLang's kernels")

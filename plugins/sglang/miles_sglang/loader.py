@@ -1,12 +1,10 @@
-"""How SGLang's schedulers load a bucket of weights: this plugin's half inside them, called through SGLang's own
-``--custom-weight-loader``.
+"""Loads buckets of weights inside SGLang's schedulers. SGLang calls ``load`` through its ``--custom-weight-loader``.
 
-A model's ``load_weights`` finds the place of every tensor by its name, which takes SGLang a tenth of a millisecond each: more than
-the copy, for a model of many small experts. Where it does nothing but copy, and fill places beside with a number (the rows by which
-an embedding is larger than its vocabulary), the copies of the first update are remembered, and the next bucket with the same table is
-copied in one go to the same places.
+A model's ``load_weights`` finds the destination of every tensor by name, which takes about 0.1 ms per tensor: longer than the copy for
+models with many small experts. If loading only copies tensors and fills regions with a constant (such as the padding rows of an
+embedding), the copies of the first update are recorded. Later buckets with the same table replay them in one batched copy.
 
-The first update of a model also shows which of its parameters no update reaches (``coverage``).
+The first update also shows which parameters updates do not write (``coverage``).
 """
 
 from __future__ import annotations
@@ -25,23 +23,23 @@ from torch.utils._pytree import tree_leaves
 
 from miles_sglang.coverage import Coverage, tied_head
 
-#: The name by which SGLang finds ``load``.
+#: Import path of ``load`` for SGLang.
 NAME = "miles_sglang.loader.load"
-#: The entry after an update's last bucket: everything came.
+#: Name of the marker entry that follows the last bucket of an update.
 COMPLETE = "complete"
-#: How the scales of a quantised weight's blocks end.
+#: Name suffix of the block scales of a quantised weight.
 _SCALES = "_scale_inv"
 
 
 @dataclass(frozen=True)
 class Copies:
-    """What loading a bucket did.
+    """The recorded copies that load a bucket.
 
     Attributes:
-        places: in the model's parameters.
-        pieces: of the bucket that went there, as dtype, size, stride and first element of the bucket.
-        fills: other places, and the number that each was filled with.
-        memory: where the model's parameters were.
+        places: destinations, views of the model's parameters.
+        pieces: the source of each destination in the bucket: dtype, size, stride and offset in elements.
+        fills: destinations that were filled with a constant, and the constant.
+        memory: data pointers of the model's parameters at recording time.
     """
 
     places: Sequence[Tensor]
@@ -49,12 +47,15 @@ class Copies:
     fills: Sequence[tuple[Tensor, float]]
     memory: tuple[int, ...]
 
-    def again(self, array: Tensor) -> None:
-        """The same with another bucket."""
-        for place, number in self.fills:  # whose memory may have been given away and come back
+    def replay(self, array: Tensor) -> None:
+        """Load another bucket with the same table."""
+        for (
+            place,
+            number,
+        ) in self.fills:  # repeated because the memory saver may have released and reallocated this memory
             place.fill_(number)
         if not self.places:
-            return  # a bucket of nothing but other models' weights: a draft's and its policy's travel together
+            return  # the bucket has only tensors of the other model: buckets mix weights of the policy and of its draft
         bases = {dtype: array.view(dtype) for dtype in {piece[0] for piece in self.pieces}}
         first = {dtype: base.storage_offset() for dtype, base in bases.items()}
         found = [bases[d].as_strided(size, stride, first[d] + start) for d, size, stride, start in self.pieces]
@@ -62,10 +63,10 @@ class Copies:
 
 
 class Watch(TorchDispatchMode):
-    """Writes down what is read of one array, the copies out of it, what is filled with a number, and whether anything else was computed.
+    """Records reads of one array, copies out of it, fills with a constant, and whether any other operation ran.
 
     Args:
-        array: a bucket's bytes.
+        array: the bytes of a bucket.
     """
 
     def __init__(self, array: Tensor) -> None:
@@ -77,7 +78,7 @@ class Watch(TorchDispatchMode):
         self._read: list[int] = []
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether anything was read of a tensor in the array."""
+        """Whether any part of a tensor in the array was read."""
         self._read.sort()
         start = _first_byte(tensor)
         at = bisect_left(self._read, start)
@@ -101,11 +102,11 @@ class Watch(TorchDispatchMode):
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
-#: model -> a bucket's table -> the copies that load it; None where loading does more than that.
+#: model -> table of a bucket -> the copies that load it; None if loading does more than copying.
 _known: weakref.WeakKeyDictionary[nn.Module, dict[str, Copies | None]] = weakref.WeakKeyDictionary()
-#: model -> the marks in it, until its first update is complete.
+#: model -> its marks, until its first update is complete.
 _coverage: weakref.WeakKeyDictionary[nn.Module, Coverage] = weakref.WeakKeyDictionary()
-#: model -> its parameters that the first update did not reach.
+#: model -> names of parameters that the first update did not write.
 _unwritten: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 
 
@@ -113,7 +114,9 @@ def load(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
     """Load buckets into a model of SGLang.
 
     Args:
-        named: table (``Bucket.tensors`` as JSON) -> bytes, on the model's device; ``COMPLETE`` after the last one of an update.
+        model: SGLang's model.
+        named: (table, bytes) pairs: ``Bucket.tensors`` as JSON, and the bytes on the model's device; an entry named ``COMPLETE``
+            follows the last bucket of an update.
     """
     known = _known.setdefault(model, {})
     with torch.no_grad():
@@ -126,34 +129,34 @@ def load(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
             memory = tuple(p.data_ptr() for p in model.parameters())
             copies = known.get(table)
             if copies is not None and copies.memory == memory:
-                copies.again(array)
+                copies.replay(array)
             else:
-                known[table] = _loaded(model, table, array, memory)
+                known[table] = _load_and_record(model, table, array, memory)
 
 
-def unwritten(model: nn.Module) -> list[str]:
-    """Names of the model's parameters that its first complete update did not reach."""
+def unwritten_parameters(model: nn.Module) -> list[str]:
+    """Return the names of parameters that the model's first complete update did not write."""
     return _unwritten.get(model, [])
 
 
 def _complete(model: nn.Module) -> None:
-    """An update is over: with the first one it is known what it reached."""
+    """End an update; after the first one, store the names of unwritten parameters."""
     coverage = _coverage.pop(model, None)
     if coverage is not None:
         _unwritten[model] = coverage.finish(model)
 
 
-def _loaded(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> Copies | None:
-    """Load a bucket by the model's own method; what that did, where it was nothing but copies."""
-    tensors = _tensors(table, array)
+def _load_and_record(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> Copies | None:
+    """Load a bucket with the model's ``load_weights``. Returns the recorded copies; None if they cannot be replayed."""
+    tensors = _unpack(table, array)
     with Watch(array) as watch:
         model.load_weights([*tensors, *tied_head(model, tensors)])
         _load_scales(model, tensors, watch)
     if not watch.only_copies or tuple(p.data_ptr() for p in model.parameters()) != memory:
         return None
-    if any(_meet(filled, place) for filled, _ in watch.fills for place, _ in watch.copies):
-        return None  # which of the two came last is not remembered
-    # out of host memory some models of SGLang copy in threads of their own, which are not watched
+    if any(_overlap(filled, place) for filled, _ in watch.fills for place, _ in watch.copies):
+        return None  # the order of overlapping fills and copies is not recorded
+    # some models of SGLang copy host tensors in other threads, which the dispatch mode does not see
     if array.device.type == "cpu" and not all(watch.has(tensor) for _, tensor in tensors if tensor.nbytes):
         return None
     pieces = [
@@ -164,11 +167,12 @@ def _loaded(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> C
 
 
 def _load_scales(model: Any, tensors: list[tuple[str, Tensor]], watch: Watch) -> None:
-    """Load the scales of blocks that the model's own method passed over although it took their codes: SGLang's Llama calls them
-    what the scale of a whole tensor is called, has no such parameter, and only logs that.
+    """Load block scales that ``load_weights`` skipped although it loaded their codes.
+
+    SGLang's Llama maps them to the name of a per-tensor scale, for which it has no parameter, and only logs that.
 
     Raises:
-        RuntimeError: the model has no parameter for them.
+        RuntimeError: the model has no parameter for the scales.
     """
     taken = {name.rpartition(".")[0] for name, tensor in tensors if not name.endswith(_SCALES) and watch.has(tensor)}
     left = [
@@ -181,17 +185,19 @@ def _load_scales(model: Any, tensors: list[tuple[str, Tensor]], watch: Watch) ->
         fused = [m for m in getattr(model, "stacked_params_mapping", ()) if m[1] in name]
         target = name.replace(fused[0][1], fused[0][0]) if fused else name
         if target not in parameters:
-            raise RuntimeError(f"{type(model).__name__} took the codes of {name} and not these scales")
+            raise RuntimeError(
+                f"{type(model).__name__} loaded the codes of {name} but has no parameter for these scales"
+            )
         parameters[target].weight_loader(parameters[target], tensor, *(m[2] for m in fused[:1]))
 
 
 def _first_byte(tensor: Tensor) -> int:
-    """Where a tensor begins in its storage."""
+    """Return the byte offset of a tensor in its storage."""
     return int(tensor.storage_offset()) * tensor.itemsize
 
 
-def _meet(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may have memory in common."""
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory ranges of two tensors overlap."""
     ends = [
         t.data_ptr() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) * t.itemsize
         for t in (one, other)
@@ -199,7 +205,7 @@ def _meet(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() <= ends[1] and other.data_ptr() <= ends[0]
 
 
-def _tensors(table: str, array: Tensor) -> list[tuple[str, Tensor]]:
+def _unpack(table: str, array: Tensor) -> list[tuple[str, Tensor]]:
     found = []
     for name, dtype, shape, start in json.loads(table):
         kind = getattr(torch, dtype)

@@ -1,8 +1,8 @@
-"""What one GPU holds of an SGLang engine: weights in their number format, and the cache that fills the share SGLang reserves.
+"""Estimates the GPU memory of an SGLang engine: weights in their number format, and a cache that fills SGLang's static share.
 
-SGLang takes a share of each GPU (``mem_fraction_static``) for weights and cache and leaves the rest to activations and graphs. The
-default share follows its ``srt/arg_groups/memory_hook.py`` (0.5.17). Requests that do not fit into the cache wait, so a small cache is
-slow and no error, unless it holds less than one sequence. Imports no torch.
+SGLang reserves a share of each GPU (``mem_fraction_static``) for weights and cache; the rest is for activations and CUDA graphs. The
+default share follows ``srt/arg_groups/memory_hook.py`` of SGLang 0.5.17. Requests that do not fit into the cache wait, so a small cache
+is slow but no error, unless it cannot hold one sequence. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from miles_embedded import ModelSize, longest_sample, model_size, size_of, wante
 
 GB = 1e9
 MIB = float(1 << 20)
-#: Bytes of a parameter that a number format stores, with its scales, and whether it stores routed experts only.
+#: Number format -> (bytes per quantised parameter including scales, whether it quantises routed experts only).
 STORED: dict[str, tuple[float, bool]] = {
     "fp8": (1 + 4 / (128 * 128), False),
     "mxfp8": (1 + 1 / 32, False),
     "int4": (0.5 + 2 / 128, True),
     "nvfp4": (0.5 + 1 / 16, True),
 }
-#: Bytes of a CUDA context with its libraries, and of NCCL's buffers where there are several GPUs.
+#: Bytes of a CUDA context with its libraries, and of NCCL's buffers with several GPUs.
 CONTEXT, CHANNELS = 1.0 * GB, 1.0 * GB
-#: SGLang's share of a GPU that a trainer of the same process uses too (``build``).
+#: SGLang's share of a GPU that it shares with the trainer (set in ``build``).
 BESIDE_A_TRAINER = 0.4
-#: SGLang's default of ``chunked_prefill_size`` on GPUs with more than 60 GiB, and of the batches that it captures graphs of.
+#: SGLang's defaults on GPUs with more than 60 GiB: ``chunked_prefill_size``, and the largest batch with a captured CUDA graph.
 _CHUNK, _CAPTURED = 8192, 256
 _LARGE = 60 * 1024 * MIB
 _SHARE, _STEP = 0.9, 0.05
@@ -38,13 +38,13 @@ _SHARE, _STEP = 0.9, 0.05
 
 @dataclass(frozen=True)
 class Server:
-    """How one engine is placed on its GPUs.
+    """Parallel layout and memory share of one engine.
 
     Attributes:
-        tp, pp, dp: tensor and pipeline parallel, and copies of attention (``--sglang-enable-dp-attention``).
+        tp, pp, dp: tensor, pipeline and attention data-parallel sizes (``--sglang-enable-dp-attention``).
         fraction: share of a GPU for weights and cache.
-        origin: where the share comes from.
-        reserve: bytes that SGLang leaves for activations and graphs.
+        origin: source of the share, for messages.
+        reserve: bytes that SGLang leaves for activations and CUDA graphs.
     """
 
     tp: int
@@ -56,12 +56,12 @@ class Server:
 
     @property
     def gpus(self) -> int:
-        """Of one engine."""
+        """Number of GPUs of one engine."""
         return self.tp * self.pp
 
 
 def server_of(facts: Facts, gpu: float) -> Server:
-    """From the options of a run; ``gpu``: bytes of a GPU, 0 where it is not known."""
+    """Derive the layout from a run's options. gpu: bytes of a GPU, 0 if unknown."""
 
     def value(name: str, default: Any) -> Any:
         return facts.value(f"sglang.{name}") or default
@@ -80,26 +80,28 @@ def server_of(facts: Facts, gpu: float) -> Server:
             tp, pp, dp, float(given), f"--sglang-mem-fraction-static {given}", min(reserve, (1 - given) * gpu)
         )
     if facts.value("runtime") == "inline" and not facts.value("colocate"):
-        return Server(tp, pp, dp, BESIDE_A_TRAINER, "the share next to a trainer on one GPU", min(reserve, 0.6 * gpu))
+        return Server(
+            tp, pp, dp, BESIDE_A_TRAINER, "default next to a trainer on the same GPU", min(reserve, 0.6 * gpu)
+        )
     return Server(tp, pp, dp, max((gpu - reserve) / gpu, 0.0) if gpu else 0.0, "SGLang's default", reserve)
 
 
-def weights(size: ModelSize, precision: str) -> float:
-    """Bytes of all weights of a model in a number format. Embeddings, output layer, norms and routers stay in BF16."""
+def weight_bytes(size: ModelSize, precision: str) -> float:
+    """Return the bytes of a model's weights in a number format. Embeddings, output layer, norms and routers stay in BF16."""
     stored, experts_only = STORED.get(precision, (2.0, False))
     plain = size.embeddings + 2 * size.hidden * size.layers
     quantised = size.experts if experts_only else size.parameters - plain
     return 2.0 * (size.parameters - quantised) + stored * quantised
 
 
-def cached(facts: Facts, size: ModelSize, server: Server) -> float:
-    """Bytes that one GPU caches for a token. Heads of keys and values are divided among tensor-parallel ranks, a latent is not."""
+def cache_bytes_per_token(facts: Facts, size: ModelSize, server: Server) -> float:
+    """Return the cache bytes of one token on one GPU. Tensor parallelism splits KV heads, but not a latent (MLA) cache."""
     width = 1.0 if str(facts.value("rollout.kv_cache_dtype")).startswith("float8") else 2.0
     return width * size.cached / server.pp / min(max(server.tp // server.dp, 1), size.heads)
 
 
-def draft(facts: Facts, size: ModelSize) -> float:
-    """Bytes of what drafts: a model of its own, or the checkpoint's MTP layer."""
+def draft_bytes(facts: Facts, size: ModelSize) -> float:
+    """Return the bytes of the draft: a separate model or the checkpoint's MTP layer; 0 without speculative decoding."""
     if not facts.value("sglang.speculative_algorithm"):
         return 0.0
     path = facts.value("sglang.speculative_draft_model_path")
@@ -107,14 +109,14 @@ def draft(facts: Facts, size: ModelSize) -> float:
         return 2.0 * size.mtp
     try:
         config = json.loads((Path(str(path)) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a name on a hub
+    except (OSError, ValueError):  # a model id on a hub; its size is unknown here
         return 0.0
     found = model_size(config, 0)
     return 2.0 * found.parameters if found else 0.0
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
-    """See ``miles_core.Plugin.memory``; nothing of a server elsewhere, or of one on a CPU."""
+    """Implements ``miles_core.Plugin.memory``. Yields nothing for a server that this run did not start, or on a CPU."""
     size = size_of(facts, model)
     if size is None or facts.value("engine") != "sglang" or facts.value("sglang.url"):
         return
@@ -123,21 +125,23 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     gpu = float(facts.value("gpu.memory_gb") or 0) * GB
     server = server_of(facts, gpu)
     precision = str(facts.value("rollout.precision") or "bf16")
-    held, drafts = weights(size, precision) / server.gpus, draft(facts, size) / server.gpus
-    each, (longest, why), rows = cached(facts, size, server), longest_sample(facts), wanted_rows(facts)
+    held, drafts = weight_bytes(size, precision) / server.gpus, draft_bytes(facts, size) / server.gpus
+    each, (longest, why), rows = cache_bytes_per_token(facts, size, server), longest_sample(facts), wanted_rows(facts)
     pool = max(server.fraction * gpu - held - drafts, 0.0) if gpu else rows * longest * each
     other = CONTEXT + (CHANNELS if server.gpus > 1 else 0)
     note = f"engine: {precision} weights on {server.gpus} GPU{'s' * (server.gpus > 1)}"
     if gpu:
         tokens = int(pool / each)
         note += (
-            f", {server.fraction:.2f} of each for weights and cache ({server.origin}): a cache of {tokens:,} tokens, "
-            f"{tokens // longest:,} of the {rows:,} longest sequences that may be decoded at once ({longest:,} tokens: {why})"
+            f", {server.fraction:.2f} of each for weights and cache ({server.origin}): the cache holds {tokens:,} tokens, that is "
+            f"{tokens // longest:,} of up to {rows:,} concurrent sequences of maximum length ({longest:,} tokens: {why})"
         )
     else:
         note += f"; a cache of {rows:,} sequences of {longest:,} tokens ({why})"
     parts = Parts(weights=held, draft=drafts, cache=pool, other=max(server.reserve, other))
-    usable = math.inf if gpu and _needed(facts, size, server) > server.fraction * gpu else 1.0  # ``too_small`` says so
+    usable = (
+        math.inf if gpu and _bytes_needed(facts, size, server) > server.fraction * gpu else 1.0
+    )  # ``find_size_problems`` reports it
     yield Usage(
         "engine",
         "GPU",
@@ -145,12 +149,12 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
         other,
         usable=usable,
         note=note,
-        fitting=lambda budget, alone: _smaller(facts, size, budget, gpu),
+        fitting=lambda budget, alone: _propose_smaller(facts, size, budget, gpu),
     )
 
 
-def too_small(facts: Facts, model: Mapping[str, Any] | None) -> Iterator[Problem]:
-    """Why SGLang could not start: the share of its GPUs does not hold weights and one sequence."""
+def find_size_problems(facts: Facts, model: Mapping[str, Any] | None) -> Iterator[Problem]:
+    """Report a problem if weights and the cache of one sequence do not fit into SGLang's share, so that it could not start."""
     gpu = float(facts.value("gpu.memory_gb") or 0) * GB
     size = None if model is None else size_of(facts, model)
     if not gpu or size is None or facts.value("engine") != "sglang" or facts.value("sglang.url"):
@@ -158,7 +162,7 @@ def too_small(facts: Facts, model: Mapping[str, Any] | None) -> Iterator[Problem
     if facts.value("model.device") == "cpu":
         return
     server = server_of(facts, gpu)
-    needed = _needed(facts, size, server)
+    needed = _bytes_needed(facts, size, server)
     if needed <= server.fraction * gpu:
         return
     precision = str(facts.value("rollout.precision") or "bf16")
@@ -166,7 +170,7 @@ def too_small(facts: Facts, model: Mapping[str, Any] | None) -> Iterator[Problem
         described(facts.lookup("gpu.memory_gb")),
         (
             f"{precision} weights",
-            f"{weights(size, precision) / GB:.1f} GB",
+            f"{weight_bytes(size, precision) / GB:.1f} GB",
             f"{size.parameters / 1e9:,.3g} billion parameters",
         ),
         (
@@ -178,40 +182,45 @@ def too_small(facts: Facts, model: Mapping[str, Any] | None) -> Iterator[Problem
     )
     because = (
         f"weights and the cache of one sequence of {longest_sample(facts)[0]:,} tokens take {needed / GB:.1f} GB on each GPU of an engine, "
-        f"and SGLang may use {server.fraction * gpu / GB:.1f}"
+        f"but SGLang may use only {server.fraction * gpu / GB:.1f} GB"
     )
     yield Problem(
-        "sglang", "an engine that holds the model", because, values, tries=lambda: _smaller(facts, size, gpu, gpu)
+        "sglang",
+        "an engine that fits the model",
+        because,
+        values,
+        tries=lambda: _propose_smaller(facts, size, gpu, gpu),
     )
 
 
-def _needed(facts: Facts, size: ModelSize, server: Server) -> float:
-    """Bytes of weights and one sequence on one GPU."""
-    held = weights(size, str(facts.value("rollout.precision") or "bf16")) + draft(facts, size)
-    return held / server.gpus + longest_sample(facts)[0] * cached(facts, size, server)
+def _bytes_needed(facts: Facts, size: ModelSize, server: Server) -> float:
+    """Return the bytes of weights and of the cache of one sequence on one GPU."""
+    held = weight_bytes(size, str(facts.value("rollout.precision") or "bf16")) + draft_bytes(facts, size)
+    return held / server.gpus + longest_sample(facts)[0] * cache_bytes_per_token(facts, size, server)
 
 
-def _smaller(facts: Facts, size: ModelSize, budget: float, gpu: float) -> Iterator[dict[str, Any]]:
-    """Changes with which the engine takes at most ``budget`` bytes of each GPU: another share, then more GPUs."""
+def _propose_smaller(facts: Facts, size: ModelSize, budget: float, gpu: float) -> Iterator[dict[str, Any]]:
+    """Propose option changes with which the engine uses at most ``budget`` bytes per GPU: a smaller share, then more GPUs."""
     server = server_of(facts, gpu)
     if not gpu:
         return
     shares = [round(_SHARE - _STEP * n, 2) for n in range(int(_SHARE / _STEP))]
     found = next(
-        (f for f in shares if f * gpu + server.reserve <= budget and f * gpu >= _needed(facts, size, server)), None
+        (f for f in shares if f * gpu + server.reserve <= budget and f * gpu >= _bytes_needed(facts, size, server)),
+        None,
     )
     if found is not None and found != server.fraction:
         yield {"sglang.mem_fraction_static": found}
     for tp in (server.tp << n for n in range(1, 6)):
         wider = Server(tp, server.pp, server.dp, server.fraction, server.origin, server.reserve)
-        if _needed(facts, size, wider) <= min(server.fraction * gpu, budget):
+        if _bytes_needed(facts, size, wider) <= min(server.fraction * gpu, budget):
             chosen = {"sglang.tp_size": tp} if facts.value("sglang.tp_size") else {}
             yield {**chosen, **_on_gpus(facts, wider.gpus)}
             return
 
 
 def _on_gpus(facts: Facts, gpus: int) -> dict[str, Any]:
-    """How an engine gets so many GPUs."""
+    """Return the options that assign ``gpus`` GPUs to an engine."""
     found: dict[str, Any] = {"runtime": "ray", "ray.rollout_num_gpus_per_engine": gpus}
     rollout = facts.value("ray.rollout_num_gpus") if facts.value("plugin.ray") else None
     return {**found, "ray.rollout_num_gpus": gpus} if rollout is not None and rollout % gpus else found

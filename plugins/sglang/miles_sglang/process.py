@@ -1,7 +1,7 @@
-"""SGLang in a process of its own, which this one starts, watches and ends.
+"""Starts, watches and stops SGLang in a separate process.
 
-Never in the run's own process: a scheduler of SGLang that fails ends its parent. What SGLang prints goes into a file; its
-last lines are in the message when the process ends unasked.
+SGLang never runs in the run's own process, because a failing scheduler kills its parent. SGLang's output goes to a log file. If the
+process ends unexpectedly, the error message contains the last lines of the log.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from miles_sglang.link import Link, SglangError, SglangLost
 
 log = logging.getLogger(__name__)
 
-#: What SGLang logs while it comes up -> what to tell a person.
+#: Pattern in SGLang's log during startup -> progress message.
 _PROGRESS = (
     (re.compile(r"Load weight begin"), "loading weights"),
     (re.compile(r"Load weight end"), "weights loaded"),
@@ -35,17 +35,17 @@ _PROGRESS = (
     (re.compile(r"Capture cuda graph begin"), "capturing CUDA graphs"),
     (re.compile(r"JIT|DeepGEMM.*(warm|compil)", re.IGNORECASE), "compiling kernels"),
 )
-#: A line of the log that names the cause, beside the last ones; what processes say because another one ended is none, nor is a model that
-#: SGLang leaves out because this machine cannot import it.
+#: A log line that names the cause of a failure. Excluded are errors that follow from the end of another process, and models that SGLang
+#: skips because their import fails.
 _CAUSE = re.compile(r"\w*(Error|Exception|out of memory)\b.*", re.IGNORECASE)
 _NO_CAUSE = re.compile(
     r"Initialization failed|scheduler is dead|EOFError|BrokenPipe|SIGQUIT|Killing|Ignore import error"
 )
-#: What SGLang says of a scheduler that was ended from outside, without a word of its own.
+#: SGLang's message about a scheduler that was killed and therefore logged nothing itself.
 _ENDED = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed with exit code -?\d+")
-#: Seconds it may take to end when it is asked to.
+#: Seconds to wait for a clean shutdown before killing the process.
 _END_S = 20.0
-#: What the log says -> what helps.
+#: Pattern in the log -> advice, appended to the error message.
 _HINTS = (
     (
         re.compile(r"(increase|raise) --mem-fraction-static", re.IGNORECASE),
@@ -57,28 +57,28 @@ _HINTS = (
     ),
     (
         re.compile(r"address already in use|EADDRINUSE|port \d+ is (already )?(in use|not available)", re.IGNORECASE),
-        "; a port is taken: give others with --sglang-port and --sglang-nccl-port, or end what holds it",
+        "; a port is already in use: choose others with --sglang-port and --sglang-nccl-port, or end the process that uses it",
     ),
     (
         re.compile(r"Model architectures .* not supported|Cannot find model module", re.IGNORECASE),
-        "; this SGLang does not know the model: use --engine embedded, or an SGLang that does",
+        "; this SGLang does not support the model: use --engine embedded, or another SGLang version",
     ),
     (
         re.compile(r"No CUDA GPUs are available|Found no NVIDIA driver|no accelerator", re.IGNORECASE),
-        "; it found no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi, or use --engine embedded",
+        "; it found no GPU: check CUDA_VISIBLE_DEVICES and nvidia-smi, or use --engine embedded",
     ),
 )
 
 
 class ProcessLink(Link):
-    """An ``sglang.Engine`` in a spawned process; ``worker`` is the other side.
+    """Connection to an ``sglang.Engine`` in a child process, which runs the module ``worker``.
 
     Args:
-        arguments: of ``ServerArgs``.
-        log_file: where SGLang's output goes; it is appended to.
-        startup_timeout: seconds it may take to come up.
-        environment: variables of the process beside this one's; None takes a variable away.
-        worker: the module that is run there.
+        arguments: arguments of ``ServerArgs``.
+        log_file: file to which SGLang's output is appended.
+        startup_timeout: seconds to wait until SGLang is ready.
+        environment: changes to this process's environment variables; None removes a variable.
+        worker: the module that the child process runs.
     """
 
     same_host = True
@@ -105,7 +105,7 @@ class ProcessLink(Link):
         self._pending: dict[int, asyncio.Future[tuple[Any, bytes]]] = {}
         self._asking: socket.socket | None = None
         self._up = False
-        self._since = 0  # bytes of the log that say nothing about what is going on now
+        self._since = 0  # offset in the log of the current phase: startup, then serving
         self._ended: SglangError | None = SglangError("SGLang is not running: the engine was not started")
 
     async def start(self) -> Mapping[str, Any]:
@@ -130,7 +130,7 @@ class ProcessLink(Link):
         started = time.monotonic()
         log.info("SGLang is starting (process %d); its output is in %s", self._process.pid, self.log_file)
         try:
-            info: Mapping[str, Any] = await self._come_up(ready, started)
+            info: Mapping[str, Any] = await self._wait_until_ready(ready, started)
         except BaseException:
             await self.stop()
             raise
@@ -138,8 +138,8 @@ class ProcessLink(Link):
         log.info("SGLang %s is up after %.0f s", info.get("version", ""), time.monotonic() - started)
         return info
 
-    async def _come_up(self, ready: asyncio.Future[Any], started: float) -> Any:
-        """Wait for the worker's first frame, telling what its log says about where it is."""
+    async def _wait_until_ready(self, ready: asyncio.Future[Any], started: float) -> Any:
+        """Wait for the worker's first frame and log SGLang's startup progress."""
         said, position = "", self._since
         while not ready.done():
             await asyncio.wait([ready], timeout=1.0)
@@ -152,7 +152,7 @@ class ProcessLink(Link):
                     log.info("SGLang: %s (%.0f s)", meaning, time.monotonic() - started)
             if not ready.done() and time.monotonic() - started > self.startup_timeout:
                 raise SglangLost(
-                    f"SGLang did not come up within {self.startup_timeout:g} s (--sglang-startup-timeout); {self._log_says()}",
+                    f"SGLang was not ready within {self.startup_timeout:g} s (--sglang-startup-timeout); {self._describe_log()}",
                     self._last_lines(),
                 )
         try:
@@ -163,7 +163,7 @@ class ProcessLink(Link):
             raise SglangError(f"{error}{_hint([str(error)])}") from error
 
     def _output(self, position: int) -> bytes:
-        """What SGLang has printed from a byte of the log on."""
+        """Return the log from a byte offset on."""
         with self.log_file.open("rb") as file:
             file.seek(position)
             return file.read()
@@ -183,7 +183,7 @@ class ProcessLink(Link):
             try:
                 await asyncio.wait_for(process.wait(), _END_S)
             except TimeoutError:
-                log.warning("SGLang's process %d did not end within %g s; it is killed", process.pid, _END_S)
+                log.warning("SGLang's process %d did not end within %g s; killing it", process.pid, _END_S)
         _kill_group(process.pid)
         await process.wait()
         if self._reading is not None:
@@ -196,7 +196,7 @@ class ProcessLink(Link):
 
     def quantize(self, shape: tuple[int, int], numbers: bytes) -> bytes:
         if self._asking is None or self._ended:
-            raise self._gone()
+            raise self._loss_error()
         self._asking.sendall(frames.head({"shape": shape}, len(numbers)) + numbers)
         answer = frames.receive(self._asking)
         if answer is None or "error" in answer[0]:
@@ -212,16 +212,16 @@ class ProcessLink(Link):
         self._write()
         if payload and self._writer is not None:
             self._writer.write(payload)
-            with contextlib.suppress(ConnectionError):  # the reader notices as well, and says why
+            with contextlib.suppress(ConnectionError):  # the reader fails too, and reports the cause
                 await self._writer.drain()
         return (await answer)[0]
 
     def _exchange(
         self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b""
     ) -> asyncio.Future[tuple[Any, bytes]]:
-        """The answer to come of a call that is written with others of this turn of the loop."""
+        """Queue a call and return a future of its answer. Calls of one event loop iteration are written together."""
         if self._ended or self._writer is None:
-            raise self._gone()
+            raise self._loss_error()
         number, loop = next(self._numbers), asyncio.get_running_loop()
         self._pending[number] = answer = loop.create_future()
         if not self._written:
@@ -234,8 +234,8 @@ class ProcessLink(Link):
         if written and self._writer is not None:
             self._writer.writelines(written)
 
-    def _gone(self) -> SglangError:
-        """A new error for each caller, because one that is raised twice holds what was there when."""
+    def _loss_error(self) -> SglangError:
+        """Return a new error for each caller, because an exception that is raised twice accumulates tracebacks."""
         ended = self._ended
         assert ended is not None
         return SglangLost(ended.cause, ended.lines) if isinstance(ended, SglangLost) else SglangError(str(ended))
@@ -253,7 +253,7 @@ class ProcessLink(Link):
         await self._fail_pending()
 
     async def _fail_pending(self) -> None:
-        """SGLang's process is gone: every call under way, and every later one, fails with the reason."""
+        """Fail all pending and later calls with the reason why SGLang's process ended."""
         if not self._ended:
             process = self._process
             if process is not None:
@@ -262,23 +262,23 @@ class ProcessLink(Link):
                 _kill_group(process.pid)
             code = process.returncode if process is not None else None
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
-            self._ended = SglangLost(f"SGLang's process ended ({how}); {self._log_says()}", self._last_lines())
+            self._ended = SglangLost(f"SGLang's process ended ({how}); {self._describe_log()}", self._last_lines())
         pending, self._pending = self._pending, {}
         for future in pending.values():
             if not future.done():
-                future.set_exception(self._gone())
-                future.exception()  # a call that nobody awaits any more is no second error
+                future.set_exception(self._loss_error())
+                future.exception()  # mark as retrieved: a call without a waiter is not a second error
 
     def _last_lines(self, count: int = 12) -> tuple[str, ...]:
-        """The end of what SGLang has printed while it came up, or since."""
+        """Return the last ``count`` non-empty log lines of the current phase."""
         try:
             lines = self._output(self._since).decode(errors="replace").splitlines()
         except OSError:
             return ()
         return tuple(line.rstrip() for line in lines if line.strip())[-count:]
 
-    def _log_says(self) -> str:
-        """Which log it is, the cause that is found there, and what helps against it."""
+    def _describe_log(self) -> str:
+        """Return the path of the log, the cause found in it, and advice, for an error message."""
         lines = self._last_lines(200)
         said = [line for line in reversed(lines) if not _NO_CAUSE.search(line)]
         causes = (found.group(0) for pattern in (_CAUSE, _ENDED) for line in said if (found := pattern.search(line)))
@@ -287,11 +287,11 @@ class ProcessLink(Link):
 
 
 def _hint(lines: Sequence[str]) -> str:
-    """What helps against what SGLang said."""
+    """Return the advice for the first known pattern in the lines; empty if none matches."""
     return next((hint for pattern, hint in _HINTS if any(pattern.search(line) for line in lines)), "")
 
 
 def _kill_group(pid: int) -> None:
-    """End whatever is left of a process and its children, which are in its own session."""
+    """Kill the remaining processes of a process group; SGLang's process is started as the leader of a new session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

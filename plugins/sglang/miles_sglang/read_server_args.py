@@ -1,9 +1,9 @@
-"""Reads the options of SGLang's server from its source, without importing it: names, types, choices and defaults.
+"""Reads the names, types, choices and defaults of SGLang's server options from its source, without importing it.
 
-    python -m miles_sglang.read_server_args [SERVER_ARGS.PY]
+    python -m miles_sglang.read_server_args [SERVER_ARGS.PY [VERSION]]
 
-writes ``server_args.json`` beside this module, from the installed SGLang by default. The plugin reads that file, so that the
-flags exist, and are checked, where neither SGLang nor torch is imported.
+writes ``server_args.json`` next to this module, by default from the installed SGLang. The plugin reads that file, so that it can define
+and check the flags without importing SGLang or torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _SIMPLE = {"bool", "int", "float", "str"}
 
 
 def read(source: str) -> list[dict[str, Any]]:
-    """The fields of ``ServerArgs`` in the text of ``server_args.py``, in its order.
+    """Return the fields of ``ServerArgs`` in the source text of ``server_args.py``, in order.
 
     Returns:
-        a dictionary a field: ``name``; ``type``, one of bool, int, float, str, ``list[...]`` of these, or ``json`` for
-        anything else; ``choices`` and ``default`` where they are written as plain values; ``cli`` where SGLang's own flag is
-        called otherwise.
+        one dictionary per field: ``name``; ``type``, one of bool, int, float, str, ``list[...]`` of these, or ``json`` for
+        anything else; ``choices`` and ``default`` if they are literals; ``cli`` if SGLang's flag has another name than the field.
     """
     module = ast.parse(source)
     constants = _constants(module)
@@ -39,7 +38,7 @@ def read(source: str) -> list[dict[str, Any]]:
 
 
 def installed_source() -> str | None:
-    """The text of the installed SGLang's ``server_args.py``; None where there is none."""
+    """Return the source text of the installed SGLang's ``server_args.py``; None if SGLang is not installed."""
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -70,7 +69,7 @@ def _field(name: str, node: ast.AnnAssign, constants: dict[str, Any]) -> dict[st
 
 
 def _type(node: ast.expr) -> tuple[str, list[Any]]:
-    """(type, choices) of an annotation, ``Optional`` taken off."""
+    """Return (type, choices) of an annotation, without ``Optional``."""
     if isinstance(node, ast.Name) and node.id in _SIMPLE:
         return node.id, []
     if isinstance(node, ast.Subscript):
@@ -87,7 +86,7 @@ def _type(node: ast.expr) -> tuple[str, list[Any]]:
 
 
 def _constants(module: ast.Module) -> dict[str, Any]:
-    """The module's lists and sets of plain values, by name."""
+    """Return the module-level literals by name."""
     found = {}
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -98,7 +97,7 @@ def _constants(module: ast.Module) -> dict[str, Any]:
 
 
 def _plain(node: ast.expr | None, constants: dict[str, Any]) -> Any:
-    """The value of a literal or of a named constant; None for anything computed."""
+    """Return the value of a literal or of a named constant; None for any other expression."""
     if isinstance(node, ast.Name):
         return constants.get(node.id)
     try:
@@ -112,10 +111,10 @@ def _name(node: ast.expr) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the table."""
+    """Write ``server_args.json``."""
     source = Path(arguments[0]).read_text(encoding="utf-8") if arguments else installed_source()
     if source is None:
-        sys.exit("SGLang is not installed here: give the path of its srt/server_args.py")
+        sys.exit("SGLang is not installed: give the path of its srt/server_args.py")
     version = arguments[1] if len(arguments) > 1 else metadata.version("sglang")
     lines = ",\n".join(json.dumps(field) for field in read(source))
     TABLE.write_text(f'{{"sglang": "{version}", "fields": [\n{lines}\n]}}\n', encoding="utf-8")

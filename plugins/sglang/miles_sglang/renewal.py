@@ -1,4 +1,4 @@
-"""SGLang again, after its process died."""
+"""Restarts SGLang after its process died, and repeats the calls that were lost."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
-#: Set in the task that makes SGLang anew, and in those that it starts: they may not wait for themselves.
+#: True in the task that restarts SGLang and in the tasks that it starts; these must not wait for the restart.
 _HERE: ContextVar[bool] = ContextVar("_HERE", default=False)
 
 
 class Renewal:
-    """Makes SGLang anew when it is found dead, once for everybody who finds it.
+    """Restarts SGLang once for all callers that find it dead.
 
     Args:
-        spend: counts one more start; raises the WorkerLost that there may be none.
-        renew: brings SGLang up, with weights; SglangLost when it dies again meanwhile.
+        spend: counts one restart; raises WorkerLost if no restart is left.
+        renew: restarts SGLang and sends it weights; raises SglangLost if it dies again.
     """
 
     def __init__(self, spend: Callable[[SglangLost], None], renew: Callable[[], Awaitable[None]]) -> None:
@@ -33,50 +33,50 @@ class Renewal:
 
     @property
     def here(self) -> bool:
-        """Whether this is asked by the renewal itself."""
+        """Whether the calling task belongs to the restart itself."""
         return _HERE.get()
 
-    async def whole(self) -> None:
-        """Wait until SGLang is there again."""
+    async def wait_until_renewed(self) -> None:
+        """Wait for a restart in progress."""
         if self._task is not None and not self.here:
             await asyncio.shield(self._task)
 
-    async def asked(self, ask: Callable[[], Awaitable[Found]]) -> Found:
-        """What ``ask`` returns, asked again of a new SGLang as often as one dies over it.
+    async def retry(self, ask: Callable[[], Awaitable[Found]]) -> Found:
+        """Return the result of ``ask``, which is called again after a restart each time SGLang dies during the call.
 
         Raises:
-            WorkerLost: it may not be made anew, or not again.
+            WorkerLost: no restart is left.
         """
         while True:
-            await self.whole()
+            await self.wait_until_renewed()
             times = self._times
             try:
                 return await ask()
             except SglangLost as lost:
                 if self.here:
                     raise
-                await self.after(lost, times)
+                await self.renew_after(lost, times)
 
     @property
     def times(self) -> int:
-        """How often it was made anew; to be read before SGLang is asked, for ``after``."""
+        """Number of restarts so far. Read it before a call to SGLang and pass it to ``renew_after``."""
         return self._times
 
-    async def after(self, lost: SglangLost, times: int) -> None:
-        """Make anew what was lost since ``times`` was read; errors as of ``asked``."""
+    async def renew_after(self, lost: SglangLost, times: int) -> None:
+        """Restart SGLang unless it was restarted since ``times`` was read. Raises the errors of ``retry``."""
         if times == self._times:
             if self._task is None:
-                self._task = asyncio.create_task(self._anew(lost))
+                self._task = asyncio.create_task(self._run(lost))
             await asyncio.shield(self._task)
 
-    async def _anew(self, lost: SglangLost) -> None:
+    async def _run(self, lost: SglangLost) -> None:
         _HERE.set(True)
         try:
             while True:
                 self._spend(lost)
                 try:
                     await self._renew()
-                    log.warning("SGLang was started again and has its weights; what was in flight is asked for again")
+                    log.warning("SGLang was restarted and has its weights; the requests in flight are sent again")
                     return
                 except SglangLost as again:
                     lost = again

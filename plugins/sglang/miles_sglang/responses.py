@@ -1,4 +1,4 @@
-"""From a request to the body of SGLang's ``generate``, and from its answer to a response."""
+"""Converts requests to bodies of SGLang's ``generate``, and its answers to responses."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from miles_sglang.answers import Answer
 
 _NOTHING = np.zeros(0, np.float32)
 
-#: Supports are cut to this many tokens where the sampling itself has no limit: SGLang wants one.
+#: Maximum size of a sampling support if the request has no top-k; SGLang requires a finite top-k to return supports.
 SUPPORT_CAP = 4096
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How SGLang's record of routed experts becomes a column.
+    """Converts SGLang's record of routed experts to a column.
 
     Attributes:
-        field: the name requests ask for it by; ``dtype``: the column's.
-        layers: of the model; ``moe_layers``: the numbers of those with experts; ``top_k``: experts a token.
+        field: name of the column.
+        dtype: dtype of the column.
+        layers: number of layers of the model.
+        moe_layers: indices of the MoE layers.
+        top_k: experts per token.
     """
 
     field: str
@@ -36,22 +39,22 @@ class Routing:
     top_k: int
 
     def column(self, routes: NDArray[Any]) -> NDArray[Any]:
-        """[tokens - 1, MoE layers, top_k] from [tokens - 1, layers, top_k], flat; rows of dense layers mean nothing."""
+        """Convert a flattened record [tokens - 1, layers, top_k] to [tokens - 1, MoE layers, top_k]; dense layers are dropped."""
         record = routes.reshape(-1, self.layers, self.top_k)
         return record[:, list(self.moe_layers)].astype(self.dtype)
 
 
 @dataclass(frozen=True)
 class Translator:
-    """Translates for one engine.
+    """Converts requests and responses of one engine.
 
     Attributes:
-        detokenize: token ids to text without special tokens.
-        max_context: prompt and response together at most.
-        vocab_size: of the model.
-        routing: what it records of routers, where it does.
-        supports: whether it can return sampling supports.
-        seed: of the run, where sampling is keyed; None where SGLang's own numbers are used.
+        detokenize: converts token ids to text without special tokens.
+        max_context: maximum tokens of prompt and response together.
+        vocab_size: vocabulary size of the model.
+        routing: conversion of the routed experts; None if SGLang does not record them.
+        supports: whether SGLang can return sampling supports.
+        seed: the run's seed for keyed sampling; None if SGLang seeds its sampling itself.
     """
 
     detokenize: Callable[[list[int]], str]
@@ -63,14 +66,14 @@ class Translator:
 
     @property
     def fields(self) -> set[str]:
-        """Names that requests may ask for."""
+        """Names of the extra fields that requests may ask for."""
         return {r.field for r in (self.routing,) if r} | ({SAMPLING_SUPPORT.name} if self.supports else set())
 
     def body(self, request: Request, rid: str) -> dict[str, Any]:
-        """The body of ``generate``.
+        """Return the body of ``generate`` for a request with the id ``rid``.
 
         Raises:
-            MilesError: an empty or too long prompt, or a field that this engine does not record.
+            MilesError: the prompt is empty or too long, or the engine does not record a requested field.
         """
         if not request.tokens:
             raise MilesError("a request has an empty prompt; there is nothing to continue")
@@ -82,7 +85,7 @@ class Translator:
             )
         if unknown := sorted(request.extras - self.fields):
             raise MilesError(
-                f"SGLang does not record {unknown[0]}; started like this it records {', '.join(sorted(self.fields)) or 'nothing'}"
+                f"SGLang does not record {unknown[0]}; with these options it records {', '.join(sorted(self.fields)) or 'nothing'}"
             )
         return {
             "rid": rid,
@@ -109,19 +112,21 @@ class Translator:
         return parameters
 
     def _top_k(self, sampling: Sampling, support: bool) -> int:
-        """SGLang returns supports of a finite top-k only; the whole vocabulary is one, up to the cap."""
+        """Return the top-k to send. SGLang returns supports only for a finite top-k: the vocabulary size, at most SUPPORT_CAP."""
         if sampling.top_k > 0 or not support:
             return sampling.top_k
         return min(self.vocab_size, SUPPORT_CAP)
 
     def response(self, request: Request, answer: Answer, sent_limit: int) -> Response:
-        """What SGLang answered.
+        """Convert SGLang's answer to a response.
 
         Args:
+            request: the request.
+            answer: SGLang's answer.
             sent_limit: ``max_new_tokens`` of the body.
 
         Raises:
-            MilesError: SGLang generated less than it was asked to, because its cache is too small.
+            MilesError: SGLang stopped before ``sent_limit`` because its cache is too small.
         """
         meta, columns = answer.meta, answer.columns
         tokens: list[int] = columns["tokens"].tolist()
@@ -134,10 +139,10 @@ class Translator:
             )
         count = len(tokens)
         if request.sampling.ignore_eos and (at := _first(tokens, request.sampling.stop_token_ids)) is not None:
-            count, finish = at + 1, "stop"  # SGLang looks for no token while it ignores the end
+            count, finish = at + 1, "stop"  # with ignore_eos, SGLang ignores stop tokens too
         extras = self._extras(request, answer, count)
         name = self.routing.field if self.routing else ""
-        if name in extras:  # a request aborted between two steps may have a token more than records
+        if name in extras:  # a request aborted between two steps may have one token more than recorded rows
             count = min(count, len(extras[name]) + 1 - len(request.tokens))
         tokens = tokens[:count]
         support = SAMPLING_SUPPORT.name in request.extras
@@ -173,14 +178,14 @@ class Translator:
 
 
 def seed_of(run_seed: int, key: int) -> int:
-    """A request's seed for SGLang: 63 bits of a hash, so that neither neighbouring keys nor neighbouring runs are alike."""
+    """Return a request's 63-bit seed for SGLang. It is a hash, so that neighbouring keys and run seeds give unrelated seeds."""
     digest = hashlib.blake2b(f"{run_seed}:{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _acceptance(meta: Mapping[str, Any]) -> dict[str, float]:
-    """How a request's drafts did: steps that verified some, tokens drafted and kept in all, tokens a step, and the share of
-    these steps that kept at least so many."""
+    """Return draft metrics of a request: verification steps, drafted tokens, accepted drafts, tokens per step, acceptance rate, and
+    the share of steps that accepted at least d drafts for each depth d."""
     steps, counts = meta["spec_verify_ct"], meta.get("spec_correct_drafts_histogram") or ()
     drafted, kept = meta.get("spec_num_proposed_drafts", 0), meta.get("spec_num_correct_drafts", 0)
     found = {"draft_steps": float(steps), "drafted": float(drafted), "drafts_kept": float(kept)}

@@ -1,4 +1,4 @@
-"""What the plan says of values that no rule can look into: an address, a draft model, and options that SGLang reads as JSON."""
+"""Plan checks that rules cannot express: the server address, the draft model, JSON options, and the number of GPUs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from urllib.parse import urlsplit
 
 from miles_core import Facts, Problem, Review, described
 from miles_sglang.config import server_fields
-from miles_sglang.memory import server_of, too_small
+from miles_sglang.memory import find_size_problems, server_of
 
 _NAMES = tuple(str(field["name"]) for field in server_fields())
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
-    """See ``miles_core.Plugin.review``."""
-    problems = (*_address(facts), *_draft(facts), *_tables(facts), *_gpus(facts), *too_small(facts, model))
+    """Implements ``miles_core.Plugin.review``."""
+    problems = (*_address(facts), *_draft(facts), *_tables(facts), *_gpus(facts), *find_size_problems(facts, model))
     return Review(problems=problems)
 
 
 def _gpus(facts: Facts) -> Iterator[Problem]:
-    """A runtime that gives an engine several GPUs, of which SGLang would use others."""
+    """Report a mismatch between the GPUs that the runtime assigns to an engine and the GPUs that SGLang uses."""
     name = "ray.rollout_num_gpus_per_engine"
     given = facts.value(name) if facts.value("plugin.ray") else None
     server = server_of(facts, 0.0)
     if given is None or facts.value("sglang.url") or facts.value("engine") != "sglang" or server.gpus == given:
         return
     names = ("sglang.tp_size", "sglang.pp_size", name)
-    why = "SGLang divides a model among tensor x pipeline ranks, with a GPU for each"
+    why = "SGLang splits a model across tensor x pipeline ranks and uses one GPU per rank"
     needs = f"--sglang-tp-size x --sglang-pp-size = {given}, the GPUs of an engine"
     values = tuple(described(facts.lookup(each)) for each in names)
     tries = [{"sglang.tp_size": given // server.pp}] if not given % server.pp else []
@@ -40,7 +40,7 @@ def _gpus(facts: Facts) -> Iterator[Problem]:
 def _address(facts: Facts) -> Iterator[Problem]:
     url = facts.value("sglang.url")
     if url and not _is_address(url):
-        why = "a server is spoken to over HTTP, at its host and port"
+        why = "the run connects to the server over HTTP at this host and port"
         yield Problem("sglang", "an address like http://host:30000", why, (described(facts.lookup("sglang.url")),))
 
 
@@ -48,21 +48,24 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
+    except ValueError:  # the port is not a number
         return False
 
 
 def _draft(facts: Facts) -> Iterator[Problem]:
-    """SGLang 0.5.17 takes a draft model with an MTP layer for that layer alone, and ends with an assertion about pipelines."""
+    """Report a separate draft model with an MTP layer.
+
+    SGLang 0.5.17 loads only the MTP layer of such a model and fails with an assertion about pipelines.
+    """
     path = facts.value("sglang.speculative_draft_model_path")
     if not path or facts.value("sglang.speculative_algorithm") != "STANDALONE":
         return
     try:
         config = json.loads((Path(str(path)) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a name on a hub, or what SGLang itself will say
+    except (OSError, ValueError):  # a model id on a hub, or an error that SGLang reports itself
         return
     if config.get("num_nextn_predict_layers"):
-        why = f"SGLang takes {path}, which has one, for that layer alone; draft with a checkpoint that has none"
+        why = f"{path} has an MTP layer, and SGLang would load only that layer; draft with a checkpoint without one"
         yield Problem(
             "sglang",
             "a draft model without an MTP layer",
@@ -72,7 +75,7 @@ def _draft(facts: Facts) -> Iterator[Problem]:
 
 
 def _tables(facts: Facts) -> Iterator[Problem]:
-    """A text that begins like a table and is none: SGLang would say so after its start, and not of which option."""
+    """Report options that start like a JSON object but are invalid. SGLang would fail after its start, without naming the option."""
     for name in _NAMES:
         fact = facts.lookup(f"sglang.{name}")
         if not fact.chosen or not isinstance(fact.value, str) or not fact.value.lstrip().startswith("{"):
@@ -80,5 +83,5 @@ def _tables(facts: Facts) -> Iterator[Problem]:
         try:
             json.loads(fact.value)
         except ValueError as error:
-            why = f"SGLang reads this option as a table: {error}; names and texts are in double quotes"
+            why = f"SGLang parses this option as a JSON object: {error}; keys and strings must be in double quotes"
             yield Problem("sglang", f"JSON in --sglang-{name.replace('_', '-')}", why, (described(fact),))

@@ -1,4 +1,4 @@
-"""A SGLang server that runs already, spoken to over HTTP."""
+"""Connects to a running SGLang server over HTTP."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
-from miles_core.backend import MAX_BYTES, HttpError, exchange, redact
+from miles_core.backend import redact
 from miles_sglang.answers import Answer
 from miles_sglang.link import Link, SglangError
+from miles_tools.http_client import MAX_BYTES, HttpError, exchange
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-#: The status of a server that is loading its model.
+#: HTTP status of a server that is still loading its model.
 _NOT_YET = 503
-#: Seconds for a whole answer: long responses may wait for many others. A host that is gone is noticed before (TCP keep-alive).
+#: Timeout of a call in seconds. Long, because responses may queue behind others; TCP keep-alive detects a lost host earlier.
 ANSWER_SECONDS = 3600.0
-#: Seconds for one answer of a server that may be starting.
+#: Timeout in seconds of a call to a server that may still be starting.
 FIRST_ANSWER_SECONDS = 30.0
-#: Bytes of an answer of ``generate``, at most: recorded experts and sampling supports are long.
+#: Maximum bytes of an answer of ``generate``; recorded experts and sampling supports are large.
 MAX_ANSWER = 4 << 30
-#: Calls under way at once; each holds a thread, which does nothing but wait.
+#: Maximum concurrent calls; each blocks one thread.
 _THREADS = 512
 
 
-class NotThere(SglangError):
-    """Nobody answers at the address, or not yet."""
+class NotReachable(SglangError):
+    """No server answers at the address, or it is still starting."""
 
 
 class ServerLink(Link):
-    """A server at an address.
+    """Connection to a server at an address.
 
     Args:
         url: e.g. ``http://host:30000``.
-        startup_timeout: seconds to wait for its first answer.
-        arguments: of ``ServerArgs``, as a user gave them: how the server must have been started.
+        startup_timeout: seconds to wait for the first answer.
+        arguments: the user's ServerArgs; the server must have been started with the same values.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ServerLink(Link):
             info = await self._first_answer()
             if not isinstance(info, Mapping) or "tp_size" not in info:
                 raise SglangError(
-                    f"--sglang-url {self.url}: what answers there is no SGLang server; correct the address"
+                    f"--sglang-url {self.url}: the server at this address is no SGLang server; correct the address"
                 )
             self._check(info)
         except BaseException:
@@ -64,13 +65,13 @@ class ServerLink(Link):
         return info
 
     async def _first_answer(self) -> Any:
-        """What the server says of itself, once it is up."""
+        """Return the server's ``server_info``, waiting until it is up."""
         end, told = time.monotonic() + self.startup_timeout, False
         while True:
             try:
                 left = max(end - time.monotonic(), 0.1)
                 return await self._ask("server_info", None, min(left, FIRST_ANSWER_SECONDS))
-            except NotThere as error:
+            except NotReachable as error:
                 if time.monotonic() + _POLL_S > end:
                     raise
                 if not told:
@@ -79,17 +80,17 @@ class ServerLink(Link):
                 await asyncio.sleep(_POLL_S)
             except SglangError as error:
                 raise SglangError(
-                    f"{error}; that is no SGLang server as this plugin knows it: correct the address"
+                    f"{error}; this is no SGLang server that this plugin supports: correct the address"
                 ) from error
 
     def _check(self, info: Mapping[str, Any]) -> None:
-        """Refuse a server that runs with other options than this run was given."""
+        """Raise SglangError if the server runs with other options than this run."""
         other = [name for name, value in self.arguments.items() if name in info and info[name] not in _spellings(value)]
         if other:
             flag = f"--sglang-{other[0].replace('_', '-')}"
             raise SglangError(
                 f"--sglang-url {self.url}: the server runs with {other[0]} = {info[other[0]]}, and {flag} of this run is "
-                f"{self.arguments[other[0]]}; start the server with it, or leave what asks for it out of this run"
+                f"{self.arguments[other[0]]}; start the server with the same value, or remove the option from this run"
             )
 
     async def stop(self) -> None:
@@ -98,11 +99,11 @@ class ServerLink(Link):
         self._threads = None
 
     async def generate(self, body: Mapping[str, Any]) -> Answer:
-        return _checked(await self._ask("generate", body), self.url)
+        return _parse_answer(await self._ask("generate", body), self.url)
 
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
         if payload:
-            raise SglangError(f"{self.url} takes no tensors over HTTP; weights go to it by file")
+            raise SglangError(f"{self.url} accepts no tensors over HTTP; weights are sent through files")
         answer = await self._ask(endpoint, {} if endpoint == "flush_cache" else body)
         return {"success": True} if endpoint == "flush_cache" else answer
 
@@ -117,27 +118,27 @@ class ServerLink(Link):
         try:
             answer = exchange(f"{self.url}/{endpoint}", data, headers, timeout, limit)
         except HttpError as error:
-            raise NotThere(
+            raise NotReachable(
                 f"--sglang-url {self.url}: no SGLang server answers there ({error}); start it, or correct the address"
             ) from error
         if 300 <= answer.status < 400:
             raise SglangError(
-                f"--sglang-url {self.url}: {endpoint} answered {answer.status}: it moved to {redact(answer.location)}; give the address that "
-                "answers itself"
+                f"--sglang-url {self.url}: {endpoint} answered {answer.status}: redirected to {redact(answer.location)}; give the final "
+                "address"
             )
         if answer.status >= 400:
-            kind = NotThere if answer.status == _NOT_YET else SglangError
+            kind = NotReachable if answer.status == _NOT_YET else SglangError
             raise kind(f"--sglang-url {self.url}: {endpoint} answered {answer.status}: {answer.excerpt(500)}")
         try:
             return json.loads(answer.body)
         except (ValueError, RecursionError):
-            return answer.body.decode(errors="replace")  # some endpoints answer with a sentence
+            return answer.body.decode(errors="replace")  # some endpoints answer with plain text
 
 
-def _checked(answer: Any, url: str) -> Answer:
-    """The answer of ``generate``. SglangError where it is not one."""
+def _parse_answer(answer: Any, url: str) -> Answer:
+    """Parse an answer of ``generate``. Raises SglangError if it is malformed."""
     try:
-        found = Answer.of(answer)
+        found = Answer.from_sglang(answer)
         reason = found.meta["finish_reason"]
         if not (reason is None or isinstance(reason["type"], str)):
             raise TypeError("finish_reason")
@@ -146,11 +147,11 @@ def _checked(answer: Any, url: str) -> Answer:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         excerpt = redact(repr(answer))[:200]
         raise SglangError(
-            f"--sglang-url {url}: generate answered something that is no answer of SGLang ({type(error).__name__}: {error}): {excerpt}; "
+            f"--sglang-url {url}: the answer of generate is not in SGLang's format ({type(error).__name__}: {error}): {excerpt}; "
             "correct the address, or start a server of the supported version"
         ) from error
 
 
 def _spellings(value: Any) -> tuple[Any, ...]:
-    """What a server may say of an option that it was started with: NEXTN is SGLang's second name of EAGLE."""
+    """Return the values that a server may report for an option; SGLang reports its alias NEXTN as EAGLE."""
     return (value, "EAGLE") if value == "NEXTN" else (value,)

@@ -1,4 +1,4 @@
-"""What an engine on top of SGLang is made with."""
+"""The settings of an SGLang engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_core.backend import Codec, Restarts
+from miles_core.backend import Codec
+from miles_runtime import Restarts
 from miles_sglang.responses import Translator
 from miles_sglang.weight_names import WeightNames
 from miles_tools.convert import Layout
@@ -14,21 +15,22 @@ from miles_tools.convert import Layout
 
 @dataclass(frozen=True)
 class Settings:
-    """What the engine needs beside SGLang.
+    """Everything that the engine needs in addition to the connection to SGLang.
 
     Attributes:
-        translator: of requests and responses.
-        codec: of the weights that arrive.
-        names: of the model's weights; ``described``: the rest of its checkpoint.
-        weights_dir: where weights go that SGLang reads from files.
-        model_facts: what ``config.json`` says of the model it serves.
-        capabilities: that hold with the options SGLang was started with.
-        bucket_bytes: at most, of weights that travel together.
-        device: ``cuda`` where SGLang was started here on a GPU that this process sees too: weights from host memory go there, and
-            SGLang copies them from there instead of out of a message; else empty.
-        separate_draft: SGLang drafts with a model of its own, which updates must leave alone.
-        allow_mismatch: go on where an update does not reach all parameters.
-        restarts: how often SGLang may be started again when it died.
+        translator: converts requests and responses.
+        codec: codec of the weight updates.
+        names: checks the names of the weights.
+        weights_dir: directory for updates that SGLang reads from files.
+        described: the checkpoint's files without its weights.
+        model_facts: facts from ``config.json`` of the served model.
+        capabilities: engine capabilities under SGLang's options.
+        bucket_bytes: maximum bytes of a bucket of weights.
+        device: ``cuda`` if this run started SGLang on a GPU that this process can use: host weights are copied there first and SGLang
+            copies them through CUDA IPC; empty if they are sent as bytes.
+        separate_draft: SGLang drafts with a separate model, which updates must not change.
+        allow_mismatch: continue if an update does not write all parameters.
+        restarts: counts how often SGLang may be restarted after it died.
     """
 
     translator: Translator

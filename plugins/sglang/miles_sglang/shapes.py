@@ -1,4 +1,4 @@
-"""Sizes that SGLang's FP8 kernels take: whole blocks, also of each part of a fused layer."""
+"""Checks that layer sizes fit SGLang's FP8 kernels: whole blocks, also for each part of a fused layer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _BLOCK = 128
 
 
 def check_blocks(config: Mapping[str, Any], codec: Codec) -> None:
-    """Refuse a model whose quantised layers SGLang cannot multiply in FP8; the embedded engine pads them.
+    """Check that SGLang's FP8 kernels support the sizes of all quantised layers. (The embedded engine pads them.)
 
     Args:
-        config: of the language model.
+        config: the language model's configuration.
+        codec: codec of the run; other formats than FP8 always pass.
 
     Raises:
-        ConfigError: names the first such layer and what to leave in BF16."""
+        ConfigError: names the first unsupported layer and the layers to keep in BF16."""
     if codec.format is None or codec.format.name != "fp8":
         return
     bad = [
@@ -30,14 +31,16 @@ def check_blocks(config: Mapping[str, Any], codec: Codec) -> None:
         name, rows, columns = bad[0]
         parts = sorted({one.split(".")[-2] for one, _, _ in bad})
         raise ConfigError(
-            f"--rollout-precision fp8: SGLang multiplies whole blocks of {_BLOCK}, and {name} is {rows} x {columns}; leave such layers in "
+            f"--rollout-precision fp8: SGLang supports only multiples of {_BLOCK}, and {name} is {rows} x {columns}; keep such layers in "
             f"bf16 (--extra-high-precision-layers-hf {','.join(parts)}), or use --engine embedded"
         )
 
 
 def _layers(config: Mapping[str, Any]) -> Iterator[tuple[str, int, int, bool]]:
-    """(name, rows, columns, fused with others in SGLang) of the linear layers of a decoder layer, as far as the configuration
-    says them."""
+    """Yield (name, rows, columns, whether SGLang fuses it with other layers) for the linear layers of a decoder layer.
+
+    Yields only the layers whose sizes the configuration contains.
+    """
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not hidden or not heads:
         return

@@ -1,4 +1,4 @@
-"""Weights on their way through files, for a SGLang that reads them from a directory."""
+"""Writes weight updates to a directory for SGLang to read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,19 @@ _SHARD_BYTES = 2 << 30
 
 
 @contextmanager
-def written(units: Iterable[Encoded], parent: Path, version: int, described: Layout | None = None) -> Iterator[Path]:
-    """A directory with the units as safetensors and their index, a whole checkpoint where the rest of it is ``described``;
-    removed at the end, because every version is as large as the model."""
+def write_update(
+    units: Iterable[Encoded], parent: Path, version: int, described: Layout | None = None
+) -> Iterator[Path]:
+    """Write an update as safetensors files with an index and yield the directory.
+
+    The context manager removes the directory at exit, because every version is as large as the model.
+
+    Args:
+        units: the encoded weights.
+        parent: where to create the directory.
+        version: version of the weights, used in the directory name.
+        described: the checkpoint's other files; if given, the directory is a complete checkpoint.
+    """
     directory = parent / f"version_{version}"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)

@@ -1,7 +1,6 @@
-"""Which tensors make an update of the weights complete.
+"""Checks that a weight update contains exactly the model's tensors.
 
-SGLang loads whatever it is sent and says nothing about what did not come, so an update with a hole would leave the weights of
-another version there.
+SGLang loads the tensors it receives and does not report missing ones, so an incomplete update would mix two versions of the weights.
 """
 
 from __future__ import annotations
@@ -12,87 +11,86 @@ from collections.abc import Collection, Iterable, Iterator
 from miles_core import MilesError
 from miles_core.backend import Encoded
 
-#: A head tied to the embedding is in some checkpoints and not in others.
+#: Checkpoints with tied embeddings may contain the output layer or omit it.
 _TIED = "lm_head.weight"
-#: Copies of the embedding and of the head in some checkpoints' MTP layer, for which SGLang takes the policy's own.
+#: Suffixes of copies of the embedding and the output layer in some checkpoints' MTP layer; SGLang uses the policy's tensors instead.
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 
 
 class WeightNames:
-    """Holds every update against the names of the model's weights.
+    """Checks every update against the names of the model's weights.
 
     Args:
-        names: the tensors of the checkpoint that SGLang was started for, as they are called before a number format stores
-            them; none where they are not known, and then the first complete update says which they are.
-        tied: the model's head is its embedding.
-        layers: of the model; the checkpoint's weights behind them are those of its MTP layer, which come all or, from a
-            trainer that does not hold it, not at all.
+        names: tensor names of the checkpoint before quantisation; empty if unknown, and then the first complete update defines them.
+        tied: the output layer is tied to the embedding.
+        layers: number of decoder layers; layers with a higher index are MTP layers. An update contains all MTP tensors or, if the
+            trainer does not hold the MTP layer, none.
     """
 
     def __init__(self, names: Collection[str] = (), tied: bool = False, layers: int | None = None) -> None:
         self.names, self._optional = set(names), {_TIED} if tied else set()
         self._draft = {name for name in names if _of_mtp(name, layers)}
         self._optional |= {name for name in self._draft if name.endswith(_COPIES)}
-        self._settled = bool(names)
+        self._complete = bool(names)
 
-    def complete(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
-        """``units``, all of an update, held against the names as they pass; errors as of ``Seen``."""
-        seen = Seen(self)
-        yield from seen.passing(units)
+    def check_all(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
+        """Yield ``units``, a whole update, while checking the names. Raises the errors of ``NameCheck``."""
+        seen = NameCheck(self)
+        yield from seen.check(units)
         seen.finish()
 
-    def settle(self, seen: set[str]) -> None:
-        """An update of these names is over.
+    def finish_update(self, seen: set[str]) -> None:
+        """Finish an update that contained the names ``seen``.
 
         Raises:
-            MilesError: it is incomplete.
+            MilesError: the update is incomplete.
         """
         absent = self._draft if not self._draft & seen else set()
         missing = sorted(self.names - seen - self._optional - absent)
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise MilesError(
-                f"the update of the weights is incomplete: {missing[0]}{more} did not come, and SGLang would keep the old "
-                "values without a word; only a complete update makes the engine usable again"
+                f"the weight update is incomplete: {missing[0]}{more} did not arrive, and SGLang would silently keep the old values; "
+                "only a complete update makes the engine usable again"
             )
-        if not self._settled:
-            self.names, self._settled = seen, True
+        if not self._complete:
+            self.names, self._complete = seen, True
 
-    def foreign(self, name: str) -> bool:
+    def is_unknown(self, name: str) -> bool:
         """Whether the model has no such tensor."""
-        return self._settled and name not in self.names and name not in self._optional
+        return self._complete and name not in self.names and name not in self._optional
 
 
-class Seen:
+class NameCheck:
     """The names of one update, which comes in one or several pieces."""
 
     def __init__(self, names: WeightNames) -> None:
         self._names, self._seen = names, set[str]()
 
-    def passing(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
-        """Some of its tensors.
+    def check(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
+        """Yield ``units`` while checking the names.
 
         Raises:
-            MilesError: one that the model does not have, or one that came twice.
+            MilesError: the model has no such tensor, or the tensor arrived twice.
         """
         for unit in units:
-            if self._names.foreign(unit.name):
+            if self._names.is_unknown(unit.name):
                 raise MilesError(
-                    f"the update of the weights holds {unit.name}, which the model that SGLang serves does not have; trainer "
-                    "and engine must be started with the same --hf-checkpoint"
+                    f"the weight update contains {unit.name}, which SGLang's model does not have; start trainer and engine with the "
+                    "same --hf-checkpoint"
                 )
             if unit.name in self._seen:
-                raise MilesError(f"the update of the weights holds {unit.name} twice")
+                raise MilesError(f"the weight update contains {unit.name} twice")
             self._seen.add(unit.name)
             yield unit
 
     def finish(self) -> None:
-        """That was all; MilesError where it is not."""
-        self._names.settle(self._seen)
+        """Finish the update. Raises MilesError if tensors are missing."""
+        self._names.finish_update(self._seen)
 
 
 def _of_mtp(name: str, layers: int | None) -> bool:
-    """Whether a tensor belongs to an MTP layer, by the two ways in which checkpoints name them."""
+    """Whether a tensor belongs to an MTP layer, under either of the two naming schemes of checkpoints."""
     if name.startswith("mtp."):
         return True
     found = re.search(r"\blayers\.(\d+)\.", name)

@@ -1,8 +1,7 @@
-"""The process behind ``process.ProcessLink``: an ``sglang.Engine``, asked through its tokenizer manager.
+"""The child process of ``process.ProcessLink``: serves an ``sglang.Engine`` through its tokenizer manager.
 
-``sglang.Engine``'s own methods run its event loop until they are done and drop arguments; its tokenizer manager's are
-coroutines of that loop. Started as ``python -m miles_sglang.worker FD FD``, with one end of a socket pair as
-file descriptor FD, and of another for ``answer_probes``.
+``sglang.Engine``'s own methods block its event loop and drop arguments; the tokenizer manager's methods are coroutines. The process is
+started as ``python -m miles_sglang.worker FD PROBES_FD`` with two socket file descriptors: one for calls, one for ``answer_probes``.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from typing import Any
 
 from miles_sglang import frames, inside
 from miles_sglang.answers import Answer
-from miles_sglang.together import Together
+from miles_sglang.request_batcher import RequestBatcher
 
-#: Activations that share a scale, in SGLang's FP8 layers.
+#: Number of activations that share a scale in SGLang's FP8 layers.
 _GROUP = 128
 
 
 class Worker:
-    """Answers calls on one engine.
+    """Serves calls on one engine.
 
     Args:
-        engine: an ``sglang.Engine``, or a double of it.
-        writer: to the run.
+        engine: an ``sglang.Engine``, or a test double.
+        writer: stream to the run.
     """
 
     def __init__(self, engine: Any, writer: asyncio.StreamWriter) -> None:
         self.engine, self.manager, self.writer = engine, engine.tokenizer_manager, writer
-        self._covered = False  # whether it is known which parameters an update reaches
+        self._covered = False  # whether the coverage of the first update was checked
         self.endpoints: dict[str, Callable[[dict[str, Any], bytes], Awaitable[Any]]] = {
             "generate": self.generate,
             "update_weights_from_tensor": self.update_from_tensor,
@@ -50,7 +49,7 @@ class Worker:
         }
 
     def info(self) -> dict[str, Any]:
-        """What the run wants to know once SGLang is up; the names are those of the endpoint ``server_info``."""
+        """Return the startup information for the run, with the keys of the endpoint ``server_info``."""
         import sglang
 
         return {"version": sglang.__version__, "tp_size": self.engine.server_args.tp_size}
@@ -63,14 +62,14 @@ class Worker:
             if isinstance(result, Answer):
                 result, columns = result.message()
             said = {"result": result}
-        except Exception as error:  # every error belongs to the caller, on the other side
+        except Exception as error:  # every error is sent to the caller in the run's process
             text = str(getattr(error, "detail", error)) or type(error).__name__
             said = {"error": f"SGLang refused {message['endpoint']}: {text}"}
         self.send({"id": message["id"], **said}, columns)
         await self.writer.drain()
 
     def send(self, message: dict[str, Any], payload: Sequence[memoryview] = ()) -> None:
-        """One frame to the run."""
+        """Send one frame to the run."""
         self.writer.writelines([frames.head(message, sum(piece.nbytes for piece in payload)), *payload])
 
     async def generate(self, body: dict[str, Any], _: bytes) -> Answer:
@@ -79,7 +78,7 @@ class Worker:
         result: dict[str, Any] = {}
         async for out in self.manager.generate_request(GenerateReqInput(**body), None):
             result = out
-        return Answer.of(result, os.environ.get(inside.VARIABLE, inside.WIDE))
+        return Answer.from_sglang(result, os.environ.get(inside.VARIABLE, inside.WIDE))
 
     async def update_from_tensor(self, body: dict[str, Any], payload: bytes) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -87,7 +86,7 @@ class Worker:
         from miles_sglang import buckets, loader
 
         ranks = int(self.engine.server_args.tp_size)
-        held, payloads = buckets.for_sglang(body, payload, ranks)
+        held, payloads = buckets.serialize_for_sglang(body, payload, ranks)
         success, message = await self.manager.update_weights_from_tensor(
             UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=payloads,
@@ -140,16 +139,15 @@ class Worker:
 
 
 async def serve(engine: Any, connection: socket.socket, kind: type[Worker] = Worker) -> None:
-    """Answer until the run closes its end; calls run side by side."""
+    """Serve calls concurrently until the run closes its end."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=frames.LIMIT)
     if not engine.server_args.enable_dp_attention:  # a batch would go to one data-parallel rank
-        Together(engine.tokenizer_manager)
+        RequestBatcher(engine.tokenizer_manager)
     worker = kind(engine, writer)
     engine.tokenizer_manager.auto_create_handle_loop()
+    # without this, garbage collection scans all imported objects for half a second while requests wait
     gc.collect()
-    await (
-        engine.tokenizer_manager.freeze_gc()
-    )  # or Python looks through all it imported, half a second long, while requests wait
+    await engine.tokenizer_manager.freeze_gc()
     worker.send({"id": 0, "result": worker.info()})
     calls: set[asyncio.Task[None]] = set()
     while (frame := await frames.read(reader)) is not None:
@@ -159,17 +157,19 @@ async def serve(engine: Any, connection: socket.socket, kind: type[Worker] = Wor
 
 
 def answer_probes(connection: socket.socket) -> None:
-    """Quantise activations as SGLang's layers do, until the run closes its end; in a thread of its own, because the run waits
-    for an answer without its event loop."""
+    """Quantise activations with SGLang's kernel until the run closes its end.
+
+    Runs in a separate thread with a blocking socket, because the run calls it synchronously, outside its event loop.
+    """
     while (frame := frames.receive(connection)) is not None:
         try:
-            found, message = _quantized(frame[0]["shape"], frame[1]), {}
-        except Exception as error:  # every error belongs to the caller, on the other side
+            found, message = _quantize(frame[0]["shape"], frame[1]), {}
+        except Exception as error:  # every error is sent to the caller in the run's process
             found, message = b"", {"error": f"{type(error).__name__}: {error}"}
         connection.sendall(frames.head(message, len(found)) + found)
 
 
-def _quantized(shape: list[int], numbers: bytes) -> bytes:
+def _quantize(shape: list[int], numbers: bytes) -> bytes:
     import torch
     from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
 
@@ -180,12 +180,12 @@ def _quantized(shape: list[int], numbers: bytes) -> bytes:
 
 
 def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
-    """Build the engine that the run's first frame describes, and serve it."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the run
+    """Build the engine from the arguments in the run's first frame and serve it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the run
     connection = socket.socket(fileno=descriptor)
     first = frames.receive(connection)
     if first is None:
-        sys.exit("the run ended before it said what to start")
+        sys.exit("the run ended before it sent SGLang's arguments")
     import sglang
 
     try:
@@ -199,7 +199,7 @@ def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
         engine.loop.run_until_complete(serve(engine, connection, kind))
     finally:
         engine.shutdown()
-        os._exit(0)  # SGLang's threads would keep the process
+        os._exit(0)  # SGLang's threads would keep the process alive
 
 
 if __name__ == "__main__":

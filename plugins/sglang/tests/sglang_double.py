@@ -256,16 +256,16 @@ class DoubleLink(Link):
         return await self.start()
 
     async def generate(self, body: Mapping[str, Any]) -> Answer:
-        answer = await self._asked("generate", body)
+        answer = await self._send_request("generate", body)
         message, columns = answer.message()
         return Answer.read(json.loads(json.dumps(message)), b"".join(columns))
 
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
         if endpoint == "update_weights_from_tensor" and self.drop and self.drop in json.dumps(body["tensors"]):
             return {"success": True, "message": "lost on its way"}
-        return json.loads(json.dumps(await self._asked(endpoint, body, payload)))
+        return json.loads(json.dumps(await self._send_request(endpoint, body, payload)))
 
-    async def _asked(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
+    async def _send_request(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
         self.calls[endpoint] += 1
         if self.fatal.get((self.starts, endpoint)) == self.calls[endpoint]:
             self.death.set_result(None)

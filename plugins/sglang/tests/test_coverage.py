@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from miles_sglang import inside
 from miles_sglang.buckets import Bucket
 from miles_sglang.coverage import Coverage, tied_head
-from miles_sglang.loader import COMPLETE, load, unwritten
+from miles_sglang.loader import COMPLETE, load, unwritten_parameters
 
 
 class Model(nn.Module):
@@ -73,7 +73,7 @@ def end() -> list[tuple[str, Tensor]]:
 def test_an_update_that_reaches_all_leaves_nothing(threads: bool) -> None:
     model = Model(threads=threads)
     load(model, [*update(), *end()])
-    assert unwritten(model) == []
+    assert unwritten_parameters(model) == []
 
 
 def test_what_no_update_reached_is_named_and_is_as_it_was() -> None:
@@ -81,7 +81,7 @@ def test_what_no_update_reached_is_named_and_is_as_it_was() -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     load(model, update(without=("lm_head.weight", "codes", "scalar")))
     load(model, end())
-    assert unwritten(model) == ["attn.codes", "attn.scalar", "lm_head.weight"]
+    assert unwritten_parameters(model) == ["attn.codes", "attn.scalar", "lm_head.weight"]
     for name in ("attn.codes", "attn.scalar", "attn.k_scale", "lm_head.weight"):
         now = dict(model.named_parameters())[name].detach()
         assert torch.equal(now.float(), before[name].float()), name
@@ -91,7 +91,7 @@ def test_only_the_first_complete_update_is_asked() -> None:
     model = Model()
     load(model, [*update(), *end()])
     load(model, [*update(without=("codes",)), *end()])
-    assert unwritten(model) == []
+    assert unwritten_parameters(model) == []
 
 
 def test_a_parameter_in_other_memory_was_written() -> None:
@@ -106,7 +106,7 @@ def test_a_tied_head_that_the_model_has_apart_is_loaded_at_every_update() -> Non
     for _ in range(3):
         load(model, [*update(without=("lm_head.weight",)), *end()])
         assert torch.equal(model.lm_head.weight, model.embed_tokens.weight)
-    assert unwritten(model) == []
+    assert unwritten_parameters(model) == []
 
 
 def test_a_head_is_added_only_where_it_belongs() -> None:

@@ -77,7 +77,7 @@ def test_an_update_that_loses_a_bucket_fails_the_contract(tmp_path: Path) -> Non
     checkpoints = [tiny_checkpoint("qwen3_moe", tmp_path / str(seed), seed) for seed in range(3)]
     suite = Lossy()
     with asyncio.Runner() as runner, pytest.raises(AssertionError):
-        engine = runner.run(suite._started(checkpoints[0]))
+        engine = runner.run(suite.start_engine(checkpoints[0]))
         suite.test_two_updates_equal_a_fresh_load(engine, runner, checkpoints)
 
 
@@ -112,8 +112,7 @@ def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> 
 @pytest.fixture
 def double(monkeypatch: Any) -> types.SimpleNamespace:
     """What a run starts instead of SGLang: ``link``, which dies over ``fatal`` calls."""
-    rules = tuple(r for r in miles_sglang.plugin.requires if "pip install" not in r.because)
-    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, requires=rules))
+    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
     made = types.SimpleNamespace(link=None, fatal={})
 
     def make(arguments: Mapping[str, Any], *_: Any) -> DoubleLink:
@@ -141,7 +140,7 @@ def test_buckets_that_are_wrong_or_end_with_sglang_are_sent_again_then_the_plain
     assert kinds == {"file"} and double.link.starts == 2 and run.engine.version == 3
     assert all(step["mismatch/abs_log_prob"] < 1e-4 for step in run.metrics)
 
-    assert "version 1 are pushed again: SGLang died over version 1" in caplog.text
+    assert "version 1 are pushed again: SGLang died while it loaded version 1" in caplog.text
     assert "version 2 are pushed again: the bucket of weights that starts with" in caplog.text
     assert "weights travel by the plain copy from version 2 on" in caplog.text
 
@@ -180,7 +179,7 @@ class Gone(DoubleLink):
     async def start(self) -> Mapping[str, Any]:
         return {}
 
-    async def _asked(self, endpoint: str, *_: Any) -> Any:
+    async def _send_request(self, endpoint: str, *_: Any) -> Any:
         raise SglangLost("it ended", ("its last words",))
 
 
@@ -198,5 +197,5 @@ def test_an_engine_that_may_not_be_started_again_says_who_was_lost(tmp_path: Pat
     with pytest.raises(WorkerLost, match=r"^a worker was lost: it ended; its last lines:\n  its last words"):
         asyncio.run(asked())  # where somebody else replaces the engine, who knows its name
     engine.resend = resend
-    with pytest.raises(WorkerLost, match="worker sglang was lost: it ended, and none may be replaced"):
+    with pytest.raises(WorkerLost, match="worker sglang was lost: it ended, and no worker may be replaced"):
         asyncio.run(asked())

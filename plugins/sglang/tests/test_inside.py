@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from miles_sglang import inside
-from miles_sglang.together import Together
+from miles_sglang.request_batcher import RequestBatcher
 
 
 @dataclass
@@ -70,7 +70,9 @@ def test_routed_experts_leave_a_scheduler_as_bytes_and_the_half_is_known_by_its_
 ) -> None:
     monkeypatch.setenv(inside.VARIABLE, "uint8")
     monkeypatch.setattr(Scheduler, "miles_digest", None, raising=False)
-    with pytest.raises(RuntimeError, match="SGLang's schedulers did not load what miles-plugin-sglang runs"):
+    with pytest.raises(
+        RuntimeError, match="SGLang's schedulers did not load the scheduler code of miles-plugin-sglang"
+    ):
         inside.check(Scheduler())
     inside.install()
     inside.check(Scheduler())
@@ -122,7 +124,7 @@ def test_requests_of_one_moment_reach_the_scheduler_together(hooks: dict[str, An
     manager = types.SimpleNamespace(_dispatch_to_scheduler=sent.append)
 
     async def asked() -> None:
-        Together(manager)
+        RequestBatcher(manager)
         for rid in "ab":
             manager._dispatch_to_scheduler(Tokenized(rid))
         assert not sent

@@ -127,11 +127,11 @@ def test_a_process_that_dies_is_named_with_its_last_words(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("unknown", r"SGLang did not start: ValueError: Model architectures \['Nobody'\].*does not know the model"),
+        ("unknown", r"SGLang did not start: ValueError: Model architectures \['Nobody'\].*does not support the model"),
         ("large", r"signal SIGKILL.*out of memory.*--sglang-mem-fraction-static"),
         ("small", r"signal SIGKILL.*do not fit into its share of the GPU: raise --sglang-mem-fraction-static"),
-        ("taken", r"signal SIGKILL.*EADDRINUSE.*a port is taken: give others with --sglang-port"),
-        ("slow", r"did not come up within 1 s \(--sglang-startup-timeout\)"),
+        ("taken", r"signal SIGKILL.*EADDRINUSE.*a port is already in use: choose others with --sglang-port"),
+        ("slow", r"was not ready within 1 s \(--sglang-startup-timeout\)"),
     ],
 )
 def test_a_start_that_fails_says_why(tmp_path: Path, model: str, said: str) -> None:
@@ -188,7 +188,7 @@ def test_a_running_server_is_asked_over_http(url: str) -> None:
         assert (await one.call("flush_cache", {}))["success"]
         with pytest.raises(SglangError, match=r"answered 400.*too long"):
             await one.generate({"bad": True})
-        with pytest.raises(SglangError, match="weights go to it by file"):
+        with pytest.raises(SglangError, match="weights are sent through files"):
             await one.call("update_weights_from_tensor", {}, b"1")
         await one.stop()
 
@@ -204,13 +204,13 @@ def test_a_server_that_is_not_there_or_another_one_is_named(url: str, monkeypatc
     refused("server_info answered 404: not here; .*correct the address", url + "/elsewhere")
     refused(r"the server runs with tp_size = 1, and --sglang-tp-size of this run is 2", url, tp_size=2)
     monkeypatch.setattr(_Handler, "info", {"models": []})
-    refused("what answers there is no SGLang server", url)
+    refused("the server at this address is no SGLang server", url)
 
 
 def test_a_server_with_a_draft_of_its_own_is_refused(url: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(_Handler, "info", {**_Handler.info, "speculative_draft_model_path": "small"})
     engine = SglangEngine(ServerLink(url), Settings(Translator(str, 8, 8), Codec(), WeightNames(), Path()))
-    with pytest.raises(SglangError, match="drafts with small, and would load every update"):
+    with pytest.raises(SglangError, match="drafts with small, and would load every weight update"):
         asyncio.run(engine.start())
 
 
@@ -220,17 +220,17 @@ def test_an_mtp_layer_comes_whole_or_not_at_all() -> None:
     names = WeightNames([*policy, *draft, *copies], layers=2)
 
     def sent(*which: str) -> int:
-        return len(list(names.complete(Encoded(name, {}) for name in which)))
+        return len(list(names.check_all(Encoded(name, {}) for name in which)))
 
     assert (sent(*policy), sent(*policy, *draft), sent(*policy, *draft, *copies)) == (2, 4, 6)
-    with pytest.raises(MilesError, match=r"model.layers.2.w did not come"):
+    with pytest.raises(MilesError, match=r"model.layers.2.w did not arrive"):
         sent(*policy, draft[0])
 
 
 def test_what_became_of_drafts_is_in_the_metrics() -> None:
     meta = {"finish_reason": {"type": "length"}, "weight_version": "3", "completion_tokens": 9}
     meta |= {"spec_verify_ct": 4, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 8}
-    answer = Answer.of({"output_ids": [7], "meta_info": {**meta, "spec_correct_drafts_histogram": [1, 1, 2]}})
+    answer = Answer.from_sglang({"output_ids": [7], "meta_info": {**meta, "spec_correct_drafts_histogram": [1, 1, 2]}})
     found = Translator(str, 8, 8).response(Request([5], Sampling(1)), answer, 1).metrics
     assert {k: found[k] for k in ("draft_steps", "drafted", "drafts_kept")} == {
         "draft_steps": 4,

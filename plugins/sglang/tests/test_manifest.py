@@ -11,7 +11,7 @@ import pytest
 import miles_sglang
 from miles_core import ConfigError, PlanError
 from miles_sglang import installed, read_server_args
-from miles_sglang.config import SglangConfig, described_version, given_arguments
+from miles_sglang.config import SglangConfig, server_arguments, table_version
 from miles_sglang.shapes import check_blocks
 
 SOURCE = '''
@@ -34,10 +34,11 @@ class ServerArgs:
 
 
 @pytest.fixture(autouse=True)
-def with_sglang(monkeypatch, plan):
-    """The manifest as it is where a tested SGLang is installed."""
-    rules = tuple(r for r in miles_sglang.plugin.requires if "pip install" not in r.because)
-    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, requires=rules))
+def with_sglang(request, monkeypatch, plan):
+    """The manifest as it is where a tested SGLang is installed, but for tests of that condition itself."""
+    if "version" in request.fixturenames:
+        return
+    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
 
 
 def test_options_are_read_from_the_source():
@@ -59,14 +60,14 @@ def test_the_table_is_that_of_the_installed_sglang():
     if source is None:
         pytest.skip("SGLang is not installed")
     written = json.loads(read_server_args.TABLE.read_text())
-    assert written["fields"] == read_server_args.read(source) and described_version() in installed.TESTED
+    assert written["fields"] == read_server_args.read(source) and table_version() in installed.TESTED
 
 
 def test_only_what_was_given_reaches_sglang():
     options = SglangConfig(
         tp_size=2, enable_lora=False, grammar_backend="none", extra_metric_labels='{"a": "b"}', url="u"
     )
-    assert given_arguments(options) == {
+    assert server_arguments(options) == {
         "tp_size": 2,
         "enable_lora": False,
         "grammar_backend": "none",
@@ -139,7 +140,7 @@ def test_what_sglang_cannot_do_is_refused_with_the_reason(plan):
 def test_r3_makes_sglang_record_routed_experts(plan):
     accepted = plan(["r3"], engine="sglang", facts=["gpu.count=1"])
     assert accepted.fact("sglang.enable_return_routed_experts") is True
-    with pytest.raises(PlanError, match="does not tell these models' routers their layer"):
+    with pytest.raises(PlanError, match="does not pass the layer index to these models' routers"):
         plan(["r3"], engine="sglang", facts=["gpu.count=1", "model.type=mixtral"])
 
 
@@ -151,11 +152,11 @@ def test_drafts_that_sglang_cannot_serve_are_refused_with_the_reason(plan):
     draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "small"}
     refused("no MTP layer to draft with", speculative_algorithm="NEXTN")
     refused("in these families only", ["model.mtp_layers=1", "model.type=qwen3"], speculative_algorithm="NEXTN")
-    refused("a small model of its own", speculative_algorithm="STANDALONE")
-    refused("SGLang drafts nothing", speculative_num_steps=3)
+    refused("drafts with a separate model", speculative_algorithm="STANDALONE")
+    refused("SGLang drafts only with", speculative_num_steps=3)
     refused("would not have sampled", **draft, speculative_accept_threshold_acc=0.9)
-    refused("no data-parallel attention", **draft, enable_dp_attention=True)
-    refused("is in no sync", **draft, enable_memory_saver=True)
+    refused("does not support data-parallel attention", **draft, enable_dp_attention=True)
+    refused("do not include a separate draft model", **draft, enable_memory_saver=True)
     refused("enable-memory-saver", **draft, enable_draft_weights_cpu_backup=True)
     rejection = {"speculative_use_rejection_sampling": True, "enable_deterministic_inference": True}
     head = ["model.mtp_layers=1", "model.type=glm4_moe"]

@@ -10,7 +10,7 @@ import pytest
 from miles_core import PlanError
 from miles_core.plugin.detect import config_facts
 from miles_embedded import model_size
-from miles_sglang.memory import GB, MIB, server_of, weights
+from miles_sglang.memory import GB, MIB, server_of, weight_bytes
 from miles_testing import plan
 
 PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
@@ -35,9 +35,9 @@ def size_of(name):
 
 def test_formats_store_linear_layers_and_leave_embeddings():
     size = size_of("deepseek-v3")
-    assert weights(size, "bf16") == 2 * size.parameters
-    assert weights(size, "fp8") == pytest.approx(size.parameters + size.embeddings, rel=0.001)
-    assert weights(size, "nvfp4") == pytest.approx(2 * (size.parameters - size.experts) + 0.5625 * size.experts)
+    assert weight_bytes(size, "bf16") == 2 * size.parameters
+    assert weight_bytes(size, "fp8") == pytest.approx(size.parameters + size.embeddings, rel=0.001)
+    assert weight_bytes(size, "nvfp4") == pytest.approx(2 * (size.parameters - size.experts) + 0.5625 * size.experts)
 
 
 def engine_alone(checkpoint, name, hardware, **options):
@@ -67,12 +67,12 @@ def test_deepseek_in_bf16_is_refused_on_eight_h200_and_fp8_is_not(checkpoint):
     with pytest.raises(PlanError) as error:
         engine_alone(checkpoint, "deepseek-v3", "8xH200")
     text = str(error.value)
-    assert "sglang needs an engine that holds the model" in text and "bf16 weights = 1342.1 GB" in text
+    assert "sglang needs an engine that fits the model" in text and "bf16 weights = 1342.1 GB" in text
     assert "--rollout-precision fp8" in text
     accepted = engine_alone(checkpoint, "deepseek-v3", "8xH200", plugins=["fp8"], rollout_precision="fp8")
     (note,) = (n for n in accepted.reviews if n.startswith("memory of a GPU"))
     held = float(re.search(r"engine, GPU +([\d.]+)", note)[1])
-    assert held == pytest.approx(weights(size_of("deepseek-v3"), "fp8") / 8 / GB, abs=0.1)
+    assert held == pytest.approx(weight_bytes(size_of("deepseek-v3"), "fp8") / 8 / GB, abs=0.1)
     assert "fp8 weights on 8 GPUs" in note
 
 

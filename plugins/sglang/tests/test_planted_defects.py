@@ -21,8 +21,7 @@ from miles_sglang import build
 def sglang_with(monkeypatch: Any) -> Callable[[Callable[[Path], SchedulerModel]], None]:
     """Runs start, instead of SGLang, a double with the model that is made here."""
     stand_in_for_sglang(monkeypatch)
-    rules = tuple(r for r in miles_sglang.plugin.requires if "pip install" not in r.because)
-    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, requires=rules))
+    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
 
     def use(make: Callable[[Path], SchedulerModel]) -> None:
         def link(arguments: Any, *_: Any) -> SchedulerLink:

@@ -1,4 +1,4 @@
-"""Speculative decoding with drafts that learn while the policy moves, for miles-core."""
+"""Speculative decoding with a draft that is trained along with the policy, for miles-core."""
 
 from miles_core import Hint, Panel, Plugin, Rule, below
 from miles_speculative.config import FACTOR, MOST, SpeculativeConfig
@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 plugin = Plugin(
     name="speculative",
-    summary="drafts several tokens a step with an MTP layer or a small model and verifies them without changing the distribution",
+    summary="drafts several tokens per step with an MTP layer or a small model and verifies them without changing the distribution",
     version=__version__,
     core="~=0.1",
     config=SpeculativeConfig,
@@ -35,13 +35,13 @@ plugin = Plugin(
         ),
         Rule(
             needs="not speculative.eagle_num_layers",
-            because="--eagle-num-layers is for miles convert, which writes a head; a run takes it with --draft-model-path DIR",
+            because="--eagle-num-layers is an option of miles convert, which writes a head; a run uses the head with --draft-model-path DIR",
         ),
         Rule(
             needs="speculative.mtp_training or speculative.sft_interval",
             when="speculative.draft_lr or speculative.ema_decay > 0 or speculative.reinit_interval",
-            because="a draft that is not trained has no learning rate, no running mean and nothing to start anew: add "
-            "--enable-mtp-training or --online-sft-interval N",
+            because="the learning rate, running mean and re-initialisation need a draft that is trained: add --enable-mtp-training or "
+            "--online-sft-interval N",
         ),
         Rule(
             needs="not speculative.draft_model_path",
@@ -58,27 +58,27 @@ plugin = Plugin(
         Rule(
             needs="speculative.lookahead == auto",
             when="speculative.num_steps",
-            because="--spec-lookahead and --sglang-speculative-num-steps say the same: give one of them",
+            because="--spec-lookahead and --sglang-speculative-num-steps set the same value: give one of them",
         ),
         Rule(
             needs="speculative.topk == 1",
             when="speculative.eagle_topk",
-            because="--spec-topk and --sglang-speculative-eagle-topk say the same: give one of them",
+            because="--spec-topk and --sglang-speculative-eagle-topk set the same value: give one of them",
         ),
         Rule(
             needs="not speculative.draft_model_path",
             when="speculative.sglang_draft",
-            because="--draft-model-path and --sglang-speculative-draft-model-path say the same: give one of them",
+            because="--draft-model-path and --sglang-speculative-draft-model-path set the same value: give one of them",
         ),
         Rule(
             needs="speculative.algorithm in {NEXTN, EAGLE, STANDALONE}",
             when="engine == embedded and speculative.algorithm",
-            because="the embedded engine drafts with an MTP layer (NEXTN), a head of EAGLE or EAGLE-2, or a model of its own (STANDALONE)",
+            because="the embedded engine drafts with an MTP layer (NEXTN), an EAGLE or EAGLE-2 head, or a separate model (STANDALONE)",
         ),
         Rule(
             needs="speculative.draft_model_path or speculative.sglang_draft",
             when="engine == embedded and speculative.algorithm == STANDALONE",
-            because="STANDALONE drafts with a model of its own: --sglang-speculative-draft-model-path DIR",
+            because="STANDALONE drafts with a separate model: give --sglang-speculative-draft-model-path DIR",
         ),
         Rule(
             needs="not speculative.draft_model_path and not speculative.sglang_draft",
@@ -89,18 +89,18 @@ plugin = Plugin(
             needs=f"(not speculative.num_steps or speculative.num_steps <= {MOST}) and (not speculative.eagle_topk or "
             f"speculative.eagle_topk <= {MOST})",
             when="engine == embedded",
-            because=f"the embedded engine drafts up to {MOST} tokens ahead, and so many at each depth",
+            because=f"the embedded engine supports at most {MOST} draft tokens per step and {MOST} candidates per depth",
         ),
         Rule(
             needs="speculative.mtp_training",
             when=f"speculative.mtp_loss_scaling_factor != {FACTOR}",
-            because="--mtp-loss-scaling-factor is of the loss that --enable-mtp-training adds",
+            because="--mtp-loss-scaling-factor scales the loss that --enable-mtp-training adds",
         ),
         Rule(
             needs="speculative.mtp_training",
             when="trainer != embedded",
-            because="another trainer than the embedded one builds the checkpoint's MTP layer to train it, and has no other draft to send: add "
-            "--enable-mtp-training; SGLang drafts with the layer as the checkpoint has it without this plugin",
+            because="trainers other than the embedded one build the MTP layer only for training and support no other draft: add "
+            "--enable-mtp-training; without this plugin, SGLang can draft with the checkpoint's untrained MTP layer",
         ),
         Rule(
             needs="not speculative.sft_interval",
@@ -111,23 +111,24 @@ plugin = Plugin(
         Rule(
             needs="speculative.ema_decay == 0",
             when="trainer != embedded",
-            because="--draft-ema-decay keeps a running mean beside the weights, which another trainer divides among its ranks in its own way",
+            because="the running mean of --draft-ema-decay is implemented for the embedded trainer only; other trainers shard weights "
+            "differently",
         ),
         Rule(
             needs="not speculative.reinit_interval",
             when="trainer != embedded",
-            because="--reinit-draft-interval copies the policy's last layer, which another trainer keeps in a form of its own",
+            because="--reinit-draft-interval copies the policy's last layer, which other trainers store in another layout",
         ),
         Rule(
             needs="speculative.lookahead == auto and speculative.topk == 1",
             when="engine != embedded",
-            because="--spec-lookahead and --spec-topk are about drafting on the embedded engine; another one has its own "
-            "(--sglang-speculative-num-steps, --sglang-speculative-eagle-topk)",
+            because="--spec-lookahead and --spec-topk configure drafting on the embedded engine; SGLang has "
+            "--sglang-speculative-num-steps and --sglang-speculative-eagle-topk",
         ),
         Rule(
             needs="not speculative.draft_model_path and not speculative.profile",
             when="engine != embedded",
-            because="--draft-model-path and --profile-speculative are about drafting on the embedded engine; SGLang takes a draft of its own with "
+            because="--draft-model-path and --profile-speculative configure drafting on the embedded engine; SGLang has "
             "--sglang-speculative-draft-model-path",
         ),
     ),
@@ -135,13 +136,13 @@ plugin = Plugin(
         Panel(
             "drafts_kept",
             "Drafts kept",
-            {"speculative/accept_rate": "of all", "speculative/accepted_to_*": "up to depth *"},
+            {"speculative/accept_rate": "all depths", "speculative/accepted_to_*": "up to depth *"},
             section="speculative",
             percent=True,
         ),
         Panel(
             "drafts_length",
-            "Tokens a step, and drafts",
+            "Tokens and drafts per step",
             {"speculative/accept_length": "tokens, with drafts", "speculative/lookahead": "drafts"},
             section="speculative",
         ),
@@ -150,7 +151,7 @@ plugin = Plugin(
             "Rollout speed with drafts",
             {
                 "speculative/tokens_per_second_without": "without drafts (estimated)",
-                "rollout/tokens_per_second": "as it was",
+                "rollout/tokens_per_second": "measured",
             },
             "tokens per second",
             section="speculative",
@@ -170,8 +171,8 @@ plugin = Plugin(
             "*speculative/accept_rate",
             below(0.3),
             "{metric}: only {percent} of the drafted tokens are kept",
-            "draft fewer tokens (--spec-lookahead 1, or auto), train the draft (--enable-mtp-training, --online-sft-interval 1) and "
-            "with a higher --draft-lr, or start it anew now and then (--reinit-draft-interval)",
+            "draft fewer tokens (--spec-lookahead 1, or auto), train the draft (--enable-mtp-training, --online-sft-interval 1) with a "
+            "higher --draft-lr, or re-initialise it regularly (--reinit-draft-interval)",
             when="plugin.speculative",
         ),
         Hint(
@@ -179,8 +180,8 @@ plugin = Plugin(
             "speculative/speedup",
             below(1.0),
             "decoding with drafts is slower than without ({metric} {value})",
-            "let --spec-lookahead auto decide, look where the time goes (--profile-speculative), and take a draft of a quarter to a "
-            "tenth of the policy",
+            "use --spec-lookahead auto, profile the decoding (--profile-speculative), and use a draft of a quarter to a tenth of the "
+            "policy's size",
             when="plugin.speculative",
         ),
     ),

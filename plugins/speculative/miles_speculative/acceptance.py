@@ -1,25 +1,25 @@
-"""How many tokens a step with drafts emits."""
+"""Estimates how many tokens a step with drafts emits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: What a step forgets of the counts of drafts before it; of a batch smaller than this, in proportion less.
+#: Decay of older counts per step, and the batch size from which it applies in full; smaller batches decay proportionally less.
 _FORGOTTEN, _MANY = 0.04, 4
 
 
 class Acceptance:
-    """How often a draft is kept if the one before it was, by depth.
+    """Conditional acceptance rate of drafts by depth: how often a draft is kept if the previous one was kept.
 
-    Old steps count less, at every depth, so that a depth which is no longer tried comes to be judged by the one before it, and is tried
-    again when that one became better.
+    Counts decay exponentially at every depth. The estimate of a depth that is no longer tried therefore approaches that of the previous
+    depth, and the depth is tried again once the previous one improves.
     """
 
     def __init__(self, most: int) -> None:
         self.reached, self.kept = [0.0] * most, [0.0] * most
 
     def add(self, tried: Sequence[int], kept: Sequence[int]) -> None:
-        """Counts of one step, see ``Lookahead.record``."""
+        """Add the counts of one step; see ``Lookahead.record``."""
         if not tried:
             return
         memory = 1 - _FORGOTTEN * min(tried[0] / _MANY, 1.0)
@@ -33,7 +33,7 @@ class Acceptance:
                 before = kept[depth]
 
     def length(self, k: int) -> float:
-        """Tokens that a step with k drafts emits a row: 1 + a_1 + ... + a_k."""
+        """Return the expected tokens per row of a step with k drafts: 1 + a_1 + ... + a_k."""
         total, share, ratio = 1.0, 1.0, 0.5
         for depth in range(k):
             ratio = (self.kept[depth] + ratio) / (self.reached[depth] + 1)

@@ -1,4 +1,4 @@
-"""The decoder from a run's configuration."""
+"""Builds the decoder from a run's configuration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from miles_speculative.head import head_of
 from miles_speculative.lookahead import Auto, Lookahead
 from miles_speculative.tree import TreeDecoder
 
-#: With --profile-speculative one step of so many is made without drafts, for comparison.
+#: With --profile-speculative, one in this many steps runs without drafts, for comparison.
 _PLAIN = 64
 
 
 def make_decoder(run: Any, policy: Any, engine: Any) -> SpeculativeDecoder:
-    """The provider of the decoder named ``speculative``."""
+    """Provider of the decoder ``speculative``."""
     options = run.config.plugin("speculative").on("embedded")
     if options.lookahead == "auto":
         lookahead: Lookahead = Auto()
@@ -28,8 +28,8 @@ def make_decoder(run: Any, policy: Any, engine: Any) -> SpeculativeDecoder:
     if options.topk == 1:
         return SpeculativeDecoder(draft, lookahead, options.profile)
     if any(map(has_windows, (engine.model, getattr(engine.model, "draft", engine.model)))):
-        raise ConfigError(  # the plan says so of the run's own checkpoint; a policy may have another
-            f"--spec-topk {options.topk}: {type(engine.model).__name__} or its draft has layers with a sliding window, which cannot tell the "
-            "branches of a tree apart; draft a chain (--spec-topk 1)"
+        raise ConfigError(  # the plan checks only the run's own checkpoint; a policy may have another
+            f"--spec-topk {options.topk}: {type(engine.model).__name__} or its draft has sliding-window layers, which do not support tree "
+            "drafts; draft a chain (--spec-topk 1)"
         )
     return TreeDecoder(draft, lookahead, options.topk, options.profile)

@@ -1,4 +1,4 @@
-"""What ``miles convert`` makes of a checkpoint: one with an MTP layer, or an EAGLE head for it."""
+"""Implements ``miles convert``: adds an MTP layer to a checkpoint, or creates an EAGLE head for it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from miles_speculative.head import initialise, make_layer
 
 
 def convert(source: Path, target: Path, options: SpeculativeConfig) -> str:
-    """``miles convert --mtp-num-layers 1``: see ``with_mtp``; ``--eagle-num-layers``: see ``new_eagle``."""
+    """Run ``with_mtp`` for ``--mtp-num-layers 1`` or ``new_eagle`` for ``--eagle-num-layers``; returns a message for the user."""
     if options.eagle_num_layers:
         made = new_eagle(source, target, options.eagle_num_layers)
-        return f"wrote {made}, an EAGLE head for {source} that is still to be trained (--draft-model-path {made} --online-sft-interval 1)"
+        return f"wrote {made}, an untrained EAGLE head for {source}; train it with --draft-model-path {made} --online-sft-interval 1"
     if options.mtp_num_layers != 1:
         raise ConfigError(
-            f"--mtp-num-layers {options.mtp_num_layers}: one layer can be created, which drafts as often as wanted; give 1"
+            f"--mtp-num-layers {options.mtp_num_layers}: only one layer can be created, which drafts all tokens of a step; give 1"
         )
     return f"wrote {with_mtp(source, target)}, with an MTP layer that starts as a copy of the last decoder layer"
 
 
 def with_mtp(source: Path | str, target: Path | str) -> Path:
-    """Write the checkpoint ``source`` with one MTP layer more, which starts as ``initialise`` says, into ``target``; returns it.
+    """Write the checkpoint ``source`` with one more MTP layer, initialised by ``initialise``, into ``target``; returns ``target``.
 
     Raises:
-        CheckpointError: it cannot be read or written, or its family's layers cannot be run one by one.
+        CheckpointError: the checkpoint cannot be read or written, or the backend cannot run single layers of its family.
     """
     model: Any = load_model(source)
     layer = make_layer(model)

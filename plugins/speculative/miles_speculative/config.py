@@ -1,4 +1,4 @@
-"""The options of speculative."""
+"""The options of the plugin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from miles_core import option
 
-#: Tokens drafted ahead at most.
+#: Maximum number of draft tokens per step.
 MOST = 16
 #: Factor of the MTP loss.
 FACTOR = 0.2
@@ -15,7 +15,7 @@ MTP, GROUP = "mtp", "draft"
 
 
 def _of_sglang(name: str) -> str:
-    """The help of an option that the plugin ``sglang`` has too: one flag, one text."""
+    """Return the help text of an option that the plugin ``sglang`` has too; both plugins must use the same text."""
     return f"{name} of SGLang's ServerArgs (default: SGLang decides)"
 
 
@@ -26,7 +26,7 @@ class SpeculativeConfig:
     lookahead: str = option(
         "auto",
         flag="--spec-lookahead",
-        help="tokens drafted a step; auto chooses from measured acceptance and cost, and drafts none where that does not pay",
+        help="draft tokens per step; auto chooses from measured acceptance and cost, and drafts nothing if drafting is not faster",
         choices=("auto", *map(str, range(1, MOST + 1))),
         metavar="K|auto",
     )
@@ -39,7 +39,7 @@ class SpeculativeConfig:
     topk: int = option(
         1,
         flag="--spec-topk",
-        help="candidates at each depth: 1 drafts a chain, more a tree, of which --spec-lookahead is the depth",
+        help="candidates at each depth: 1 drafts a chain, more a tree of depth --spec-lookahead",
         ge=1,
         le=MOST,
     )
@@ -52,14 +52,14 @@ class SpeculativeConfig:
     eagle_num_layers: int | None = option(
         None,
         flag="--eagle-num-layers",
-        help="with miles convert: write a new EAGLE head of so many layers for the checkpoint, to be given to --draft-model-path",
+        help="with miles convert: write a new EAGLE head with this many layers for the checkpoint, for use with --draft-model-path",
         ge=1,
         le=4,
     )
     mtp_training: bool = option(
         False,
         flag="--enable-mtp-training",
-        help="train the MTP layer in the policy's backward pass; the policy's gradient stays the same to the bit",
+        help="train the MTP layer in the policy's backward pass; the policy's gradient is bitwise unchanged",
     )
     mtp_loss_scaling_factor: float = option(
         FACTOR, flag="--mtp-loss-scaling-factor", help="factor of the MTP loss, the mean over trained tokens", gt=0
@@ -67,7 +67,7 @@ class SpeculativeConfig:
     profile: bool = option(
         False,
         flag="--profile-speculative",
-        help="at the end of the run, print where the time of decoding went, predicted and measured speed-up, and what a draft may cost",
+        help="at the end of the run, print a breakdown of the decoding time, predicted and measured speed-up, and the break-even cost of a draft",
     )
     draft_lr: float | None = option(
         None,
@@ -78,20 +78,20 @@ class SpeculativeConfig:
     sft_interval: int | None = option(
         None,
         flag="--online-sft-interval",
-        help="every so many steps, train the draft towards the policy's own distribution on the rollout's tokens",
+        help="every N steps, train the draft towards the policy's distribution on the rollout's tokens",
         ge=1,
     )
     ema_decay: float = option(
         0.0,
         flag="--draft-ema-decay",
-        help="the engine drafts with a running mean of the draft, of this decay (0: off)",
+        help="the engine drafts with an exponential moving average of the draft's weights with this decay (0: off)",
         ge=0,
         lt=1,
     )
     reinit_interval: int | None = option(
         None,
         flag="--reinit-draft-interval",
-        help="every so many steps, start the draft again from the policy's last layer",
+        help="every N steps, re-initialise the draft from the policy's last layer",
         ge=1,
     )
 
@@ -110,7 +110,7 @@ class SpeculativeConfig:
     )
 
     def on(self, engine: str) -> SpeculativeConfig:
-        """These options for an engine: the embedded one takes what SGLang's flags say as if its own said it."""
+        """Return the options for an engine; for the embedded engine, SGLang's flags set the corresponding own options."""
         if engine != "embedded":
             return self
         lookahead = self.lookahead if self.num_steps is None else str(self.num_steps)
@@ -119,5 +119,5 @@ class SpeculativeConfig:
 
     @property
     def trained(self) -> bool:
-        """Whether the draft learns."""
+        """Whether the draft is trained."""
         return self.mtp_training or self.sft_interval is not None

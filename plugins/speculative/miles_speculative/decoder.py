@@ -1,9 +1,9 @@
-"""The decoder: draft a chain for every row, verify all chains in one forward, keep what stands.
+"""The decoder: drafts a chain of tokens for every row, verifies all chains in one forward pass, and keeps the accepted prefix.
 
-A row's draft keys and values cover its tokens but the last few: those whose hidden states the model has computed since. The first
-draft forward of a step feeds these, so an entry that was made from the draft's own guess of a hidden state is replaced by the true one,
-and what was rejected is overwritten. After steps without drafts it is fed their last tokens; older ones, and prompts that came
-while nothing was drafted, it then does not know. It drafts worse for that, and what is emitted has the same distribution.
+The draft's KV cache lags behind: it lacks the last tokens of a row, for which the policy has computed hidden states since the last draft.
+The first draft forward of a step processes these tokens with the true hidden states; this replaces entries that were computed from the
+draft's own predictions and overwrites rejected tokens. After steps without drafts it processes only the last ``UNREAD`` tokens. The draft
+never sees older tokens, nor prompts that arrived while drafting was off. This lowers the acceptance rate, but not the distribution.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_embedded import Decoder, Emitted, Prompts, one_each, pick
+from miles_embedded import Decoder, Emitted, Prompts, pick, to_emitted
 from miles_speculative.draft import Draft
 from miles_speculative.ledger import Ledger
 from miles_speculative.lookahead import Lookahead
 from miles_speculative.verify import verify
 
-#: Streams of random numbers, see ``engine.uniform``: the token behind what is kept, whether a draft is kept, the drafts.
+#: Random streams, see ``engine.uniform``: the token after the accepted drafts, acceptance of drafts, the drafts.
 DRAW, KEEP, DRAFT = 0, 1, 2
-#: While nothing is drafted, the hidden states of so many steps wait in memory, should drafting begin again; what came before is forgotten.
+#: Number of steps without drafts whose hidden states are kept, in case drafting resumes; older ones are discarded.
 UNREAD = 16
 
 
 class SpeculativeDecoder(Decoder):
-    """Args:
-    draft: of the engine's model.
-    lookahead: says how many tokens are drafted.
-    profile: measure drafting and verifying apart.
+    """Decoder with chain drafts.
+
+    Args:
+        draft: draft of the engine's model.
+        lookahead: chooses the number of draft tokens.
+        profile: measure drafting and verifying separately.
     """
 
     def __init__(self, draft: Draft, lookahead: Lookahead, profile: bool = False) -> None:
         self.draft, self.lookahead, self.profile = draft, lookahead, profile
         self.ledger = Ledger(lookahead.most, profile)
-        #: row -> hidden states [m, hidden] in pieces, in front of its last m tokens, which the draft was not fed yet
+        #: row -> hidden states [m, hidden] in pieces, for its last m tokens, which the draft has not processed yet
         self._fresh: dict[Any, list[Tensor]] = {}
-        #: steps without drafts: the rows' entries of ``_fresh``, and the hidden states [rows, hidden] that belong behind them
+        #: for each step without drafts: the rows' lists in ``_fresh``, and the hidden states [rows, hidden] to append to them
         self._passed: deque[tuple[list[list[Tensor]], Tensor]] = deque()
-        #: rows whose prompt the draft does not know
+        #: rows whose prompt the draft has not processed
         self._blind: set[Any] = set()
-        # on a CPU what others do on the same processor is no cost of a draft
+        # on a CPU, thread time excludes other load on the same processor
         self._clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
 
     def prompts(self, engine: Any, prompts: Prompts) -> None:
@@ -76,13 +78,13 @@ class SpeculativeDecoder(Decoder):
         return self._drafted(engine, rows, k) if k > 0 else self._plain(engine, rows)
 
     def _drafted(self, engine: Any, rows: list[Any], k: int) -> Emitted:
-        """A step with k drafts."""
-        # a draft that was left alone for a while has more to read than usual
+        """Run a step with k drafts."""
+        # after steps without drafts, the draft has more tokens to process than usual
         steady = not self._passed and max(len(piece) for row in rows for piece in self._fresh[row]) <= k + 1
         start = self._now()
         drafts = self._draft(engine, rows, k)
         middle = self._now()
-        emitted = self._verified(engine, rows, drafts)
+        emitted = self._verify(engine, rows, drafts)
         end = self._now()
         drafted, kept = [min(k, _room(row)) for row in rows], [len(tokens) - 1 for tokens in emitted.tokens]
         tried, held = self.ledger.count(rows, k, drafted, kept, self._blind)
@@ -97,10 +99,10 @@ class SpeculativeDecoder(Decoder):
         return self._clock()
 
     def _plain(self, engine: Any, rows: list[Any]) -> Emitted:
-        """A step without drafts, of which there may be very many: what is done beside the policy's own work counts."""
+        """Run a step without drafts. Performance-critical: overhead beyond the policy's forward pass adds to every plain step."""
         start = self._now()
         fed = engine.forward(rows, [row.tokens[-1:] for row in rows])
-        emitted = one_each(engine.sample(fed.logits, rows))
+        emitted = to_emitted(engine.sample(fed.logits, rows))
         self._passed.append(([self._fresh[row] for row in rows], fed.hidden))
         if len(self._passed) > UNREAD:
             for pieces in self._passed.popleft()[0]:
@@ -111,7 +113,7 @@ class SpeculativeDecoder(Decoder):
         return emitted
 
     def _read(self, engine: Any, rows: list[Any]) -> Tensor:
-        """Feed the draft what it does not know of each row; [rows, hidden] what it made of the last token."""
+        """Let the draft process each row's pending tokens; returns [rows, hidden], its output for the last token."""
         for entries, hidden in self._passed:
             for pieces, state in zip(entries, hidden.split(1), strict=True):
                 pieces.append(state)
@@ -125,7 +127,7 @@ class SpeculativeDecoder(Decoder):
         return out.index_select(0, torch.tensor(counts, device=device).cumsum(0) - 1)
 
     def _draft(self, engine: Any, rows: list[Any], k: int) -> Any:
-        """k tokens for each row [rows, k], drawn from [rows, k, vocab]."""
+        """Draft k tokens per row; returns the tokens [rows, k] and the draft distributions [rows, k, vocab]."""
         out, lengths = self._read(engine, rows), lengths_of(rows)
         device = out.device
         at = torch.from_numpy(lengths).to(device)
@@ -138,8 +140,8 @@ class SpeculativeDecoder(Decoder):
                 out = self.draft(drafts[-1], out, positions_of(call, device), call)
         return torch.stack(drafts, 1), torch.stack(probs, 1)
 
-    def _verified(self, engine: Any, rows: list[Any], drafted: Any) -> Emitted:
-        """Feed what ``_draft`` returned, keep what stands, and cut the cache to that."""
+    def _verify(self, engine: Any, rows: list[Any], drafted: Any) -> Emitted:
+        """Verify what ``_draft`` returned, and truncate the cache to the accepted tokens."""
         drafts, q = drafted
         k, device = drafts.shape[1], drafts.device
         room = [min(k, _room(row)) for row in rows]
@@ -159,7 +161,7 @@ class SpeculativeDecoder(Decoder):
         found = verify(probs, q, drafts, torch.tensor(room, device=device), keep, draw)
         kept, behind = (x.tolist() for x in found)
         new = [[*chain[1 : n + 1], token] for chain, n, token in zip(chains, kept, behind, strict=True)]
-        # what was fed behind them is cut off; its log-probs are not looked at
+        # rejected tokens are truncated below; their log-probs are ignored
         flat = [t for c, tokens in zip(chains, new, strict=True) for t in (tokens + c)[: len(c)]]
         sampled = engine.record(dist, rows, torch.tensor(flat, device=device), counts)
         engine.truncate(rows, [len(row.tokens) + n for row, n in zip(rows, kept, strict=True)])
@@ -175,15 +177,15 @@ class SpeculativeDecoder(Decoder):
 
 
 def _room(row: Any) -> int:
-    """Drafts that may count for a row: the step emits one token beside them."""
+    """Return the maximum number of useful drafts for a row; the step emits one more token."""
     return int(row.limit - len(row.tokens) - 1)
 
 
 def lengths_of(rows: Sequence[Any]) -> Any:
-    """[rows] tokens of each, as an array."""
+    """Return [rows]: the number of tokens of each row."""
     return np.array([len(row.tokens) for row in rows])
 
 
 def positions_of(call: Any, device: torch.device) -> Tensor:
-    """[tokens] of what the rows of an engine's call feed."""
+    """Return [tokens]: the positions of the tokens in an engine call."""
     return torch.from_numpy(call.rows.positions).to(device)

@@ -1,4 +1,4 @@
-"""What can draft."""
+"""The interface of drafts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from miles_embedded import logits_of
 
 
 class Draft(ABC):
-    """Predicts, from tokens and perhaps the hidden states of the tokens before them, what follows.
+    """Predicts the next tokens from tokens and, optionally, the policy's hidden states.
 
     Args:
-        policy: the model that it drafts for, prepared by the backend, of which ``module`` is a part.
-        module: what it drafts with.
+        policy: the model to draft for, prepared by the backend.
+        module: the draft's module, a submodule of ``policy``.
     """
 
     def __init__(self, policy: Any, module: Any) -> None:
@@ -24,25 +24,25 @@ class Draft(ABC):
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Its own, by their names in the module."""
+        """The draft's parameters by their names in ``module``."""
         return dict(self.module.named_parameters())
 
     @abstractmethod
     def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, call: Any) -> Tensor:
-        """One entry each.
+        """Process tokens.
 
         Args:
-            tokens: [n] ids.
-            hidden: [n, hidden] of the token before each, after the policy's last norm; or what this returned for it.
-            positions: [n] of the tokens.
-            call: whose rows they are.
+            tokens: [n] token ids.
+            hidden: [n, hidden] the hidden state of the previous token: the policy's after its last norm, or this method's output.
+            positions: [n] positions of the tokens.
+            call: the backend's call, with the rows of the tokens.
 
         Returns:
-            [n, hidden], from which ``logits`` predicts what follows each token.
+            [n, hidden], the input of ``logits``.
         """
 
     def logits(self, out: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab], by the policy's head unless a draft has its own; the policy's parameters get no gradient from it."""
+        """Compute [n, vocab] logits of the next tokens from [n, hidden], by default with the policy's output layer, detached."""
         if not out.requires_grad:
             return logits_of(self.policy, out)
         top = self.policy.get_output_embeddings()

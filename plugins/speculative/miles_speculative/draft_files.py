@@ -1,4 +1,4 @@
-"""What the files of a draft say about it, without loading it: whether it can be one of a policy."""
+"""Checks from its files whether a draft fits a policy, without loading it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from miles_speculative.vocabulary import difference
 
 
 def is_eagle(path: str | Path) -> bool:
-    """Whether a directory holds an EAGLE head and not a whole model: ``fc`` tells them apart. Only heads come as torch's own file."""
+    """Whether a directory contains an EAGLE head: it has the tensor ``fc.weight``, or no safetensors but torch ``*.bin`` files."""
     names = tensor_names(Path(path))
     return "fc.weight" in names or (not names and any(Path(path).glob("*.bin")))
 
 
 def misfits(path: str | Path, checkpoint: str | Path, trust_remote_code: bool = False) -> Iterator[str]:
-    """Why the draft in ``path`` cannot be one of the policy in ``checkpoint``, a sentence each. The policy's configuration was read before;
-    tokenizers are loaded with ``trust_remote_code``, where all else fits."""
+    """Yield a message for each reason why the draft in ``path`` does not fit the policy in ``checkpoint``.
+
+    ``checkpoint`` must have a readable configuration. Tokenizers are loaded, with ``trust_remote_code``, only if everything else fits."""
     flag = f"--draft-model-path {path}"
     config = read_config(path)
     if config is None:
-        yield f"{flag}: it holds no config.json, so it is not a Hugging Face checkpoint"
+        yield f"{flag}: it has no config.json, so it is not a Hugging Face checkpoint"
         return
     theirs = read_config(checkpoint)
     assert theirs is not None
@@ -39,7 +40,7 @@ def misfits(path: str | Path, checkpoint: str | Path, trust_remote_code: bool = 
     if is_eagle(path):
         if any(name.startswith("midlayer.") for name in names):
             yield (
-                f"{flag}: it is an EAGLE-3 head, which reads hidden states of several layers; give one of EAGLE or EAGLE-2, or make "
+                f"{flag}: it is an EAGLE-3 head, which uses hidden states of several layers; give an EAGLE or EAGLE-2 head, or create "
                 "one: miles convert --eagle-num-layers 1"
             )
         elif config.get("hidden_size") != theirs.get("hidden_size"):
@@ -51,8 +52,8 @@ def misfits(path: str | Path, checkpoint: str | Path, trust_remote_code: bool = 
     weights = [sum(f.stat().st_size for f in Path(p).glob("*.safetensors")) for p in (path, checkpoint)]
     if weights[0] >= weights[1]:
         yield (
-            f"{flag}: its weights have {weights[0] / 1e6:.0f} MB and the policy's {weights[1] / 1e6:.0f} MB; take a draft of a quarter "
-            "to a tenth of the policy"
+            f"{flag}: its weights have {weights[0] / 1e6:.0f} MB and the policy's {weights[1] / 1e6:.0f} MB; use a draft of a quarter "
+            "to a tenth of the policy's size"
         )
         return
     try:
@@ -61,11 +62,11 @@ def misfits(path: str | Path, checkpoint: str | Path, trust_remote_code: bool = 
         yield f"{flag}: {error}"
         return
     if other is not None:
-        yield f"{flag}: its tokenizer is another ({other}); a draft needs the policy's tokenizer"
+        yield f"{flag}: its tokenizer differs ({other}); a draft needs the policy's tokenizer"
 
 
 def read_config(path: str | Path) -> dict[str, Any] | None:
-    """The configuration of a checkpoint's text model; None where there is none."""
+    """Return the configuration of a checkpoint's text model; None if it cannot be read."""
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -75,14 +76,14 @@ def read_config(path: str | Path) -> dict[str, Any] | None:
 
 
 def has_windows(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration speaks of layers that see the last tokens only."""
+    """Whether a configuration has layers without full attention."""
     text = config.get("text_config") or config
     kinds = set(text.get("layer_types") or ()) - {"full_attention"}
     return bool(kinds) or bool(text.get("sliding_window") and text.get("use_sliding_window", True))
 
 
 def tensor_names(path: Path) -> set[str]:
-    """Names of the tensors in a directory's safetensors files."""
+    """Return the tensor names in a directory's safetensors files."""
     found: set[str] = set()
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "np") as opened:

@@ -1,7 +1,7 @@
-"""A draft from a directory of its own: a small model of the same tokenizer, or an EAGLE head.
+"""A draft from a separate directory: a small model with the same tokenizer, or an EAGLE head.
 
-A small model stands in the policy as ``draft``, so that sync, checkpoints, formats and optimiser know its parameters, and keeps its keys and values
-in the policy's cache, under layer numbers behind the policy's. It needs no hidden states.
+A small model becomes the policy's submodule ``draft``, so that weight updates, checkpoints, formats and the optimizer include its
+parameters. It stores keys and values in the policy's cache under the layer indices after the policy's layers. It ignores hidden states.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from miles_speculative.eagle import Eagle, attach_eagle
 
 
 class DraftModel(Draft):
-    """A small model in the policy."""
+    """A small model as the policy's submodule."""
 
     def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, call: Any) -> Tensor:
-        """See ``Draft``; ``hidden`` is not looked at."""
+        """See ``Draft``; ignores ``hidden``."""
         run: Any = backbone(self.module)
         out: Tensor = run(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, call=call
@@ -29,17 +29,17 @@ class DraftModel(Draft):
         return out
 
     def logits(self, out: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab], by the small model's own head."""
+        """Compute [n, vocab] logits from [n, hidden] with the small model's output layer."""
         return logits_of(self.module, out)
 
 
 def draft_on(policy: Any) -> Draft:
-    """The draft that ``attach_model`` gave to ``policy``."""
+    """Return the draft that ``attach_model`` attached to ``policy``."""
     return Eagle(policy, policy.draft) if hasattr(policy.draft, "fc") else DraftModel(policy, policy.draft)
 
 
 def attach_model(policy: Any, path: str | Path) -> Draft:
-    """Give ``policy`` the draft in ``path``, in its own dtype and on its device."""
+    """Load the draft in ``path`` and attach it to ``policy``, with the policy's dtype and device."""
     if is_eagle(path):
         return attach_eagle(policy, path)
     like = next(policy.parameters())

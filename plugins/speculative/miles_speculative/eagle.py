@@ -1,11 +1,11 @@
-"""A head in the layout of EAGLE (Li et al., arXiv 2401.15077; EAGLE-2, arXiv 2406.16858, drafts trees with the same weights).
+"""A draft head in the layout of EAGLE (Li et al., arXiv 2401.15077; EAGLE-2, arXiv 2406.16858, drafts trees with the same weights).
 
-``fc`` projects a token's embedding, joined with the policy's hidden state of the token before it after the last norm, to one; decoder
-layers of the Llama family follow, the first without a norm in front and nothing behind the last. What comes out is meant to be the policy's
-next hidden state: its head reads it, and the next draft starts from it. The entry of a prompt's first token, for which EAGLE has none, has zeros
-for the hidden state before it.
+``fc`` projects the concatenation of a token's embedding and the previous token's hidden state (after the policy's last norm) to the hidden
+size. Llama decoder layers follow, without a norm before the first and after the last. The output approximates the policy's next hidden
+state: the policy's output layer computes logits from it, and the next draft uses it as input. EAGLE has no entry for a prompt's first token;
+here its previous hidden state is zero.
 
-The head stands in the policy as ``draft``, with the tensor names of its own checkpoint behind that.
+The head is the policy's submodule ``draft``; its parameters have the names of its checkpoint under that prefix.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from miles_embedded import (
 )
 from miles_speculative.draft import Draft
 
-#: Copies of the policy's own, in the checkpoints of some heads.
+#: Copies of the policy's tensors in the checkpoints of some heads; ignored.
 _SHARED = {"embed_tokens.weight", "lm_head.weight"}
 
 
 class Eagle(Draft):
-    """A head in the policy; ``module`` is its layers, and ``fc`` beside them, named as in an EAGLE checkpoint."""
+    """An EAGLE head; ``module`` has the layers and ``fc``, named as in an EAGLE checkpoint."""
 
     def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, call: Any) -> Tensor:
-        """See ``Draft``; what is returned is the policy's hidden state as the head expects it."""
+        """See ``Draft``; returns the predicted next hidden state of the policy."""
         embedded = self.policy.get_input_embeddings()(tokens).detach()
         joined = self.module.fc(torch.cat([embedded, hidden], -1))
         out: Tensor = self.module(
@@ -48,10 +48,10 @@ class Eagle(Draft):
 
 
 def attach_eagle(policy: Any, path: str | Path) -> Eagle:
-    """Give ``policy`` the head in ``path``, in its own dtype and on its device.
+    """Load the head in ``path`` and attach it to ``policy``, with the policy's dtype and device. Call ``misfits`` first.
 
     Raises:
-        CheckpointError: its tensors are not those of such a head. ``misfits`` is asked before.
+        CheckpointError: tensors are missing, unknown or have another shape.
     """
     tensors = {n: t for n, t in _tensors(Path(path)) if n not in _SHARED and not n.endswith("inv_freq")}
     config = checkpoint_config(path)
@@ -77,7 +77,7 @@ def attach_eagle(policy: Any, path: str | Path) -> Eagle:
 
 
 def make_eagle(config: Any, dtype: torch.dtype, device: torch.device, bias: bool) -> Any:
-    """A head with fresh weights from the configuration of its layers; ``bias``: of ``fc``."""
+    """Create a head with uninitialised weights. config: Llama configuration of the layers; bias: whether ``fc`` has a bias."""
     model = unloaded_model(config, dtype, device)
     draft: Any = backbone(model)
     draft.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias, device=device, dtype=dtype)
@@ -88,8 +88,9 @@ def make_eagle(config: Any, dtype: torch.dtype, device: torch.device, bias: bool
 
 
 def new_eagle(source: Path | str, target: Path | str, layers: int) -> Path:
-    """Write a head for the checkpoint ``source`` into ``target``; returns it. It is to be trained: it starts from the policy's last layer
-    where that has the same shapes, and ``fc`` adds embedding and hidden state."""
+    """Write an untrained head for the checkpoint ``source`` into ``target``; returns ``target``.
+
+    Layers start as copies of the policy's last layer where the shapes match, and ``fc`` adds embedding and hidden state."""
     from transformers import LlamaConfig
 
     policy: Any = load_model(source)
@@ -123,7 +124,7 @@ def new_eagle(source: Path | str, target: Path | str, layers: int) -> Path:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a directory, by name; heads are often kept as torch's own file."""
+    """Yield the (name, tensor) pairs of a directory's safetensors files, or of its torch files if there are none."""
     for file in sorted(path.glob("*.safetensors")):
         yield from load_file(file).items()
     if not any(path.glob("*.safetensors")):

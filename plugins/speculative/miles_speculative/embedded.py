@@ -1,4 +1,4 @@
-"""Where speculative plugs into the embedded backend: the layer in every model, its training beside the policy's."""
+"""Hooks for the embedded backend: attach the draft to every model, and train it along with the policy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from miles_speculative.training import DraftTraining
 
 
 class EmbeddedSpeculative:
-    """The draft's layer, and its training."""
+    """Attaches and trains the draft."""
 
     def __init__(self, options: SpeculativeConfig) -> None:
         self.options = options
-        #: policy -> its draft in this process's trainer
+        #: policy name -> its draft in this process's trainer
         self.drafts: dict[str, DraftTraining] = {}
 
     @hookimpl
@@ -69,7 +69,7 @@ class EmbeddedSpeculative:
         def wrap(inner: Any) -> Any:
             def step() -> dict[str, float]:
                 metrics: dict[str, float] = inner()
-                draft.stepped()
+                draft.update_means()
                 return metrics
 
             return step
@@ -84,7 +84,7 @@ class EmbeddedSpeculative:
 
         def wrap(inner: Any) -> Any:
             def weights() -> Iterator[Unit]:
-                return draft.averaged(inner())
+                return draft.substitute_means(inner())
 
             return weights
 

@@ -1,9 +1,8 @@
-"""A multi-token-prediction layer in the layout of DeepSeek-V3 (arXiv 2412.19437, section 2.2).
+"""A multi-token-prediction (MTP) layer in the layout of DeepSeek-V3 (arXiv 2412.19437, section 2.2).
 
-From the hidden state that predicted a token, and that token's embedding, it predicts the next one: both are normed, joined and projected,
-one decoder block follows, and the model's own head reads the result. Here the entry at position t has token t and the hidden state of
-t - 1, so that its keys and values stand in the cache where the model's stand. The first token has no hidden state before it; zeros
-take its place, in training too.
+It predicts the next token from a token's embedding and the previous token's hidden state: both are normalised, concatenated and projected,
+one decoder block follows, and the model's output layer computes the logits. The entry at position t combines token t with the hidden state
+of t - 1, so that its keys and values have the same cache position as the model's. The first token has a zero hidden state, in training too.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from miles_embedded import (
     add_layer,
     backbone,
     decoder_layers,
-    held,
+    gather_tensor,
+    local_shard,
     new_layer,
     read_layer,
     run_layer,
-    whole,
 )
 from miles_speculative.draft import Draft
 
-#: Copies of the model's own embedding and head that some checkpoints hold, in ours they are shared.
+#: Copies of the model's embedding and output layer in some checkpoints; ignored, because the MTP layer shares the model's.
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 class Head(Draft):
-    """One model's MTP layer; ``module`` is the block, and in it ``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head.norm``."""
+    """A model's MTP layer; ``module`` is the decoder block with ``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head.norm``."""
 
     def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, call: Any) -> Tensor:
-        """See ``Draft``; what is returned is behind the layer's last norm."""
+        """See ``Draft``; returns the output of the layer's last norm."""
         layer = self.module
         embedded = self.policy.get_input_embeddings()(tokens).detach()
         joined = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], -1))
@@ -44,7 +43,7 @@ class Head(Draft):
 
 
 def make_layer(model: nn.Module) -> nn.Module:
-    """A fresh MTP layer for ``model``, not yet part of it: a block like the model's last with the four parts beside it."""
+    """Create an uninitialised MTP layer for ``model`` without attaching it: a block like the model's last one, and the four parts."""
     layer: Any = new_layer(model)
     norm = layer.input_layernorm
     size = norm.weight.shape[-1]
@@ -58,26 +57,27 @@ def make_layer(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def initialise(model: Any, layer: Any) -> None:
-    """What a layer starts from that was never trained: the model's last block and last norm, and a projection that adds the
-    normed embedding and the normed hidden state. On every rank, where these share parameters out."""
+    """Initialise an MTP layer from the model's last block and last norm, with a projection that adds embedding and hidden state.
+
+    With sharded parameters, a collective of all ranks."""
     own = dict(layer.named_parameters()) | dict(layer.named_buffers())
     last: Any = decoder_layers(model)[-1]
     start = {
-        name: whole(tensor)
+        name: gather_tensor(tensor)
         for name, tensor in (*last.named_parameters(), *last.named_buffers())
         if name in own and own[name].shape == tensor.shape
     }
     fresh: Any = new_layer(model)
     start["enorm.weight"] = start["hnorm.weight"] = fresh.input_layernorm.weight
     top: Any = backbone(model).norm
-    start["shared_head.norm.weight"] = whole(top.weight)
+    start["shared_head.norm.weight"] = gather_tensor(top.weight)
     start["eh_proj.weight"] = torch.eye(len(own["eh_proj.weight"])).repeat(1, 2)
     for name, tensor in start.items():
-        held(own[name]).take(tensor)
+        local_shard(own[name]).take(tensor)
 
 
 def attach(model: nn.Module, path: str | Path) -> Head:
-    """Give ``model`` the MTP layer of the checkpoint it was loaded from; CheckpointError when that lacks some of it."""
+    """Attach the MTP layer of the checkpoint ``path`` to ``model``. Raises CheckpointError if tensors are missing."""
     layer = make_layer(model)
     prefix = add_layer(model, layer)
     read_layer(model, path, prefix, SHARED)
@@ -85,6 +85,6 @@ def attach(model: nn.Module, path: str | Path) -> Head:
 
 
 def head_of(model: nn.Module) -> Head:
-    """The head that ``attach`` gave to ``model``."""
+    """Return the head that ``attach`` attached to ``model``."""
     layers: Any = backbone(model).layers
     return Head(model, layers[len(decoder_layers(model))])

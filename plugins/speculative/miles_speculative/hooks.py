@@ -1,5 +1,4 @@
-"""Where speculative plugs in, whatever the backends: what the engine reports becomes metrics, and a table at the end; a trainer with a
-model of its own is asked to train the MTP layer."""
+"""Hooks for all backends: convert the engine's reports to metrics and a final table, and request training of the MTP layer."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Speculative:
-    """The metrics of drafting."""
+    """Reports the metrics of drafting."""
 
     def __init__(self, options: SpeculativeConfig) -> None:
         self.options = options
@@ -29,7 +28,7 @@ class Speculative:
         if path is None:
             return
         for policy in run.policies:
-            # of the run's own checkpoint the plan has said it
+            # the plan has checked only the run's own checkpoint
             for why in misfits(path, policy.hf_checkpoint, trust) if policy.hf_checkpoint else ():
                 raise CheckpointError(why)
 

@@ -1,7 +1,7 @@
-"""What a request is told about its drafts: counts and seconds in its row's metrics.
+"""Records draft counts and seconds in the metrics of each request's row.
 
-What is the same for all rows of a step is added up once, and a row gets the difference between its end and its beginning; so a step without
-drafts costs nothing a row.
+Values that are the same for all rows of a step are accumulated once, and a row gets the difference between its end and its start. A step
+without drafts therefore has no per-row overhead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import Any
 
 @dataclass
 class _Open:
-    """A row that runs: the sums when it began, (drafted, kept) -> its steps, and what it owes to kept drafts of the seconds of plain steps."""
+    """A running row.
+
+    Attributes:
+        start: the sums when the row began.
+        steps: (drafted, kept) -> number of steps.
+        plain: estimated seconds that plain steps would have taken for the row's accepted drafts.
+    """
 
     start: dict[str, float]
     steps: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -22,11 +28,11 @@ class _Open:
 
 
 class Ledger:
-    """Keeps the metrics of rows.
+    """Records the metrics of rows.
 
     Args:
-        most: tokens drafted a step at most.
-        profile: seconds of drafting and verifying too.
+        most: maximum number of draft tokens per step.
+        profile: also record the seconds of drafting and verifying.
     """
 
     def __init__(self, most: int, profile: bool = False) -> None:
@@ -38,11 +44,11 @@ class Ledger:
         self._open: dict[Any, _Open] = {}
 
     def begin(self, row: Any) -> None:
-        """A row runs (again)."""
+        """Start, or resume, a row."""
         self._open[row] = _Open(dict(self._sums))
 
     def end(self, row: Any) -> None:
-        """It runs no longer: what was counted is in its metrics."""
+        """End a row and add its counts to its metrics."""
         ended = self._open.pop(row, None)
         if ended is None:
             return
@@ -61,24 +67,34 @@ class Ledger:
     def count(
         self, rows: Sequence[Any], k: int, drafted: Sequence[int], kept: Sequence[int], apart: Collection[Any] = ()
     ) -> tuple[list[int], list[int]]:
-        """A step with k > 0 drafts: ``drafted[i]`` of row i counted and ``kept[i]`` were kept. Returns how many rows tried, and kept, each depth,
-        those ``apart`` left out."""
+        """Count a step with k > 0 drafts.
+
+        Args:
+            rows: the rows of the step.
+            k: number of drafts.
+            drafted: number of usable drafts of each row.
+            kept: number of accepted drafts of each row.
+            apart: rows to exclude from the returned counts.
+
+        Returns:
+            for each depth, how many rows tried a draft and how many kept it.
+        """
         self._sums["decode_steps"] += 1
         self._sums["lookahead"] += k
         tried, held = [0] * k, [0] * k
-        told: Counter[tuple[int, int]] = Counter()
+        pairs: Counter[tuple[int, int]] = Counter()
         for row, pair in zip(rows, zip(drafted, kept, strict=True), strict=True):
             if pair[0]:
                 self._open[row].steps[pair] += 1
-                told[pair] += row not in apart
-        for (many, few), count in told.items():
+                pairs[pair] += row not in apart
+        for (many, few), count in pairs.items():
             for depth in range(many):
                 tried[depth] += count
                 held[depth] += count * (depth < few)
         return tried, held
 
     def plain(self, rows: int, seconds: float) -> None:
-        """A step without drafts for so many rows took so long."""
+        """Record the seconds of a step without drafts for ``rows`` rows."""
         sums, share = self._sums, seconds / rows
         sums["decode_steps"] += 1
         sums["decode_seconds"] += share
@@ -88,7 +104,15 @@ class Ledger:
     def spend(
         self, rows: Sequence[Any], seconds: float, plain: float | None, kept: Sequence[int], **parts: float
     ) -> None:
-        """The step with drafts took so long. ``plain``: what one without drafts takes, where that is known; ``parts`` of the seconds, by name."""
+        """Record the seconds of a step with drafts.
+
+        Args:
+            rows: the rows of the step.
+            seconds: duration of the step.
+            plain: estimated seconds of a step without drafts; None if unknown.
+            kept: number of accepted drafts of each row.
+            parts: seconds of parts of the step, by name.
+        """
         share = 1 / len(rows)
         self._sums["decode_seconds"] += seconds * share
         for name, part in parts.items():

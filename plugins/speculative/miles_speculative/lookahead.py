@@ -1,8 +1,8 @@
-"""How many tokens are drafted a step: a fixed number, or the one that pays best.
+"""Chooses the number of draft tokens per step: fixed, or the number with the highest measured throughput.
 
-What a step emits follows from the acceptance by depth, a_d (the share of steps whose first d drafts are kept): 1 + a_1 + ... + a_k tokens a
-row. What it costs is measured in steps without drafts, for each number of drafts and size of the batch, by trials. The best k has the most
-tokens for what it costs; 0 is plain decoding, and k = 0 wins unless drafting is faster by more than the measurement is worth.
+A step with k drafts emits 1 + a_1 + ... + a_k tokens per row, where a_d is the share of steps whose first d drafts are accepted. Its cost is
+measured by trials, in units of a step without drafts, for each number of drafts and each batch size. The best k has the most tokens per
+cost. k = 0 is plain decoding and is chosen unless drafting is faster by more than the factor ``_GAIN``.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from miles_speculative.costs import Costs
 
 #: Drafting must be faster by this factor.
 _GAIN = 1.05
-#: While nothing is drafted, trials may cost this share of what is generated.
+#: While drafting is off, trials may cost this share of the generated tokens.
 _SHARE = 0.003
-#: They come so many steps after the first ones, and as long as drafting pays, or does not, twice as many each time, up to a limit.
+#: Steps between trials: the initial number, which doubles while the decision to draft or not stays the same, and its maximum.
 _AGAIN, _SELDOM = 16, 512
-#: Between trials the choice is made again every so many steps.
+#: Between trials, the choice is updated every this many steps.
 _EVERY = 8
-#: Prompts are worth reading again so many steps before trials are due.
+#: The draft starts to process prompts again when this many steps or fewer remain until the next trials.
 _AHEAD = 256
 
 
 class Lookahead:
-    """Always the same number.
+    """A fixed number of draft tokens.
 
     Args:
-        k: tokens drafted a step.
-        plain: every so many steps one without drafts is made, to know what it costs; 0 never.
+        k: draft tokens per step.
+        plain: run every ``plain``-th step without drafts, to measure its cost; 0 means never.
     """
 
     def __init__(self, k: int, plain: int = 0) -> None:
@@ -42,13 +42,13 @@ class Lookahead:
         self.costs: dict[int, Costs] = {}
 
     def choose(self, rows: int) -> int:
-        """Tokens to draft for a batch of ``rows``."""
+        """Return the number of tokens to draft for a batch of ``rows`` rows."""
         self.steps += 1
         return 0 if self.plain and self.steps % self.plain == 0 else self.k
 
     @property
     def idle(self) -> bool:
-        """Whether what joins now will hardly be drafted for, at this size of the batch or, as rows leave, at a smaller one that was tried."""
+        """Whether rows that join now will probably not use drafts, at this batch size or at smaller sizes that were tried."""
         return False
 
     def record(
@@ -60,8 +60,16 @@ class Lookahead:
         tried: Sequence[int] = (),
         kept: Sequence[int] = (),
     ) -> None:
-        """A step with k drafts was made: ``tried[d]`` rows drafted more than d tokens and ``kept[d]`` of them kept more than d. ``steady``:
-        it took as long as such steps do."""
+        """Record a step.
+
+        Args:
+            rows: batch size.
+            k: number of drafts.
+            seconds: duration of the step.
+            steady: whether the duration is representative.
+            tried: ``tried[d]``: number of rows with more than d drafts.
+            kept: ``kept[d]``: number of these rows that accepted more than d drafts.
+        """
         self.acceptance.add(tried, kept)
         if steady:
             size = rows.bit_length()
@@ -70,18 +78,18 @@ class Lookahead:
             self.costs[size].add(k, seconds)
 
     def plain_seconds(self, rows: int) -> float | None:
-        """What a step without drafts costs; None where it was not measured."""
+        """Return the seconds of a step without drafts; None if not measured."""
         costs = self.costs.get(rows.bit_length())
         return None if costs is None else costs.plain
 
 
 class Auto(Lookahead):
-    """The number that pays best, measured while the run goes on."""
+    """Chooses the number of draft tokens from measurements during the run."""
 
     def __init__(self, most: int = MOST // 2) -> None:
         super().__init__(most)
         self.size = 0
-        #: size of the batch, in powers of two -> its trials
+        #: batch size (bit length) -> its trials
         self.trials: dict[int, Trials] = {}
 
     @property
@@ -112,7 +120,7 @@ class Auto(Lookahead):
             if trials.made:
                 self._finish(costs, trials)
             elif trials.left <= 0:
-                trials.queue = self._stale(costs)
+                trials.queue = self._plan_trials(costs)
         if trials.queue:
             trials.chosen, trials.made = trials.queue.pop(0), True
         elif trials.chosen not in costs.known or trials.left % _EVERY == 0:
@@ -120,27 +128,31 @@ class Auto(Lookahead):
         return trials.chosen
 
     def best(self, costs: Costs, least: int = 0, apart: int = 0) -> int:
-        """The k, at least ``least`` and not ``apart``, with the most tokens for its cost; at most one more than was tried."""
+        """Return the k with the most tokens per cost, from 1 to one more than the largest tried; 0 if drafting is not faster.
+
+        least: 1 to exclude 0. apart: a k to exclude."""
         most = min(max(costs.known) + 1, self.most)
         rates = {k: self.acceptance.length(k) / costs.of(k) for k in range(1, most + 1) if k != apart}
         best = max(rates, key=rates.__getitem__, default=apart)
         return best if least or rates[best] >= _GAIN else 0
 
     def _begin(self) -> None:
-        """A batch size that was not seen: the costs of the nearest one are a first guess."""
+        """Start with a new batch size; the costs of the nearest known size are the first guess."""
         nearest = min(self.costs, key=lambda known: abs(known - self.size), default=None)
         costs = self.costs[self.size] = Costs(None if nearest is None else self.costs[nearest].known)
-        # the first step of each kind is not counted, and plain ones are no loss
+        # the first step of each kind is not counted; plain steps cost nothing extra
         self.trials[self.size] = Trials([*[0] * 4, *[self.best(costs, least=1)] * 3])
 
-    def _stale(self, costs: Costs) -> list[int]:
-        """What is not in use is tried again: drafts while there are none, of which the first finds more to read than usual and does not count;
-        else plain steps, and another number of drafts."""
+    def _plan_trials(self, costs: Costs) -> list[int]:
+        """Return the numbers of drafts to try again.
+
+        While drafting: another number of drafts, and plain steps. Otherwise: drafts; the first of these steps is not representative,
+        because the draft has more tokens to process."""
         best = self.best(costs)
         return [*[self.best(costs, least=1, apart=best)] * 2, 0, 0] if best else [self.best(costs, least=1)] * 3
 
     def _finish(self, costs: Costs, trials: Trials) -> None:
-        """Trials are over: choose, and say when the next ones are due."""
+        """End the trials: choose the best number and schedule the next trials."""
         best, before = self.best(costs), trials.best
         same = before is not None and (best > 0) == (before > 0)
         trials.wait = trials.left = min(2 * trials.wait, _SELDOM) if same else _AGAIN
@@ -152,12 +164,16 @@ class Auto(Lookahead):
 
 @dataclass
 class Trials:
-    """Of one batch size. Attributes:
-    queue: numbers of drafts to be tried now.
-    made: whether some were.
-    lost: steps without drafts that would have emitted as much, fewer than these took.
-    left, wait: steps until the next ones are due, and how many there were.
-    best, chosen: what was best at the last ones, and what is in use.
+    """Trials of one batch size.
+
+    Attributes:
+        queue: numbers of drafts still to try.
+        made: whether trials are in progress.
+        lost: cost of drafting so far beyond plain decoding of the same tokens, in plain steps.
+        left: steps until the next trials.
+        wait: steps between the last trials and the next.
+        best: the best number in the last trials.
+        chosen: the number in use.
     """
 
     queue: list[int]

@@ -1,7 +1,7 @@
-"""What the draft learns from a training pass of the policy.
+"""Losses of the draft in a training pass of the policy.
 
-The pass has computed every hidden state, so the draft's own forward is one layer. Nothing flows back into the policy: hidden
-states, embeddings and head are detached.
+The pass has already computed the hidden states, so only the draft itself runs in addition. The policy receives no gradient: hidden states,
+embeddings and output layer are detached.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from miles_core import Context
 from miles_embedded import Packing, logits_of
 from miles_speculative.draft import Draft
 
-#: Logits held at once, rows x vocabulary.
+#: Maximum number of logits that exist at once, rows x vocabulary.
 _LOGITS = 1 << 26
 
 
 def cross_entropy(draft: Draft, out: Tensor, tokens: Tensor) -> Tensor:
-    """Sum over n rows of -log q(token), float32.
+    """Return the sum over n rows of -log q(token), float32.
 
     Args:
-        draft: predicts by ``logits``.
-        out: [n, hidden] what it made of the rows.
-        tokens: [n] what followed.
+        draft: the draft.
+        out: [n, hidden] output of the draft.
+        tokens: [n] the next tokens.
     """
 
     def share(out: Tensor, tokens: Tensor) -> Tensor:
         return functional.cross_entropy(draft.logits(out).float(), tokens, reduction="sum")
 
-    return _summed(share, draft, out, tokens)
+    return _sum_in_chunks(share, draft, out, tokens)
 
 
 def divergence(draft: Draft, out: Tensor, policy: Tensor, temperature: float) -> Tensor:
-    """Sum over n rows of KL(p || q), float32: how far the draft's q is from the policy's p, whole distributions.
+    """Return the sum over n rows of KL(p || q), float32, with the policy's distribution p and the draft's q over the whole vocabulary.
 
     Args:
-        draft: predicts by ``logits``.
-        out: [n, hidden] what it made of the rows.
+        draft: the draft.
+        out: [n, hidden] output of the draft.
         policy: [n, hidden] the policy's hidden states, detached.
-        temperature: of both.
+        temperature: temperature of both distributions.
     """
 
     def share(out: Tensor, policy: Tensor) -> Tensor:
@@ -53,17 +53,18 @@ def divergence(draft: Draft, out: Tensor, policy: Tensor, temperature: float) ->
         q = (draft.logits(out).float() / temperature).log_softmax(-1)
         return functional.kl_div(q, p, reduction="sum", log_target=True)
 
-    return _summed(share, draft, out, policy)
+    return _sum_in_chunks(share, draft, out, policy)
 
 
 def distance(out: Tensor, policy: Tensor) -> Tensor:
-    """Sum over n rows of the mean smooth L1 distance between what a head made, ``out`` [n, hidden], and the policy's hidden states [n, hidden],
-    float32: the next draft starts from the one in place of the other."""
+    """Return the sum over n rows of the mean smooth L1 distance between a head's output and the policy's hidden states, float32.
+
+    Both are [n, hidden]. The next draft uses the head's output in place of the policy's hidden state."""
     return functional.smooth_l1_loss(out.float(), policy.float(), reduction="sum") / out.shape[-1]
 
 
-def _summed(share: Callable[[Tensor, Tensor], Tensor], draft: Draft, out: Tensor, other: Tensor) -> Tensor:
-    """``share`` over all rows, so many at a time as the logits may hold; computed again in the backward pass where that is several times."""
+def _sum_in_chunks(share: Callable[[Tensor, Tensor], Tensor], draft: Draft, out: Tensor, other: Tensor) -> Tensor:
+    """Sum ``share`` over chunks of rows that limit the logits to ``_LOGITS``; several chunks are recomputed in the backward pass."""
     rows = max(_LOGITS // len(draft.policy.get_output_embeddings().weight), 1)
     if len(out) <= rows:
         return share(out, other)
@@ -72,14 +73,14 @@ def _summed(share: Callable[[Tensor, Tensor], Tensor], draft: Draft, out: Tensor
 
 
 def entries(draft: Draft, hidden: Tensor, tokens: Tensor, ctx: Context, call: Any) -> Tensor:
-    """The draft over all rows of a packed pass.
+    """Run the draft over all rows of a packed pass.
 
     Args:
-        draft: of the model that runs.
-        hidden: [rows, hidden] its last hidden states, detached.
+        draft: the draft of the model.
+        hidden: [rows, hidden] the model's last hidden states, detached.
         tokens: [T] flat tokens of the micro-batch.
-        ctx: of the pass.
-        call: through which its layers attended.
+        ctx: context of the pass.
+        call: the backend's call of the pass.
 
     Returns:
         [rows, hidden], see ``Draft``.

@@ -1,6 +1,7 @@
-"""From the counts that requests come back with to rates, and to the table of ``--profile-speculative``.
+"""Converts draft counts to metrics and to the table of ``--profile-speculative``.
 
-The engine reports sums a request; core averages them over the requests of a step (``engine/NAME``), so a ratio of two is that of the sums.
+The engine reports sums per request, and core averages them over the requests of a step (``engine/NAME``). The ratio of two averages equals
+the ratio of the sums.
 """
 
 from __future__ import annotations
@@ -11,78 +12,91 @@ from miles_speculative.config import MOST
 
 
 def summarise(metrics: MutableMapping[str, float]) -> None:
-    """Add ``speculative/*`` to a step's metrics."""
-    if "engine/decode_steps" in metrics:
-        found = rates({n.removeprefix("engine/"): v for n, v in metrics.items() if n.startswith("engine/")})
-        if "speedup" in found and "rollout/tokens_per_second" in metrics:
-            found["tokens_per_second_without"] = metrics["rollout/tokens_per_second"] / found["speedup"]
-    else:  # an engine that drafts by itself says how its drafts did
-        found = {n.removeprefix("engine/"): v for n, v in metrics.items() if n.startswith("engine/accept")}
-    metrics.update({f"speculative/{name}": value for name, value in found.items()})
+    """Add ``speculative/*`` to a step's metrics; with several policies, ``POLICY/speculative/*`` for each policy that has an engine."""
+    for prefix, values in _engine_metrics(metrics).items():
+        if "decode_steps" in values:
+            found = rates(values)
+            if "speedup" in found and not prefix and "rollout/tokens_per_second" in metrics:
+                found["tokens_per_second_without"] = metrics["rollout/tokens_per_second"] / found["speedup"]
+        else:  # an engine that drafts without this plugin reports its own acceptance
+            found = {name: value for name, value in values.items() if name.startswith("accept")}
+        metrics.update({f"{prefix}speculative/{name}": value for name, value in found.items()})
 
 
-def rates(said: Mapping[str, float]) -> dict[str, float]:
-    """What is known of: mean lookahead, share of drafted tokens kept, tokens a step with drafts, share of drafts kept up to each depth,
-    and how much faster decoding was than without drafts.
+def _engine_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Group ``engine/NAME`` and ``POLICY/engine/NAME`` by their prefix: "" or ``POLICY/``."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        prefix, found, short = name.rpartition("engine/")
+        if found:
+            groups.setdefault(prefix, {})[short] = value
+    return groups
+
+
+def rates(counts: Mapping[str, float]) -> dict[str, float]:
+    """Compute rates; a rate whose denominator is zero is left out.
 
     Args:
-        said: what the ledger counted, sums or means.
+        counts: the metrics that ``Ledger`` records, as sums or means.
+
+    Returns:
+        ``lookahead``: mean number of drafts; ``accept_rate``: share of drafts kept; ``accept_length``: tokens per step with drafts;
+        ``accepted_to_D``: share of drafts kept at depth D; ``speedup``: factor relative to decoding without drafts.
     """
     found: dict[str, float] = {}
-    if said["decode_steps"]:
-        found["lookahead"] = said["lookahead"] / said["decode_steps"]
-    if said["draft_steps"]:
-        depths = [d for d in range(1, MOST + 1) if said.get(f"tried_{d}")]
-        kept = sum(said[f"kept_{d}"] for d in depths)
-        found["accept_rate"] = kept / said["drafted"]
-        found["accept_length"] = 1 + kept / said["draft_steps"]
-        found |= {f"accepted_to_{d}": said[f"kept_{d}"] / said[f"tried_{d}"] for d in depths}
-    # where few steps can be compared, as those without drafts at the end of responses, they say nothing about the others
-    if said["compared_seconds"] > said["decode_seconds"] / 2:
-        found["speedup"] = said["plain_seconds"] / said["compared_seconds"]
+    if counts["decode_steps"]:
+        found["lookahead"] = counts["lookahead"] / counts["decode_steps"]
+    if counts["draft_steps"]:
+        depths = [d for d in range(1, MOST + 1) if counts.get(f"tried_{d}")]
+        kept = sum(counts[f"kept_{d}"] for d in depths)
+        found["accept_rate"] = kept / counts["drafted"]
+        found["accept_length"] = 1 + kept / counts["draft_steps"]
+        found |= {f"accepted_to_{d}": counts[f"kept_{d}"] / counts[f"tried_{d}"] for d in depths}
+    # the speed-up is representative only if most of the time can be compared
+    if counts["compared_seconds"] > counts["decode_seconds"] / 2:
+        found["speedup"] = counts["plain_seconds"] / counts["compared_seconds"]
     return found
 
 
 class Profile:
-    """Sums of a run's steps, for the table."""
+    """Sums of the engine metrics over a run, for the table."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """One step's metrics, before they are summarised."""
-        for name, value in metrics.items():
-            if name.startswith("engine/"):
-                short = name.removeprefix("engine/")
-                self.sums[short] = self.sums.get(short, 0.0) + value
+        """Add one step's metrics; call it before ``summarise``."""
+        for values in _engine_metrics(metrics).values():
+            for name, value in values.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value
 
     def lines(self) -> list[str]:
-        """The table; one line where nothing was drafted."""
-        said = self.sums
-        if not said.get("draft_steps"):
+        """Return the lines of the table; one line if nothing was drafted."""
+        counts = self.sums
+        if not counts.get("draft_steps"):
             return ["speculative: nothing was drafted, so there is nothing to profile"]
-        found, total = rates(said), said["decode_seconds"]
-        k = said["drafted"] / said["draft_steps"]
+        found, total = rates(counts), counts["decode_seconds"]
+        k = counts["drafted"] / counts["draft_steps"]
         kept, length = found["accept_rate"], found["accept_length"]
-        lines = [f"speculative: {kept:.2f} of {k:.1f} drafts a step kept, {length:.2f} tokens a step"]
+        lines = [f"speculative: acceptance rate {kept:.2f} of {k:.1f} drafts per step, {length:.2f} tokens per step"]
         shares = {
-            name: said[f"{part}_seconds"] / total for name, part in (("drafting", "draft"), ("verifying", "verify"))
+            name: counts[f"{part}_seconds"] / total for name, part in (("drafting", "draft"), ("verifying", "verify"))
         }
-        shares["steps without drafts, counting"] = 1 - sum(shares.values())
-        lines += [f"  {share:6.1%} of the time of decoding: {name}" for name, share in shares.items()]
+        shares["steps without drafts, bookkeeping"] = 1 - sum(shares.values())
+        lines += [f"  {share:6.1%} of the decoding time: {name}" for name, share in shares.items()]
         if "speedup" not in found:
             return [*lines, "  no step without drafts was measured, so there is no speed-up to compare with"]
-        # what drafting and verifying take a step, in steps without drafts
-        plain = found["speedup"] * total / _tokens(said)
-        draft, check = (said[f"{name}_seconds"] / said["draft_steps"] / plain for name in ("draft", "verify"))
+        # cost of drafting and verifying per step, in units of a step without drafts
+        plain = found["speedup"] * total / _tokens(counts)
+        draft, check = (counts[f"{name}_seconds"] / counts["draft_steps"] / plain for name in ("draft", "verify"))
         pays = max(length - check, 0) / k
         return [
             *lines,
             f"  speed-up: predicted {length / (draft + check):.2f}, measured {found['speedup']:.2f}",
-            f"  drafting a token costs {draft / k:.3f} of a step of the policy; at this acceptance it pays below {pays:.3f}",
+            f"  drafting a token costs {draft / k:.3f} policy steps; at this acceptance rate the break-even cost is {pays:.3f}",
         ]
 
 
-def _tokens(said: Mapping[str, float]) -> float:
-    """Tokens emitted by steps, those with drafts and those without."""
-    return said["decode_steps"] + sum(said.get(f"kept_{d}", 0.0) for d in range(1, MOST + 1))
+def _tokens(counts: Mapping[str, float]) -> float:
+    """Return the number of tokens emitted by all steps."""
+    return counts["decode_steps"] + sum(counts.get(f"kept_{d}", 0.0) for d in range(1, MOST + 1))

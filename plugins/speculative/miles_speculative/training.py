@@ -1,4 +1,4 @@
-"""The draft of one policy while it is trained: its losses, its running mean, and a new start."""
+"""Training of a policy's draft: losses, running mean of the weights, and re-initialisation."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from miles_core import Batch, Context, Unit
-from miles_embedded import OptimizerGroup, backbone, optimizer_group, views, whole
+from miles_embedded import OptimizerGroup, backbone, gather_tensor, optimizer_group, views
 from miles_speculative.config import GROUP, MTP, SpeculativeConfig
 from miles_speculative.draft import Draft
 from miles_speculative.eagle import Eagle
 from miles_speculative.head import Head, initialise
 from miles_speculative.loss import cross_entropy, distance, divergence, entries
 
-#: What an EAGLE head's distance from the policy's hidden states counts beside the distributions' (arXiv 2401.15077, section 4.2).
+#: Weight of an EAGLE head's distance from the policy's hidden states, relative to the KL divergence (arXiv 2401.15077, section 4.2).
 _FEATURES = 10.0
-#: In ``Context.attached`` of a training pass: its call and its last hidden states.
+#: Key in ``Context.attached`` of a training pass: its call and its last hidden states.
 SEEN = "speculative.seen"
 
 
 class DraftTraining:
-    """Args:
-    draft: in the trainer's model, which is not yet in an optimiser.
-    options: see ``SpeculativeConfig``.
-    temperature: of the rollout; soft targets are those of the distribution that drafts will meet.
+    """Trains the draft of one policy.
+
+    Args:
+        draft: draft of the trainer's model; must be attached before the optimizer is created.
+        options: the plugin's options.
+        temperature: sampling temperature of the rollout, also used for soft targets.
     """
 
     def __init__(self, draft: Draft, options: SpeculativeConfig, temperature: float) -> None:
@@ -37,14 +39,14 @@ class DraftTraining:
         for parameter in draft.parameters.values():
             parameter.requires_grad_(options.trained)
         if options.trained:
-            backbone(draft.policy).register_forward_hook(_see, with_kwargs=True)
+            backbone(draft.policy).register_forward_hook(_record_hidden, with_kwargs=True)
         self.means: dict[str, Tensor] = {}
         if options.ema_decay:
-            # whole on every rank, whatever the policy is: a draft is small
+            # unsharded on every rank, because a draft is small
             self.means = {name: p.detach().float().clone() for name, p in draft.parameters.items()}
 
     def losses(self, micro_batch: Batch, ctx: Context, step: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """As ``Output.aux`` wants them, after the policy's own forward; ``step``: completed steps of the run."""
+        """Return the losses for ``Output.aux``. Call it after the policy's forward. step: number of completed steps of the run."""
         seen = ctx.attached.pop(SEEN, None)
         interval = self.options.sft_interval
         soft = interval is not None and (step + 1) % interval == 0
@@ -66,29 +68,29 @@ class DraftTraining:
         return found
 
     @torch.no_grad()
-    def stepped(self) -> None:
-        """An optimiser step was made, on every rank."""
+    def update_means(self) -> None:
+        """Update the running means after an optimizer step. A collective of all ranks."""
         if self.means:
             for name, parameter in self.draft.parameters.items():
-                self.means[name].lerp_(whole(parameter).float(), 1 - self.options.ema_decay)
+                self.means[name].lerp_(gather_tensor(parameter).float(), 1 - self.options.ema_decay)
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Start again from the policy as it is now, without moments, on every rank."""
+        """Re-initialise the draft from the current policy and reset its moments. A collective of all ranks."""
         assert isinstance(self.draft, Head)  # a rule of the manifest
         initialise(self.draft.policy, self.draft.module)
         self.group.renewed = True
         if self.means:
             for name, parameter in self.draft.parameters.items():
-                self.means[name].copy_(whole(parameter))
+                self.means[name].copy_(gather_tensor(parameter))
 
     @torch.no_grad()
-    def averaged(self, units: Iterator[Unit]) -> Iterator[Unit]:
-        """The export stream with the running means in place of the draft's parameters."""
+    def substitute_means(self, units: Iterator[Unit]) -> Iterator[Unit]:
+        """Yield the export stream with the draft's parameters replaced by their running means."""
         names = {id(p): name for name, p in self.draft.policy.named_parameters()}
         means = {}
         for name, parameter in self.draft.parameters.items():
-            # in the parameter's own layout, of which the exported tensors are views
+            # with the parameter's strides, because the exported tensors are views of it
             laid = torch.empty_strided(
                 parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
             )
@@ -99,7 +101,7 @@ class DraftTraining:
             yield replace(unit, tensors=found, lasting=unit.lasting and not own.keys() & found.keys())
 
 
-def _see(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+def _record_hidden(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     call = kwargs.get("call")
     if call is not None and call.ctx.kind == "train":
         call.ctx.attached[SEEN] = (call, output.last_hidden_state[0].detach())

@@ -1,8 +1,8 @@
-"""The decoder that drafts a tree: several candidates at each depth, all verified in one forward.
+"""A decoder with tree drafts: several candidates at each depth, all verified in one forward pass.
 
-The candidates are the draft's most probable continuations, so they do not depend on chance, and the rule of ``verify`` for a q that is
-certain of its token becomes a simple one: at each node the policy draws its own token, and while that is among the node's children, it
-is already computed what follows. What is emitted is, token for token, what plain decoding emits.
+The candidates are the draft's most probable continuations and thus deterministic. For a deterministic draft, the rule of ``verify`` becomes
+simple: at each node the policy samples its own token, and if a child has this token, its continuation is already computed. The emitted
+tokens are exactly those of plain decoding.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from miles_speculative.lookahead import Lookahead
 
 @dataclass(frozen=True)
 class Tree:
-    """Candidates of every row. Attributes:
-    tokens: [rows, nodes] ids, a level after the other.
-    parents: [rows, nodes] of each the node it continues, -1 for the row's last token.
+    """Candidates of every row.
+
+    Attributes:
+        tokens: [rows, nodes] token ids, level by level.
+        parents: [rows, nodes] index of each node's parent; -1 for the row's last token.
     """
 
     tokens: Tensor
@@ -32,9 +34,12 @@ class Tree:
 
 
 class TreeDecoder(SpeculativeDecoder):
-    """Args:
-    draft, lookahead, profile: see ``SpeculativeDecoder``; what is drafted is so many levels.
-    width: candidates at each level, and children of a node at most.
+    """Decoder with tree drafts.
+
+    Args:
+        draft, profile: see ``SpeculativeDecoder``.
+        lookahead: chooses the number of levels.
+        width: number of candidates per level, and maximum number of children of a node.
     """
 
     def __init__(self, draft: Draft, lookahead: Lookahead, width: int, profile: bool = False) -> None:
@@ -42,7 +47,7 @@ class TreeDecoder(SpeculativeDecoder):
         self.width = width
 
     def _draft(self, engine: Any, rows: list[Any], k: int) -> Tree:
-        """Level by level, the continuations with the highest probability of the whole path (a beam; Li et al. 2024, arXiv 2406.16858)."""
+        """Draft k levels with a beam search over path probabilities (Li et al. 2024, arXiv 2406.16858)."""
         out, lengths, width = self._read(engine, rows).unsqueeze(1), lengths_of(rows), self.width
         count, device = len(rows), out.device
         total = torch.zeros(count, 1, device=device)
@@ -61,7 +66,7 @@ class TreeDecoder(SpeculativeDecoder):
                 out = fed.view(count, width, -1)
         return Tree(torch.cat(tokens, 1), torch.cat(parents, 1))
 
-    def _verified(self, engine: Any, rows: list[Any], drafted: Tree) -> Emitted:
+    def _verify(self, engine: Any, rows: list[Any], drafted: Tree) -> Emitted:
         chains = [[row.tokens[-1], *tokens] for row, tokens in zip(rows, drafted.tokens.tolist(), strict=True)]
         # the row's last token is the root
         parents = np.pad(drafted.parents.cpu().numpy() + 1, ((0, 0), (1, 0)), constant_values=-1)

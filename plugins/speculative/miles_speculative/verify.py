@@ -1,8 +1,8 @@
-"""Which drafted tokens are kept, so that what is emitted has the model's own distribution.
+"""Speculative sampling: accepts drafted tokens so that the emitted tokens follow the model's distribution.
 
-Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): a token x drawn from the draft's q
-is kept with probability min(1, p(x) / q(x)). The first that is not is replaced by a draw from norm(max(0, p - q)), and when all are
-kept, one more token is drawn from p. A greedy distribution is a point mass: a draft is kept where it is the model's own choice.
+Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (arXiv 2302.01318): a token x drawn from the draft's q is accepted with
+probability min(1, p(x) / q(x)). The first rejected token is replaced by a draw from norm(max(0, p - q)); if all are accepted, one more token
+is drawn from p. A greedy distribution is a point mass: a draft is accepted if it equals the model's choice.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from miles_embedded import pick
 
 
 def verify(p: Tensor, q: Tensor, drafts: Tensor, room: Tensor, keep: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep a prefix of each row's drafts and draw the token behind it.
+    """Accept a prefix of each row's drafts and draw the next token.
 
     Args:
-        p: [rows, k + 1, vocab] the model's probabilities at each position; beyond ``room`` anything.
-        q: [rows, k, vocab] those that the drafts were drawn from.
-        drafts: [rows, k] int64.
-        room: [rows] drafts that count, at most k.
-        keep: [rows, k] numbers in (0, 1) that decide on the drafts.
-        draw: [rows, k + 1] numbers in (0, 1) for the token behind what is kept.
+        p: [rows, k + 1, vocab] the model's probabilities at each position; arbitrary beyond ``room``.
+        q: [rows, k, vocab] the draft's probabilities.
+        drafts: [rows, k] int64 drafted tokens.
+        room: [rows] number of usable drafts, at most k.
+        keep: [rows, k] uniform numbers in (0, 1) for the acceptance.
+        draw: [rows, k + 1] uniform numbers in (0, 1) for the next token.
 
     Returns:
-        [rows] drafts kept, and [rows] the token that follows them.
+        [rows] number of accepted drafts, and [rows] the token after them.
     """
     rows, k = drafts.shape
     each = torch.arange(rows, device=p.device)
@@ -34,7 +34,7 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, room: Tensor, keep: Tensor, dra
     kept = ((keep < ratio) & (torch.arange(k, device=p.device) < room.unsqueeze(1))).long().cumprod(1).sum(1)
     target = p[each, kept]
     rest = (target - q[each, kept.clamp(max=k - 1)]).clamp(min=0)
-    # where p equals q but for rounding nothing is left over, and p is as good
+    # if p equals q up to rounding, the residual is empty; then draw from p
     whole = (kept == room) | (rest.sum(-1) <= 0)
     rest = torch.where(whole.unsqueeze(1), target, rest)
     return kept, pick(rest, draw[each, kept])

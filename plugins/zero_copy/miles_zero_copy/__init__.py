@@ -1,4 +1,4 @@
-"""Weights that do not travel, or not through a copy on the way, for miles-core."""
+"""Weight updates without intermediate copies: shared storage, shared memory, device handles and broadcasts, for miles-core."""
 
 from miles_core import Plugin, Rule
 from miles_zero_copy.config import ZeroCopyConfig
@@ -22,18 +22,17 @@ plugin = Plugin(
         Rule(
             needs="schedule != sync",
             when="zero_copy.async_sync",
-            because="with --schedule sync nothing is generated while a version is on its way",
+            because="with --schedule sync the engine does not generate while weights are sent",
         ),
     ),
     notes={
-        f"{_INSIDE} and schedule == sync": "engine and trainer hold one storage of what is not quantised, because they take "
-        "turns in one process; nothing of it is moved",
-        f"{_INSIDE} and schedule != sync and not zero_copy.async_sync": "the engine keeps weights of its own and copies each "
-        "version, because it generates while the trainer steps (--schedule sync would share one storage)",
-        "zero_copy.async_sync": "the engine holds a second copy of the encoded weights, from when a version is trained until it "
-        "is in force",
-        "runtime != inline": "the first transfer chooses the path: on one GPU handles, between GPUs that do not see each other a "
-        "broadcast (NCCL), on one host shared memory, else messages over the runtime's own channel with what changed since the "
-        "version before, for which both sides keep the encoded weights once more in host memory; the log says which, and why",
+        f"{_INSIDE} and schedule == sync": "engine and trainer share the storage of unquantised weights, because they take turns in "
+        "one process; these weights are not copied",
+        f"{_INSIDE} and schedule != sync and not zero_copy.async_sync": "the engine keeps its own weights and copies each version, "
+        "because it generates while the trainer steps (--schedule sync would share the storage)",
+        "zero_copy.async_sync": "the engine holds a second copy of the encoded weights while the next version is staged",
+        "runtime != inline": "the first transfer chooses the path: handles on the same GPU, a broadcast (NCCL) between GPUs without "
+        "peer access, shared memory on the same host, else messages over the runtime's channel with the difference to the previous "
+        "version, for which both sides keep another copy of the encoded weights in host memory; the log shows the path and the reason",
     },
 )

@@ -1,4 +1,4 @@
-"""The options of zero_copy."""
+"""The options of the plugin."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from miles_core import option
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroCopyConfig:
-    """How weights get from the trainer to the engine."""
+    """Transport of weights from the trainer to the engine."""
 
     use: bool = option(False, flag="--use-zero-copy-sync", help="enable the plugin", enables=True)
     async_sync: bool = option(
         False,
         flag="--async-weight-sync",
-        help="enable the plugin; a new version goes to the engine while it generates, beside the old one, and takes its place at a "
+        help="enable the plugin; send each new version to the engine during generation, next to the current one, and switch to it at a "
         "token boundary",
         enables=True,
     )

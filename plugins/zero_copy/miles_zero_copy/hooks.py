@@ -1,4 +1,4 @@
-"""Where zero_copy plugs in beside its transport: memory that killed runs left is freed."""
+"""Hook that frees the shared memory that killed runs left behind."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ log = logging.getLogger(__name__)
 
 
 class ZeroCopy:
-    """Before a run."""
+    """Frees leftover shared memory before a run."""
 
     @hookimpl
     def on_start(self) -> None:
         freed = free_leftovers()
         if freed:
-            log.info("freed %d bytes of shared memory in %s that runs which were killed had left", freed, DIRECTORY)
+            log.info("freed %d bytes of shared memory in %s, left behind by killed runs", freed, DIRECTORY)

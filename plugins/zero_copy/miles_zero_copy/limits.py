@@ -1,4 +1,4 @@
-"""How fast memory is copied here: what a weight sync is compared with."""
+"""Measures the speed of memory copies, the limit that weight syncs are compared with."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from miles_zero_copy import segment
 
 log = logging.getLogger(__name__)
 
-#: Bytes that a probe copies, how few it makes do with where there is no memory for more, and how often.
+#: Bytes per probe copy, minimum bytes if memory is short, and number of probes.
 PROBE_BYTES, LEAST_PROBE, PROBES = 64 << 20, 1 << 20, 3
-#: Those on a GPU, where less is over before it is measured.
+#: Bytes per probe copy on a GPU, where smaller copies are too short to measure.
 GPU_PROBE_BYTES = 256 << 20
 
 
 def copy_speed(nbytes: int = PROBE_BYTES, device: str = "cpu") -> float:
-    """Bytes a second of a copy within one memory: the best of a few, of fewer bytes where there is no memory for so many, and 0 where
-    there is none for ``LEAST_PROBE`` either, which is said."""
+    """Measure a copy within one memory; returns the best of ``PROBES`` in bytes per second.
+
+    Halves ``nbytes`` while memory is insufficient. Below ``LEAST_PROBE`` it logs a warning and returns 0."""
     try:
         source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     except torch.OutOfMemoryError:
         if nbytes > LEAST_PROBE:
             return copy_speed(nbytes // 2, device)
-        log.warning("a copy of memory cannot be measured: %s has not %d bytes free for it", device, 2 * nbytes)
+        log.warning("cannot measure the speed of a memory copy: %s does not have %d bytes free", device, 2 * nbytes)
         return 0.0
     best = float("inf")
     for _ in range(PROBES):
@@ -39,7 +40,7 @@ def copy_speed(nbytes: int = PROBE_BYTES, device: str = "cpu") -> float:
 
 
 def limits() -> dict[str, str]:
-    """What a weight sync is compared with on this host, for ``miles doctor --measure``."""
+    """Return the measured limits of this host by name, for ``miles doctor --measure``."""
     found = {"one copy of memory": f"{copy_speed() / 1e9:.1f} GB/s"}
     if torch.cuda.is_available():
         speed = copy_speed(1 << 30, "cuda")
@@ -47,8 +48,8 @@ def limits() -> dict[str, str]:
     if segment.DIRECTORY.is_dir():
         free = shutil.disk_usage(segment.DIRECTORY).free
         found["shared memory"] = (
-            f"{free / 1e9:.1f} GB free in {segment.DIRECTORY}; a run takes up to half of it for two versions of the weights, or two buckets"
+            f"{free / 1e9:.1f} GB free in {segment.DIRECTORY}; a run uses up to half of it for two versions of the weights, or two buckets"
         )
     else:
-        found["shared memory"] = f"none ({segment.DIRECTORY} is not there): weights travel in messages"
+        found["shared memory"] = f"none ({segment.DIRECTORY} does not exist): weights are sent in messages"
     return found

@@ -1,4 +1,4 @@
-"""The paths that buckets take from one process to another: whose memory they lie in, and how fast it can be."""
+"""The paths on which buckets are sent between processes: kind of memory, bucket sizes and speed limit of each."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from miles_zero_copy.limits import GPU_PROBE_BYTES, copy_speed
 from miles_zero_copy.segment import Segment
 from miles_zero_copy.slots import BroadcastSlot, DeviceSlot, MessageSlot, SegmentSlot, Slot
 
-#: Bytes of a bucket in host memory: large enough that a message costs little, small enough that the first one is soon there.
+#: Bytes of a bucket in host memory: large enough to amortise a message, small enough that the first bucket arrives early.
 ENOUGH = 32 << 20
 
 
 @dataclass(frozen=True)
 class Path:
-    """A way for buckets.
+    """A path for buckets.
 
     Attributes:
-        make: makes a slot of so many bytes; SyncError where it cannot.
-        limit: measures the bytes a second of one copy in its memory, 0 where it cannot; None where that of the way itself is to be measured.
-        enough: bytes of a bucket above which larger ones are not faster.
-        probe: bytes of a bucket that shows how fast the way is.
-        lends: engines read the trainer's own tensors where these have handles.
-        stays: in this memory engines may read a whole version for as long as it is in force.
-        ahead: how many buckets may be on their way while the engine takes the one before; their slots say when they ``left``.
-        close: frees what all slots have in common.
+        make: allocates a slot of the given bytes; raises SyncError if it cannot.
+        limit: measures the bytes per second of one copy in this memory, 0 if it cannot; None to measure the path itself.
+        enough: bucket size in bytes above which larger buckets are not faster.
+        probe: bytes of a bucket that measures the path.
+        lends: engines can read the trainer's own tensors through handles.
+        stays: engines may read a whole version in this memory while they serve it.
+        ahead: number of buckets in flight while the engine reads the previous one; see ``Slot.left``.
+        close: frees resources that all slots share.
     """
 
     make: Callable[[int], Slot]
@@ -43,7 +43,7 @@ class Path:
 
 
 def paths(device: torch.device, engines: int = 1) -> dict[str, Callable[[], Path]]:
-    """Every way there may be for tensors on ``device`` to so many engines, by name, the fastest first."""
+    """Return name -> constructor of all possible paths for tensors on ``device`` to ``engines`` engines, fastest first."""
     found: dict[str, Callable[[], Path]] = {}
     if device.type == "cuda":
         found["GPU memory by handle"] = partial(_handles, device)
@@ -67,9 +67,9 @@ def _handles(device: torch.device) -> Path:
 
 
 def broadcast(device: torch.device, engines: int) -> Path:
-    """Through a process group with so many engines: NCCL on a GPU, gloo on a CPU."""
+    """Create the path through a process group with ``engines`` engines: NCCL on a GPU, gloo on a CPU."""
     group = Broadcast.open(engines, device)
     make = partial(BroadcastSlot, device=device, group=group)
-    # A link is no faster with more, and the first and the last bucket are not hidden behind others.
+    # larger buckets do not increase the bandwidth, and the first and the last bucket do not overlap with others
     enough, probe = (512 << 20, 256 << 20) if device.type == "cuda" else (32 << 20, 16 << 20)
     return Path(make, enough=enough, probe=probe, ahead=1, close=group.close)

@@ -1,4 +1,4 @@
-"""Shared memory of one host: files in /dev/shm that belong to a living process."""
+"""Shared memory of one host: files in /dev/shm, each owned by a running process."""
 
 from __future__ import annotations
 
@@ -17,69 +17,73 @@ from torch import Tensor
 
 from miles_core import SyncError
 
-#: Where Linux has shared memory.
+#: Linux's directory for shared memory.
 DIRECTORY = Path("/dev/shm")
 _NAME = "miles-weights-"
-#: Reads paths, one a line, and removes these files when the process at the other end of the pipe is gone.
+#: Shell script that reads one path per line and removes these files when the writer of the pipe has ended.
 _REMOVE = 'while IFS= read -r path; do set -- "$@" "$path"; done; rm -f -- "$@"'
 
 
 class NoSegmentError(SyncError):
-    """There is no shared memory to be had here; one sentence."""
+    """Shared memory cannot be allocated; the message is a one-line reason."""
 
 
 class Segment:
-    """Shared memory with a name, reserved, mapped, and freed by ``close``.
+    """A named piece of shared memory, allocated and mapped; ``close`` frees it.
 
-    It is locked as long as this process lives. A helper process removes the file when this process ends in any way; where the helper is
-    killed too, the next run finds a file that is not locked and removes it (``free_leftovers``).
+    Its file is locked while this process runs. A helper process removes the file when this process ends in any way. If the helper is killed
+    too, the next run removes the unlocked file (``free_leftovers``).
 
     Args:
-        nbytes: its size.
+        nbytes: size in bytes.
 
     Raises:
-        NoSegmentError: there is no shared memory on this host, or not enough of it.
+        NoSegmentError: this host has no shared memory, or not enough.
     """
 
     def __init__(self, nbytes: int) -> None:
         directory = DIRECTORY
         if not directory.is_dir():
-            raise NoSegmentError(f"there is no shared memory on this host: {directory} is not there")
+            raise NoSegmentError(f"there is no shared memory on this host: {directory} does not exist")
         try:
-            self.path, self._file = _locked(directory)
+            self.path, self._file = _create_locked(directory)
         except OSError as error:
-            raise NoSegmentError(f"shared memory cannot be made in {directory}: {error.strerror}") from error
+            raise NoSegmentError(f"shared memory cannot be created in {directory}: {error.strerror}") from error
         _remove_after_exit(self.path)
         try:
-            os.posix_fallocate(self._file, 0, nbytes)  # a page that is not there later would end the process
+            os.posix_fallocate(
+                self._file, 0, nbytes
+            )  # without it, a missing page would kill the process with SIGBUS later
             memory = mmap.mmap(self._file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         except OSError as error:
             self.close()
             raise NoSegmentError(
-                f"{nbytes:,} bytes of shared memory are not to be had in {directory} ({error.strerror}); a smaller "
-                "--sync-bucket-size needs less"
+                f"{nbytes:,} bytes of shared memory cannot be allocated in {directory} ({error.strerror}); use a smaller "
+                "--sync-bucket-size"
             ) from error
         self.buffer: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Free the name; the memory goes with the last process that has it mapped."""
+        """Remove the file; the memory is freed when the last process unmaps it."""
         self.path.unlink(missing_ok=True)
         os.close(self._file)
 
 
 def _remove_after_exit(path: Path) -> None:
-    """Have a file removed when this process is gone, however it ends."""
+    """Register a file with the helper process, which removes it when this process ends, however it ends."""
     try:
         pipe = _helper(os.getpid())
         pipe.write(f"{path}\n".encode())
         pipe.flush()
-    except OSError:  # no processes to be had, or the helper was killed: the next run removes the file
+    except OSError:  # no process could be started, or the helper was killed: the next run removes the file
         pass
 
 
 @cache
 def _helper(process: int) -> IO[bytes]:
-    """The pipe to the helper of ``process``, which is this one. Signals to this process's group do not reach the helper."""
+    """Start the helper of this process (id ``process``, the cache key) and return the pipe to it.
+
+    The helper has its own session, so signals to this process's group do not reach it."""
     child = subprocess.Popen(
         ["/bin/sh", "-c", _REMOVE],
         stdin=subprocess.PIPE,
@@ -88,24 +92,24 @@ def _helper(process: int) -> IO[bytes]:
         start_new_session=True,
         cwd="/",
     )
-    child.returncode = 0  # it outlives this process: no warning that it still runs
+    child.returncode = 0  # it outlives this process; this suppresses the warning about a running child
     assert child.stdin is not None
     return child.stdin
 
 
-def _locked(directory: Path) -> tuple[Path, int]:
-    """A new empty file, open and locked."""
+def _create_locked(directory: Path) -> tuple[Path, int]:
+    """Create an empty file, open and locked; returns its path and descriptor."""
     while True:
         path = directory / f"{_NAME}{secrets.token_hex(8)}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file).st_nlink:  # else another run took it for a leftover before it was locked
+        if os.fstat(file).st_nlink:  # else another run removed it as a leftover before it was locked
             return path, file
         os.close(file)
 
 
 def free_bytes() -> int:
-    """Bytes that may still be taken: what is free there, or in all of the host's memory, where it lies."""
+    """Return the bytes that can still be allocated: free space in the directory, limited by the host's available memory."""
     free = shutil.disk_usage(DIRECTORY).free
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -114,19 +118,19 @@ def free_bytes() -> int:
 
 
 def free_leftovers() -> int:
-    """Free segments whose process is gone. Returns how many bytes they held."""
+    """Free segments whose process has ended; returns the number of freed bytes."""
     freed = 0
     for path in DIRECTORY.glob(f"{_NAME}*"):
         try:
             file = os.open(path, os.O_RDWR)
         except OSError:
-            continue  # somebody else's, or freed meanwhile
+            continue  # owned by another user, or freed in the meantime
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             freed += os.fstat(file).st_size
             path.unlink(missing_ok=True)
         except BlockingIOError:
-            pass  # its process lives
+            pass  # its process is running
         finally:
             os.close(file)
     return freed

@@ -1,4 +1,4 @@
-"""Memory for one bucket, whichever memory it is, and how the bucket gets from there to the engine."""
+"""Slots: memory for one bucket, of different kinds, and the delivery of the bucket to the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miles_core import SyncError
 from miles_transport import Broadcast, Bucket, DeviceMemory, difference
 from miles_zero_copy.segment import Segment
 
-#: Tells the engine to receive a message, the last one or not.
+#: Calls the engine's ``receive`` with a message and whether it is the last one.
 Receive = Callable[[Mapping[str, Any], bool], Awaitable[None]]
 
 
@@ -28,25 +28,25 @@ class Slot(ABC):
 
     @abstractmethod
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
-        """How the receiver gets at the bytes of the bucket, whose ``header`` was made and which belongs to ``version``."""
+        """Describe to the receiver how to read the bytes of the bucket with this ``header``, which belongs to ``version``."""
 
     def travels(self, header: Mapping[str, Any], memory: Mapping[str, Any], packed: int) -> int:
-        """How many bytes are moved for a bucket with ``packed`` bytes of tensors."""
+        """Return the number of bytes moved for a bucket with ``packed`` bytes of tensors."""
         return packed
 
     async def left(self) -> None:
-        """Returns when the bytes of a bucket that may be under way still can be written over."""
+        """Wait until the memory can be overwritten, that is, until a delivery in progress has read it."""
         if self.reading is not None and not self.reading.done():
             await asyncio.wait([self.reading])
 
     async def deliver(self, receive: Receive, message: Mapping[str, Any], last: bool) -> float:
-        """Send the message about the bucket; returns when the engine has taken what is in it, with the seconds its bytes took."""
+        """Send the message about the bucket and wait until the engine has read it; returns the seconds of the transfer."""
         start = time.perf_counter()
         await receive(message, last)
         return time.perf_counter() - start
 
     def close(self) -> None:
-        """Free it."""
+        """Free the memory."""
 
 
 class SegmentSlot(Slot):
@@ -65,7 +65,7 @@ class SegmentSlot(Slot):
 
 
 class StandingSlot(Slot):
-    """A bucket in shared memory, from its byte ``start`` on, that is not filled again before a later version is in force."""
+    """A bucket in shared memory from byte ``start`` on, which is not overwritten until engines serve a later version."""
 
     def __init__(self, segment: Segment, start: int = 0) -> None:
         super().__init__(segment.buffer[start:])
@@ -77,7 +77,7 @@ class StandingSlot(Slot):
 
 
 class DeviceSlot(Slot):
-    """A bucket in GPU memory that other processes of this host can map."""
+    """A bucket in GPU memory that other processes on this host can map."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._memory = DeviceMemory(nbytes, device)
@@ -91,18 +91,18 @@ class DeviceSlot(Slot):
 
 
 class BroadcastSlot(Slot):
-    """A bucket that every engine gets through a process group; ``group`` is the sender's end."""
+    """A bucket that is broadcast to all engines through a process group; ``group`` is the sender's end."""
 
     def __init__(self, nbytes: int, device: torch.device, group: Broadcast) -> None:
         try:
             super().__init__(torch.zeros(nbytes, dtype=torch.uint8, device=device))
         except torch.OutOfMemoryError as error:
-            raise SyncError(f"{nbytes:,} bytes of GPU memory for a broadcast are not to be had") from error
+            raise SyncError(f"{nbytes:,} bytes of GPU memory for a broadcast cannot be allocated") from error
         self._group = group
         self._sending: asyncio.Task[float] | None = None
 
     def memory(self, header: Mapping[str, Any], version: int) -> dict[str, Any]:
-        times = 1 if header["units"] else 2  # the second time everybody is there
+        times = 1 if header["units"] else 2  # a probe is sent twice; the second time, all engines are ready
         return {**self._group.memory, "turn": self._group.turn(), "times": times}
 
     def travels(self, header: Mapping[str, Any], memory: Mapping[str, Any], packed: int) -> int:
@@ -114,28 +114,28 @@ class BroadcastSlot(Slot):
 
     async def deliver(self, receive: Receive, message: Mapping[str, Any], last: bool) -> float:
         where = message["memory"]
-        told = asyncio.ensure_future(receive(message, last))
+        received = asyncio.ensure_future(receive(message, last))
         sent = asyncio.create_task(
             asyncio.to_thread(self._group.send, self.bucket.filled, where["turn"], where["times"])
         )
         self._sending = sent
-        for late in (told, sent):
-            late.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody's, after the first error
-        await asyncio.wait([told, sent], return_when=asyncio.FIRST_EXCEPTION)
-        if told.done() and told.exception() is not None:
+        for late in (received, sent):
+            late.add_done_callback(lambda done: done.cancelled() or done.exception())  # later errors are not raised
+        await asyncio.wait([received, sent], return_when=asyncio.FIRST_EXCEPTION)
+        if received.done() and received.exception() is not None:
             self._group.close()
-        if told.done():
-            await told
+        if received.done():
+            await received
         seconds = await sent
-        await told
+        await received
         return seconds
 
 
 class MessageSlot(Slot):
-    """A bucket that travels inside its message: what changed of it since it was sent last, where that is less.
+    """A bucket that is sent inside its message, as the difference to its last contents if that is smaller.
 
-    ``sent`` is what was sent last of each bucket, by the name of its first tensor: [version, checksum] and bytes. Both sides
-    hold these, so this takes as much host memory as the encoded weights on each.
+    ``sent`` maps the name of a bucket's first tensor to its last [version, checksum] and bytes. Both sides keep these, so each needs as
+    much additional host memory as the encoded weights.
     """
 
     def __init__(self, nbytes: int, sent: dict[str, tuple[list[int], Tensor]]) -> None:

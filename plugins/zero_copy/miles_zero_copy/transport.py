@@ -1,4 +1,4 @@
-"""The transport ``buckets``: one storage within a process, else the fastest path that both sides have."""
+"""The transport ``buckets``: shared storage within a process, else the fastest path that both sides support."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def make_transport(run: Run, engine: Engine, world: World = ALONE) -> Transport:
-    """The provider of ``--transport buckets``."""
+    """Provider of ``--transport buckets``."""
     options: ZeroCopyConfig = run.config.plugin("zero_copy")
     here = run.config.run.runtime == "inline" and "shared_storage" in engine.capabilities
     if here and not options.async_sync:
@@ -41,7 +41,7 @@ def make_transport(run: Run, engine: Engine, world: World = ALONE) -> Transport:
 
 
 class SharedStorage(Transport):
-    """Engine and trainer hold one storage of what is not quantised."""
+    """Engine and trainer share the storage of unquantised weights."""
 
     shares = True
 
@@ -62,15 +62,15 @@ class SharedStorage(Transport):
 
 
 class BucketTransport(Transport):
-    """Flat buckets from this rank to engines in other processes.
+    """Sends flat buckets from this rank to engines in other processes.
 
     Args:
-        engine: told to receive; perhaps a front of several engines, which then read the same buckets.
-        world: this rank and how many there are: each sends what its trainer yields it, the engine waits for all.
-        bucket_size: bytes of each of the two buckets, at most.
-        staging: send each version beside the one in force, and switch when it is pushed.
-        colocated: the two take turns on a device, so neither keeps memory of it for the next version.
-        stay: the engine may read weights where they arrive.
+        engine: the receiver, possibly a front of several engines that read the same buckets.
+        world: this rank and the number of ranks; each rank sends the units of its trainer, and the engine waits for all ranks.
+        bucket_size: maximum bytes of each of the two buckets.
+        staging: send each version while the engine serves the previous one, and switch when it is pushed.
+        colocated: trainer and engine take turns on a device, so neither keeps device memory for the next version.
+        stay: the engine may read weights in place.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class BucketTransport(Transport):
         self.staging, self.colocated, self.stay = staging, colocated, stay and not colocated
         self._staged: SyncReport | None = None
         self._sender: Sender | None = None
-        self._limit, self._told, self._name = 0.0, "", ""
+        self._limit, self._logged, self._name = 0.0, "", ""
         self._full: dict[str, str] = {}
 
     def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
@@ -101,7 +101,7 @@ class BucketTransport(Transport):
             try:
                 await self.engine.receive({"switch": True}, version, True)
             except BaseException:
-                self.close()  # some engines may read the new version already
+                self.close()  # some engines may already read the new version
                 raise
             seconds = time.perf_counter() - started
             report = replace(staged, metrics={**staged.metrics, "switch_seconds": seconds})
@@ -119,7 +119,7 @@ class BucketTransport(Transport):
     async def _transfer(
         self, units: Iterator[Encoded], version: int, how: Mapping[str, Any] | None = None
     ) -> SyncReport:
-        """Send all of ``units``; messages say ``how`` they are meant too."""
+        """Send all of ``units``. how: additional fields of every message."""
 
         async def receive(message: Mapping[str, Any], last: bool) -> None:
             once = {"once": True} if self.colocated else {}
@@ -129,16 +129,18 @@ class BucketTransport(Transport):
             if self._sender is None:
                 first = list(itertools.islice(units, 1))
                 device = next(iter(first[0].parts.values())).device if first else torch.device("cpu")
-                self._sender = await self._chosen(device, receive, version)
+                self._sender = await self._choose_sender(device, receive, version)
                 units = itertools.chain(first, units)
             started = time.perf_counter()
             sent = await self._sender.send(units, receive, version)
         except BaseException as error:
             if self._sender is not None and self._sender.full:
                 self._full[self._name] = str(error)
-            self.close()  # the next push finds out anew which paths there are
+            self.close()  # the next push chooses a path again
             self._limit = 0.0
-            for _ in units if isinstance(error, Exception) else ():  # other ranks may wait in its collectives
+            for _ in (
+                units if isinstance(error, Exception) else ()
+            ):  # other ranks may wait in the iterator's collectives
                 pass
             raise
         seconds = time.perf_counter() - started
@@ -150,13 +152,16 @@ class BucketTransport(Transport):
         return SyncReport(version, sent.travelled, sent.tensors, seconds, metrics)
 
     def close(self) -> None:
-        """Free the memory that buckets lie in."""
+        """Free the memory of the buckets."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
-    async def _chosen(self, device: torch.device, receive: Receive, version: int) -> Sender:
-        """A sender over the fastest path on which the engine reads a greeting, which is sent."""
+    async def _choose_sender(self, device: torch.device, receive: Receive, version: int) -> Sender:
+        """Return a sender on the fastest path on which ``greet`` succeeds.
+
+        Raises:
+            SyncError: no path works; the message lists the reasons."""
         reasons = []
         for name, way in paths(device, self.engine.receivers).items():
             sender: Sender | None = None
@@ -177,8 +182,8 @@ class BucketTransport(Transport):
                 continue
             self._name = name
             why = f", because {'; '.join(reasons)}" if reasons else ""
-            if name + why != self._told:
-                self._told = name + why
+            if name + why != self._logged:
+                self._logged = name + why
                 log.log(logging.WARNING if reasons else logging.INFO, "weights travel through %s%s", name, why)
             return sender
-        raise SyncError(f"weights cannot travel to the engine: {'; '.join(reasons)}")
+        raise SyncError(f"weights cannot be sent to the engine: {'; '.join(reasons)}")

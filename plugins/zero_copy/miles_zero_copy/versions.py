@@ -1,24 +1,24 @@
-"""Shared memory for two whole versions, in which engines read the weights they serve: one is in force while the next is written."""
+"""Shared memory for two whole versions: engines read the weights they serve from one half while the next version is written to the other."""
 
 from __future__ import annotations
 
 import logging
 
-from miles_transport import rounded
+from miles_transport import round_to_blocks
 from miles_zero_copy import segment
 from miles_zero_copy.segment import NoSegmentError, Segment
 from miles_zero_copy.slots import StandingSlot
 
 log = logging.getLogger(__name__)
 
-#: What two versions may take of the memory that is free: the rest is for everybody else.
+#: Maximum share of the free memory for two versions.
 SHARE = 0.5
 
 
 class Versions:
-    """Two pieces of memory that take turns, each as large as a version.
+    """Two segments that alternate, each as large as a version.
 
-    They may be freed at any time: who reads a version has mapped it, and keeps it until it has another.
+    They may be freed at any time, because engines map the version they read and keep the mapping until the next one.
     """
 
     def __init__(self) -> None:
@@ -26,36 +26,35 @@ class Versions:
         self._halves: list[Segment] = []
 
     def begin(self, nbytes: int) -> StandingSlot | None:
-        """Where a version of so many bytes begins, in the piece that is not in force; None where there is no memory for it."""
+        """Return the first slot for a version of ``nbytes`` bytes, in the half that is not served; None without enough memory."""
         if nbytes != self._nbytes:
             self.close()
-            self._nbytes, self._halves = nbytes, _pair(nbytes)
+            self._nbytes, self._halves = nbytes, _allocate_pair(nbytes)
         return StandingSlot(self._halves[0]) if self._halves else None
 
     def after(self, slot: StandingSlot) -> StandingSlot:
-        """What is behind a slot that was filled."""
-        return StandingSlot(self._halves[0], slot.start + rounded(slot.bucket.end))
+        """Return the slot after a filled slot."""
+        return StandingSlot(self._halves[0], slot.start + round_to_blocks(slot.bucket.end))
 
     def in_force(self) -> None:
-        """The version that was written is the one that is read now."""
+        """Swap the halves: the version that was written is now served."""
         self._halves.reverse()
 
     def close(self) -> None:
-        """Free both."""
+        """Free both segments."""
         for half in self._halves:
             half.close()
         self._nbytes, self._halves = 0, []
 
 
-def _pair(nbytes: int) -> list[Segment]:
-    """Memory for two versions, or none."""
+def _allocate_pair(nbytes: int) -> list[Segment]:
+    """Allocate memory for two versions; returns an empty list if there is not enough."""
     if not nbytes:
         return []
     free = segment.free_bytes()
     if 2 * nbytes > SHARE * free:
         log.info(
-            "engines copy the weights out of shared memory: two versions of %d bytes to read them in are more than half of the %d "
-            "bytes that are free",
+            "engines copy the weights out of shared memory: two versions of %d bytes would need more than half of the %d free bytes",
             nbytes,
             free,
         )
@@ -67,7 +66,7 @@ def _pair(nbytes: int) -> list[Segment]:
     except NoSegmentError as error:
         for half in made:
             half.close()
-        log.warning("engines copy the weights out of shared memory: no room for two versions, %s", error.__cause__)
+        log.warning("engines copy the weights out of shared memory: not enough for two versions, %s", error.__cause__)
         return []
-    log.info("engines read the weights where they are: two versions of %d bytes in shared memory", nbytes)
+    log.info("engines read the weights in place: two versions of %d bytes in shared memory", nbytes)
     return made

@@ -17,7 +17,7 @@ import torch
 
 from miles_core import MilesError, SyncError
 from miles_core.backend import CopyTransport, Encoded, Sampling, World
-from miles_testing.asking import ask, under_way
+from miles_testing.asking import ask, start_and_wait
 from miles_testing.engine_contract import FREE
 from miles_testing.stored import stored_units
 from miles_zero_copy import paths, segment, sender
@@ -125,7 +125,7 @@ def test_a_bucket_with_another_checksum_is_a_failed_sync_and_the_next_push_repai
 
     engine.spoil = spoil
     with pytest.raises(
-        SyncError, match=r"starts with model\..* arrived with checksum [0-9a-f]{16}, and [0-9a-f]{16} was sent"
+        SyncError, match=r"starts with model\..* arrived with checksum [0-9a-f]{16}, but [0-9a-f]{16} was sent"
     ):
         asyncio.run(transport.send(stream(), 1))
     assert engine.version == -1 and len(rest) == len(units)  # consumed to its end
@@ -192,7 +192,7 @@ def test_an_engine_that_was_started_anew_in_the_middle_says_so(engine, transport
         return message
 
     engine.spoil = spoil
-    with pytest.raises(SyncError, match="bucket 2 of version 1 came to an engine that has 0 of them"):
+    with pytest.raises(SyncError, match="bucket 2 of version 1 arrived, but bucket 0 was expected"):
         asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
 
 
@@ -222,7 +222,7 @@ def test_an_engine_that_cannot_read_shared_memory_gets_messages_and_then_what_ch
     assert same(received, weights(engine)) and set(engine.received) == {"delta"}
     assert report.nbytes < 0.05 * full.nbytes and report.metrics["travelled"] < 0.05
     with pytest.raises(
-        SyncError, match=r"starts with \S+ came as a difference to version 2, which this engine does not hold"
+        SyncError, match=r"starts with \S+ arrived as a difference to version 2, which this engine does not have"
     ):
         asyncio.run(transport.send(iter(stepped(steps[0])), 3))
     assert asyncio.run(transport.send(iter(units), 3)).nbytes > full.nbytes / 2
@@ -255,7 +255,10 @@ def test_a_broadcast_brings_the_same_buckets_and_an_engine_that_cannot_be_reache
 
     engine.spoil = spoil
     asyncio.run(transport.send(iter(units), 4))
-    assert engine.version == 4 and "weights travel through shared memory, because the trainer cannot be" in caplog.text
+    assert (
+        engine.version == 4
+        and "weights travel through shared memory, because the engine's process cannot" in caplog.text
+    )
 
 
 def test_a_bucket_goes_ahead_of_an_answer_and_no_memory_is_filled_before_it_was_read(
@@ -297,7 +300,7 @@ def test_a_host_without_shared_memory_gets_messages(engine, transport, checkpoin
     monkeypatch.setattr(segment, "DIRECTORY", tmp_path / "shm")
     asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
     assert engine.version == 1 and set(engine.received) == {"data"}
-    assert f"there is no shared memory on this host: {tmp_path / 'shm'} is not there" in caplog.text
+    assert f"there is no shared memory on this host: {tmp_path / 'shm'} does not exist" in caplog.text
 
 
 def test_shared_memory_that_gets_full_in_the_middle_is_a_failed_sync_and_the_next_one_does_without(
@@ -305,11 +308,11 @@ def test_shared_memory_that_gets_full_in_the_middle_is_a_failed_sync_and_the_nex
 ):
     monkeypatch.setattr(sender, "FIRST", 4096)  # what comes next needs more
     monkeypatch.setattr(segment.os, "posix_fallocate", partial(full, segment.os.posix_fallocate))
-    with pytest.raises(SyncError, match="bytes of shared memory are not to be had"):
+    with pytest.raises(SyncError, match="bytes of shared memory cannot be allocated"):
         asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
     assert engine.version == -1
     asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
-    assert engine.version == 1 and "runtime's channel, because 40,960 bytes of shared memory are not" in caplog.text
+    assert engine.version == 1 and "runtime's channel, because 40,960 bytes of shared memory cannot be" in caplog.text
 
 
 def full(allocate, file, start, nbytes):
@@ -321,7 +324,7 @@ def full(allocate, file, start, nbytes):
 
 def test_shared_memory_that_is_full_is_said_with_what_helps():
     with pytest.raises(
-        segment.NoSegmentError, match=r"bytes of shared memory are not to be had .* a smaller --sync-bucket-size"
+        segment.NoSegmentError, match=r"bytes of shared memory cannot be allocated .* use a smaller --sync-bucket-size"
     ):
         segment.Segment(1 << 60)
 
@@ -332,7 +335,7 @@ def test_a_bucket_that_is_smaller_than_a_tensor_grows(engine, checkpoints, caplo
     asyncio.run(transport.send(iter(units), 1))
     transport.close()
     assert engine.version == 1
-    assert "--sync-bucket-size 2048 is smaller than " in caplog.text and "buckets are made that large" in caplog.text
+    assert "--sync-bucket-size 2048 is smaller than " in caplog.text and "using buckets of that size" in caplog.text
 
 
 KILLED = (
@@ -364,7 +367,7 @@ def test_a_version_is_staged_while_the_engine_generates_and_switched_between_two
 
     async def generated():
         await engine.update_weights(old, 1)
-        (request,) = await under_way(engine, [[5]], Sampling(40, temperature=0.9, ignore_eos=True))
+        (request,) = await start_and_wait(engine, [[5]], Sampling(40, temperature=0.9, ignore_eos=True))
         before = len(engine.rows[0].tokens)
         await transport.stage(iter(new), 2)
         during = len(engine.rows[0].tokens)

@@ -77,7 +77,7 @@ def test_a_gpu_that_does_not_see_the_other_gets_a_broadcast(checkpoints, engine,
     units = on_gpu(checkpoints[1])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of the processes that are started now
     scored, here = there_and_here(units, engine, checkpoints, versions=2)
-    assert scored == here and "weights travel through a broadcast (NCCL), because weights lie on GPU" in caplog.text
+    assert scored == here and "weights travel through a broadcast (NCCL), because the weights are on GPU" in caplog.text
 
 
 @pytest.mark.gpu

@@ -47,7 +47,7 @@ def test_where_nothing_can_be_measured_weights_arrive_without_a_limit(scarce, en
     report = asyncio.run(transport.send(iter(stored_units(checkpoints[1])), 1))
     transport.close()
     assert engine.version == 1 and set(report.metrics) == {"travelled"}
-    assert "a copy of memory cannot be measured: cpu has not 2097152 bytes free for it" in caplog.text
+    assert "cannot measure the speed of a memory copy: cpu does not have 2097152 bytes free" in caplog.text
 
 
 def test_a_way_whose_own_speed_needs_a_bucket_too_large_is_measured_with_the_one_there_is():

@@ -147,7 +147,7 @@ def test_a_staged_version_is_put_in_force_when_it_is_pushed(toy_run):
 
 
 def test_staging_is_refused_where_nothing_is_generated_meanwhile():
-    with pytest.raises(PlanError, match="nothing is generated while a version is on its way"):
+    with pytest.raises(PlanError, match="the engine does not generate while weights are sent"):
         plan(async_weight_sync=True)
 
 

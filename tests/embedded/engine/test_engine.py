@@ -19,6 +19,7 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.scheduler import StopText
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
+from miles_embedded.testing.families import family_checkpoint
 from miles_testing.stored import stored_units
 from miles_testing.tiny import FAMILIES, tiny_checkpoint
 
@@ -71,16 +72,17 @@ def small(tmp_path_factory):
     return tiny_checkpoint("qwen3", tmp_path_factory.mktemp("small"))
 
 
-def test_what_a_family_does_after_the_head_is_done_here_too(small):
-    model = load_model(small)
-    model.config.final_logit_softcapping = 0.5
+def test_what_a_family_does_after_the_head_is_done_here_too(tmp_path):
+    capped = family_checkpoint("gemma2", tmp_path)  # its logits are capped by a hyperbolic tangent
+    model = load_model(capped)
     engine = EmbeddedEngine(model, Settings(letters, eos=[1]))
     (response,) = generate(engine, [Request([3, 4, 5], Sampling(6), key=1)])
     tokens = [3, 4, 5, *response.tokens]
     (scored,) = asyncio.run(engine.score([tokens]))
-    plain = transformers.AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(capped, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        logits = torch.tanh(plain(torch.tensor([tokens])).logits[0, :-1] / 0.5) * 0.5
+        logits = plain(torch.tensor([tokens])).logits[0, :-1]
+    assert logits.abs().max() < plain.config.final_logit_softcapping
     expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
     np.testing.assert_allclose(scored, expected, atol=1e-5)
     np.testing.assert_allclose(response.log_probs, expected[2:], atol=1e-5)
@@ -300,5 +302,6 @@ def test_an_end_token_that_the_model_does_not_have_is_left_out_with_a_word(small
     with caplog.at_level("WARNING"):
         assert end_tokens(model, tokenizer) == sorted({1, tokenizer.eos_token_id})
     assert (
-        "eos_token_id 64 of generation_config.json or config.json is no token of the model, which has 64" in caplog.text
+        "eos_token_id 64 of generation_config.json or config.json is outside the model's vocabulary of 64"
+        in caplog.text
     )

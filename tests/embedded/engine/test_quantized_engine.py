@@ -3,12 +3,12 @@
 import pytest
 
 from miles_core.config.load import load
-from miles_core.precision.installed import format_class, providers
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_testing.quantized_engine_contract import QuantizedEngineContract
 from miles_testing.tiny import tiny_tokenizer
+from miles_tools.convert.installed import format_class, providers
 
 
 class Embedded(QuantizedEngineContract):
@@ -53,12 +53,12 @@ def test_an_engine_that_keeps_old_weights_does_not_pass():
     from pathlib import Path
 
     from miles_core.precision.codec import Codec
-    from miles_testing.quantized_engine_contract import coupled
+    from miles_testing.quantized_engine_contract import couple_units
     from miles_testing.tiny import tiny_checkpoint
 
     suite = Stale()
     root, codec = Path(tempfile.mkdtemp()), Codec(suite.format())
     paths = [tiny_checkpoint(suite.family, root / str(seed), seed, **suite.sizes) for seed in range(3)]
-    encoded = paths[0], [list(codec.encode(coupled(path))) for path in paths]
+    encoded = paths[0], [list(codec.encode(couple_units(path))) for path in paths]
     with asyncio.Runner() as runner, pytest.raises(AssertionError):
         suite.test_two_updates_in_place_equal_a_fresh_load(runner, encoded)

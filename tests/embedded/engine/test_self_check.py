@@ -9,7 +9,7 @@ from miles_core.errors import CheckpointError
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.model.call import active_call
 from miles_embedded.model.load import load_model
-from miles_embedded.model.self_check import in_float32, plain, probe_sequences
+from miles_embedded.model.self_check import in_float32, plain_forwards, probe_sequences
 from miles_embedded.testing.families import family_checkpoint, lacking
 from miles_embedded.trainer import self_check as trained
 from miles_testing.tiny import tiny_checkpoint
@@ -33,7 +33,7 @@ def fails(model):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (counted_over_the_call, r"LlamaForCausalLM is not computed rightly .* log-probs differ .*--no-self-check"),
+        (counted_over_the_call, r"LlamaForCausalLM is not computed correctly .* log-probs differ .*--no-self-check"),
         (fails, r"LlamaForCausalLM cannot be run by the embedded backend \(KeyError: 'call'\)"),
     ],
 )
@@ -47,7 +47,7 @@ def test_one_that_is_wrong_is_refused(broken, message, tmp_path):
 def test_afterwards_the_model_is_as_it_was(tmp_path):
     model = load_model(tiny_checkpoint("qwen3_moe", tmp_path / "model"))
     before = model.config._attn_implementation, model.config._experts_implementation
-    with plain(model):
+    with plain_forwards(model):
         assert model.config._attn_implementation == "eager"
     assert (model.config._attn_implementation, model.config._experts_implementation) == before
 
@@ -87,7 +87,7 @@ def test_what_begins_late_is_found_in_either_dtype(check, tmp_path):
     for dtype in ("float32", "bfloat16"):
         model = load_model(checkpoint, dtype)
         late_temperature(model)
-        with pytest.raises(CheckpointError, match=r"is not computed rightly .* in float32"):
+        with pytest.raises(CheckpointError, match=r"is not computed correctly .* in float32"):
             check(model)
 
 
@@ -98,7 +98,7 @@ def test_a_small_scale_is_found_in_bfloat16(tmp_path):
     attention.forward = lambda *args, **named: tuple(
         x if x is None else x * (0.97 if in_call() else 1) for x in forward(*args, **named)
     )
-    with pytest.raises(CheckpointError, match="is not computed rightly"):
+    with pytest.raises(CheckpointError, match="is not computed correctly"):
         self_check(model)
 
 

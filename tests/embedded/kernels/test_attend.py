@@ -49,7 +49,7 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, case):
     options = AttentionOptions(**{**given, "sinks": torch.randn(4, generator=generator) if "sinks" in given else None})
     call = StaticCall(None, cache, batch, rows)
     doubled = [[x.double() for x in pair] for pair in (keys, values)]
-    expected = call._by_torch(q.double(), *doubled, dim**-0.5, options)
+    expected = call._attend_with_torch(q.double(), *doubled, dim**-0.5, options)
     fed = [pair[1][torch.arange(rows), :, batch.lengths].transpose(0, 1)[None] for pair in (keys, values)]
     for row, length in enumerate(batch.lengths.tolist()):  # what a row does not have is never read
         keys[1][row, :, length:] = values[1][row, :, length:] = torch.nan

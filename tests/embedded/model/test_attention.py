@@ -17,7 +17,7 @@ from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.settings import Settings
-from miles_embedded.model.attention import AttentionOptions, attend_padded, with_sinks
+from miles_embedded.model.attention import AttentionOptions, add_sinks, attend_padded
 from miles_embedded.model.load import load_model, prepare
 from miles_embedded.testing.families import small_groups
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
@@ -134,7 +134,7 @@ def test_sinks_as_a_key_are_sinks_as_a_score():
         torch.randn(6, generator=generator),
         AttentionOptions(3).sees(torch.arange(7)[:, None], torch.arange(7))[None, None],
     )
-    more_q, more_k, more_v, more_mask = with_sinks(q, k, v, mask, sinks, 0.3)
+    more_q, more_k, more_v, more_mask = add_sinks(q, k, v, mask, sinks, 0.3)
     assert more_q.shape == (2, 6, 7, 11) and more_k.shape == (2, 2, 8, 11) and more_v.shape == (2, 2, 8, 5)
     assert more_mask.shape == (1, 1, 7, 8)
     scores = torch.einsum("nhqd,nhkd->nhqk", more_q, more_k.repeat_interleave(3, 1)) * 0.3

@@ -80,7 +80,7 @@ def test_weights_of_another_kind_are_told_by_a_run_and_not_by_a_plan(changed):
     examine_checkpoint(model)
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     examine_checkpoint(model, weights=False)
-    with pytest.raises(CheckpointError, match="safetensors weights; others are not read"):
+    with pytest.raises(CheckpointError, match="safetensors weights; other formats are not supported"):
         examine_checkpoint(model)
 
 
@@ -121,7 +121,7 @@ def test_dry_run_and_plan_ask_whoever_builds_the_model(tmp_path, capsys):
         assert "are missing, first model.norm.weight" in capsys.readouterr().err
     (model / "model.safetensors").unlink()
     assert cli.main(["train", *words, "--dry-run"]) == 2
-    assert "holds no *.safetensors" in capsys.readouterr().err
+    assert "has no *.safetensors" in capsys.readouterr().err
     assert cli.main(["plan", "--hf-checkpoint", str(model)]) == 0  # of a config.json alone
     (model / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))  # 671 billion parameters
     assert cli.main(["plan", "--hf-checkpoint", str(model)]) == 0

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from miles_core.data.batch import Ragged
-from miles_embedded.model.logprobs import logits_of, token_log_probs
+from miles_embedded.model.logprobs import head_log_probs, logits_of, token_log_probs
 
 
 class Head(nn.Module):
@@ -22,6 +22,14 @@ class Head(nn.Module):
 
     def get_output_embeddings(self):
         return self.lm_head
+
+
+class CappedHead(Head):
+    """A class whose ``forward`` mentions what the families do with their logits."""
+
+    def forward(self, hidden):
+        config = self.config
+        return (config.logit_scale, config.logits_scaling, config.final_logit_softcapping)
 
 
 def inputs(rows=9):
@@ -80,9 +88,26 @@ def test_extreme_logits_stay_finite():
 
 
 def test_logits_are_capped_and_scaled_as_the_family_does():
-    model, (hidden, _) = Head(final_logit_softcapping=2.0), inputs()
+    model, (hidden, _) = CappedHead(final_logit_softcapping=2.0), inputs()
     plain = model.lm_head(hidden)
     torch.testing.assert_close(logits_of(model, hidden), torch.tanh(plain / 2) * 2)
-    torch.testing.assert_close(logits_of(Head(logit_scale=0.5), hidden), plain * 0.5)
-    torch.testing.assert_close(logits_of(Head(logits_scaling=4.0), hidden), plain / 4)
-    torch.testing.assert_close(logits_of(Head(logits_scaling=4.0, model_type="hyperclovax"), hidden), plain * 4)
+    torch.testing.assert_close(logits_of(CappedHead(logit_scale=0.5), hidden), plain * 0.5)
+    torch.testing.assert_close(logits_of(CappedHead(logits_scaling=4.0), hidden), plain / 4)
+    torch.testing.assert_close(logits_of(CappedHead(logits_scaling=4.0, model_type="hyperclovax"), hidden), plain * 4)
+    ignored = Head(final_logit_softcapping=2.0, logit_scale=0.5)  # its class has no such step
+    torch.testing.assert_close(logits_of(ignored, hidden), plain)
+
+
+def test_candidates_are_scored_over_the_whole_vocabulary_whatever_the_sampler_chose_from():
+    model, (hidden, tokens) = Head(), inputs()
+    support, candidates = supports(tokens)[0], torch.arange(27, dtype=torch.int32).reshape(9, 3) % 11
+    expected = (model.lm_head(hidden) / 0.7).log_softmax(-1).gather(-1, candidates.long())
+    grads = torch.autograd.grad(expected.square().sum(), [hidden, model.lm_head.weight])
+    for elements in (1 << 20, 2 * 11 + 5):
+        found = head_log_probs(model, hidden, tokens, 0.7, support, True, elements, candidates)
+        torch.testing.assert_close(found[2], expected)
+        for one, two in zip(found[:2], token_log_probs(model, hidden, tokens, 0.7, support, True), strict=True):
+            torch.testing.assert_close(one, two)
+        again = torch.autograd.grad(found[2].square().sum(), [hidden, model.lm_head.weight])
+        for one, two in zip(grads, again, strict=True):
+            torch.testing.assert_close(one, two)

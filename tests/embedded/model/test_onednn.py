@@ -9,7 +9,7 @@ from torch import nn
 from miles_embedded.model import onednn
 
 needs_packs = pytest.mark.skipif(
-    not (onednn.slow_few() and onednn._has_vectors()),
+    not (onednn.mkl_is_slow() and onednn._has_vectors()),
     reason="weights are packed on AMD processors with 512-bit vectors",
 )
 needs_fast_path = pytest.mark.skipif(not onednn.available(), reason="this processor's MKL is the faster library")
@@ -22,11 +22,11 @@ def test_times_is_the_matrix_product(rows, left, right):
     a = torch.randn(48, rows).t() if left else torch.randn(rows, 48)
     b = torch.randn(40, 48).t() if right else torch.randn(48, 40)
     exact = a.double() @ b.double()
-    assert (onednn.times(a, b) - exact).abs().max() < 1e-4
+    assert (onednn.matmul(a, b) - exact).abs().max() < 1e-4
 
 
 def test_padded_sizes_are_few_and_at_most_an_eighth_larger():
-    sizes = {n: onednn.padded(n) for n in range(1, 5000)}
+    sizes = {n: onednn.pad_rows(n) for n in range(1, 5000)}
     assert all(n <= size <= n * 1.125 + 1 for n, size in sizes.items())
     if onednn.available():
         assert len({size for n, size in sizes.items() if n >= 1024}) <= 24
@@ -53,15 +53,15 @@ def test_a_fast_linear_has_the_values_and_gradients_of_a_plain_one(bias, shape):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.skipif(not onednn.slow_few(), reason="on this processor the plain product is the faster one")
+@pytest.mark.skipif(not onednn.mkl_is_slow(), reason="on this processor the plain product is the faster one")
 @pytest.mark.parametrize("bias", [False, True])
 def test_few_rows_have_the_values_of_a_plain_linear(bias, monkeypatch):
     plain = nn.Linear(512, 256, bias=bias)
     fast = nn.Sequential(copy.deepcopy(plain))
     onednn.use_fast_linear(fast)
     taken = []
-    turned = onednn._turned
-    monkeypatch.setattr(onednn, "_turned", lambda module, x, rows: taken.append(rows) or turned(module, x, rows))
+    turned = onednn._multiply_left
+    monkeypatch.setattr(onednn, "_multiply_left", lambda module, x, rows: taken.append(rows) or turned(module, x, rows))
     with torch.no_grad():
         for shape in ((1, 512), (3, 512), (1, 7, 512), (512,), (8, 512), (1, 31, 512), (32, 512)):
             x = torch.randn(shape)
@@ -77,7 +77,7 @@ def test_packed_weights_have_the_values_of_a_plain_linear_and_follow_it(bias):
     fast = nn.Sequential(copy.deepcopy(plain))
     onednn.use_fast_linear(fast)
     packs = onednn.Packs()
-    with torch.no_grad(), packs.used():
+    with torch.no_grad(), packs.activate():
         for shape in ((4, 256), (1, 31, 256), (127, 256), (3, 256), (128, 256)):
             x = torch.randn(shape)
             torch.testing.assert_close(fast(x), plain(x), rtol=1e-4, atol=1e-5)
@@ -95,16 +95,16 @@ def test_packed_weights_have_the_values_of_a_plain_linear_and_follow_it(bias):
 def test_weights_that_would_take_too_much_memory_are_not_packed(monkeypatch):
     monkeypatch.setattr(onednn, "_MOST", 256 * 256 * 4)
     packs, layers = onednn.Packs(), [nn.Linear(256, 256), nn.Linear(256, 256)]
-    assert [packs.of(layer) is None for layer in layers * 2] == [False, True, False, True]
+    assert [packs.get(layer) is None for layer in layers * 2] == [False, True, False, True]
     packs.clear()
-    assert packs.of(layers[1]) is not None
+    assert packs.get(layers[1]) is not None
 
 
 def test_other_dtypes_stay_with_torch():
     x = torch.randn(64, 8, dtype=torch.float64)
-    assert not onednn.takes(x, 64)
-    assert not onednn.takes(x.bfloat16(), 64)
-    assert torch.equal(onednn.times(x, x.t()), x @ x.t())
+    assert not onednn.use_onednn(x, 64)
+    assert not onednn.use_onednn(x.bfloat16(), 64)
+    assert torch.equal(onednn.matmul(x, x.t()), x @ x.t())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Doubled(nn.Linear):
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_linear_layer_of_another_class_computes_as_that_class(monkeypatch, fast, rows):
     """On every processor: those with a faster library put a forward on each linear layer."""
-    monkeypatch.setattr(onednn, "slow_few", lambda: fast)
+    monkeypatch.setattr(onednn, "mkl_is_slow", lambda: fast)
     monkeypatch.setattr(onednn, "available", lambda: False)
     model = nn.Sequential(nn.Linear(256, 256))
     onednn.use_fast_linear(model)
@@ -44,7 +44,7 @@ def test_a_linear_layer_of_another_class_computes_as_that_class(monkeypatch, fas
 
 
 def test_a_swapped_layer_changes_what_the_whole_model_says(tmp_path, monkeypatch):
-    monkeypatch.setattr(onednn, "slow_few", lambda: True)
+    monkeypatch.setattr(onednn, "mkl_is_slow", lambda: True)
     model = load_model(tiny_checkpoint("qwen3", tmp_path / "model"), "float32")
     runner, sequence = Runner(model), list(range(3, 50))
     before = runner.score([sequence], 0.5)[0]  # a temperature of 1/2 doubles logits, and so does the layer

@@ -81,6 +81,6 @@ def test_code_of_another_repository_stays_there_and_a_missing_module_is_named(ow
     export_checkpoint(model, None, tmp_path / "export")
     assert json.loads((tmp_path / "export" / "config.json").read_text())["auto_map"] == elsewhere
     (own / "modeling_own.py").unlink()
-    with pytest.raises(CheckpointError, match=re.escape(f"modeling_own.py, which {own} does not hold")):
+    with pytest.raises(CheckpointError, match=re.escape(f"modeling_own.py, which is missing in {own}")):
         export_checkpoint(model, None, tmp_path / "other")
     assert not (tmp_path / "other").exists()

@@ -162,12 +162,12 @@ def test_engine_and_trainer_compute_the_same(checkpoints, family):
 
 
 def test_a_recomputation_sees_the_same_rounding(checkpoints):
-    from miles_embedded.trainer.trainer import _recompute_layers
+    from miles_embedded.trainer.recomputation import recompute_layers
 
     plain, recomputed = (load_model(checkpoints["qwen3_moe"], "float32") for _ in range(2))
     for model in (plain, recomputed):
         install(model, Codec(Coarse()))
-    _recompute_layers(recomputed)
+    recompute_layers(recomputed)
     for model in (plain, recomputed):
         run(model).square().mean().backward()
     for (name, a), b in zip(plain.named_parameters(), recomputed.parameters(), strict=True):

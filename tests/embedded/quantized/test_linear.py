@@ -63,7 +63,7 @@ def loaded(model, product):
     """The model as an engine that took one update."""
     codec = Codec(FORMAT)
     inputs = RoundedInputs(model, codec, product)
-    load_units(model, inputs.taking(codec.encode(export(model))), codec.decode)
+    load_units(model, inputs.take_each(codec.encode(export(model))), codec.decode)
     return inputs
 
 
@@ -82,7 +82,7 @@ def test_a_linear_layer_multiplies_codes_once_they_came(model):
     inputs = loaded(model, doubling())
     torch.testing.assert_close(layer(x), 2 * emulated(layer, x))
     assert torch.equal(layer(x[:0]), emulated(layer, x[:0])) and layer(x.double().to(torch.float32)[0]).ndim == 2
-    with inputs.emulated():
+    with inputs.emulate():
         assert torch.equal(layer(x), emulated(layer, x))
     inputs.enabled = False
     assert torch.equal(layer(x), nn.functional.linear(x, layer.weight))

@@ -9,12 +9,12 @@ import torch
 from miles_core.config.load import load
 from miles_core.data.means import means
 from miles_core.data.sample import Sample
-from miles_core.remote.rank import Rank
 from miles_core.run.make import make_run
-from miles_core.run.prepare import applied, prepare
+from miles_core.run.prepare import apply_plan, prepare
 from miles_core.train.share import combined, divided
+from miles_runtime.rank import Rank
 from miles_testing.toy import toy_arguments
-from miles_testing.yardstick import copied
+from miles_testing.yardstick import copy_weights
 
 #: A value head at the root of the model, whose output reaches the loss beside the forward's result.
 VALUES = """
@@ -98,12 +98,12 @@ def rollout(groups):
 def learned(words, directory):
     config = load(words)
     accepted, catalogue = prepare(config)
-    run = make_run(applied(config, accepted), accepted, catalogue, directory)
+    run = make_run(apply_plan(config, accepted), accepted, catalogue, directory)
     rank = Rank(run, run.policy, run.hooks.make("trainer", "embedded", run=run, policy=run.policy))
     share = divided(rollout(3), config.train, rank.world.replicas)[rank.world.replica]
     pairs, _ = rank.learn(share, 0)
     rank.learn(share, 1)
-    return pairs, copied(rank.trainer)
+    return pairs, copy_weights(rank.trainer)
 
 
 @pytest.mark.parametrize(

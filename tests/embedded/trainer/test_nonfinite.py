@@ -7,8 +7,11 @@ import pytest
 from miles_core.errors import NonFiniteError
 
 HEAD = """
+import dataclasses
+
+import numpy as np
 import torch
-from miles_core.algorithm.correction import Correction
+from miles_core.data.field import Field
 from miles_core.plugin.marker import hookimpl
 from miles_core.plugin.manifest import Plugin
 
@@ -46,17 +49,23 @@ class Hooks:
             module.register_forward_hook(lambda m, args, out: out + (out * 0).sqrt())
 """
 COLUMN = """
+FIELD = Field("prior", "float32", "response")
+plugin = dataclasses.replace(plugin, fields=(FIELD,))
+
+
 class Hooks:
     @hookimpl
-    def wrap_correction(self, run):
-        def wrap(inner):
-            def correct(inputs):
-                found = inner(inputs)
-                weight = found.weight.clone()
-                weight[inputs.mask.nonzero()[1]] = float("inf")
-                return Correction(weight, found.keep, found.metrics)
+    def on_sample(self, run, sample):
+        sample.fields["prior"] = np.full(sample.response_length, np.inf, np.float32)
 
-            return correct
+    @hookimpl
+    def wrap_loss(self, run):
+        def wrap(inner):
+            def loss(output, batch, ctx):
+                found = inner(output, batch, ctx)
+                return dataclasses.replace(found, value=found.value + (output.log_probs * batch.columns["prior"]).sum())
+
+            return loss
 
         return wrap
 """
@@ -114,10 +123,10 @@ def test_the_first_gradient_in_the_backward_pass(failing):
 
 def test_a_column_that_came_from_elsewhere(failing):
     said = failing(COLUMN)
-    assert re.search(r"column correction is inf at response token 1 of sample 0, not computed by this pass", said)
+    assert re.search(r"column prior is inf at response token 0 of sample 0, not computed by this pass", said)
 
 
 def test_the_engine_names_the_module_and_its_parameter(failing):
     said = failing(PARAMETER)
     assert "engine, weight version 1: the output of model.layers.1.self_attn.q_proj" in said
-    assert "because its parameter model.layers.1.self_attn.q_proj.weight does" in said
+    assert "because its parameter model.layers.1.self_attn.q_proj.weight is not finite" in said

@@ -12,7 +12,7 @@ from miles_embedded.model.load import load_model
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_testing.tiny import tiny_checkpoint
 from miles_testing.trainer_contract import Setup, TrainerContract
-from miles_testing.yardstick import copied, make_batch, weighted, weights
+from miles_testing.yardstick import copy_weights, make_batch, weighted, weights
 
 
 def trainer_config(setup, **changes):
@@ -96,7 +96,7 @@ def test_sharing_prompts_changes_the_work_and_not_the_result(checkpoint):
 def test_a_bfloat16_copy_follows_float32_masters(checkpoint):
     batch = make_batch()
     exact, rounded = embedded(checkpoint), embedded(checkpoint, dtype="bfloat16")
-    start = copied(rounded)
+    start = copy_weights(rounded)
     # A step far below bfloat16's resolution must add up in the master.
     for _ in range(8):
         exact.step(batch, lr=2e-5)

@@ -18,7 +18,7 @@ def completed(words, line):
     """What bash offers at the end of a line."""
     script = f"""{completion._bash(words)}
 COMP_WORDS=({line}); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); _miles; printf '%s\\n' "${{COMPREPLY[@]}}" """
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run(["bash"], input=script, capture_output=True, text=True, check=True).stdout.split()
 
 
 def test_commands_flags_and_values_are_completed(words):

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from miles_core.cli import main as cli
 from miles_core.plugin import discovery
-from miles_core.precision import installed
 from miles_testing.doubles.pair_format import PLUGIN
+from miles_tools.convert import installed
 
 
 @pytest.fixture(autouse=True)

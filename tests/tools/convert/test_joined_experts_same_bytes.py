@@ -11,16 +11,16 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from miles_core.cli import main as cli
 from miles_core.config.load import load
 from miles_core.errors import CheckpointError
-from miles_core.mismatch.parity import real_layer
 from miles_core.precision.codec import Codec
-from miles_core.precision.installed import format_class, providers
 from miles_core.precision.options import codec_for
 from miles_core.precision.projection import project
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import Loader, export, views
 from miles_embedded.quantized.weights import install
+from miles_mismatch.parity import real_layer
 from miles_testing.tiny import tiny_checkpoint
 from miles_testing.toy import toy_files, toy_run
+from miles_tools.convert.installed import format_class, providers
 
 FORMATS = sorted(providers())
 WIDTH, INNER, EXPERTS = 160, 96, 2  # no multiple of 128: tiles of fp8 are ragged on both sides

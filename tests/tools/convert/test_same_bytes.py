@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from miles_core.cli import main as cli
 from miles_core.config.load import load
 from miles_core.errors import CheckpointError
-from miles_core.precision.installed import format_class, providers
 from miles_core.precision.options import codec_for
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import export, views
 from miles_embedded.quantized.weights import install
 from miles_testing.tiny import tiny_checkpoint
 from miles_testing.toy import toy_files, toy_run
+from miles_tools.convert.installed import format_class, providers
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
 LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32}

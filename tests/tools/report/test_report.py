@@ -71,7 +71,9 @@ def test_report_is_one_file_with_every_panel_and_the_same_pngs(tmp_path):
     run_dir = make_run(tmp_path / "run", 5, **STEP)
     page = report(run_dir).read_text()
     parsed = Page(page)
-    assert all(link.startswith("data:image/png;base64,") for link in parsed.links)
+    assert all(link.startswith(("data:image/png;base64,", "#")) for link in parsed.links)
+    anchors = set(re.findall(r'\bid="([\w-]+)"', page))
+    assert {link[1:] for link in parsed.links if link[0] == "#"} <= anchors
     pngs = {p.name for p in (run_dir / "report").iterdir()}
     assert len(parsed.images) == len(pngs)
     assert {"reward.png", "length.png", "loss.png", "mismatch.png", "time.png", "mine_things.png"} <= pngs
@@ -80,10 +82,46 @@ def test_report_is_one_file_with_every_panel_and_the_same_pngs(tmp_path):
     assert "Finished: 5 of 5 steps are complete." in text
     assert "plan 8f3c12ab" in text
     assert "mine 0.3" in text
-    assert "Plugin mine" in text
+    assert "Metrics that did not change" in text
     assert "rollout.num_rollout 5" in text
     assert "temperature" not in text
     assert "train/approx_kl_k3 0 0" in text
+
+
+def test_plots_that_do_not_move_are_folded_and_samples_come_first(tmp_path, monkeypatch):
+    from miles_tools.report import report as module
+
+    browser = {"data": "[]", "shown": 1, "held": 1, "steps": 1}
+    monkeypatch.setattr(module, "browser", lambda *_: browser)
+    names = ("reward/mean", "rollout/length_mean", "train/loss", "train/grad_norm", "train/entropy")
+    steady = {"mine/gap": 1e-8, "train/lr": 1e-6, "mine/share": 1.0, "time/rollout": 2.0}
+    records = [
+        {"step": s, "time": s, **steady, **dict.fromkeys(names, 1.0 + s), "mine/gap": 1e-8 * (s % 3), "mine/up": s}
+        for s in range(1, 7)
+    ]
+    make_run(tmp_path, 1)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = report(tmp_path).read_text()
+    places = [
+        page.index(f'id="{name}"') for name in ("overview", "samples", "training", "plugin-0", "summary", "constant")
+    ]
+    assert places == sorted(places)
+    parts = {
+        anchor: re.findall(r'alt="([^"]*)"', part)
+        for anchor, part in re.findall(r'<(?:h2|details) id="([\w-]+)">(.*?)(?=<h2|<details|</main>)', page, re.DOTALL)
+    }
+    assert parts["overview"] == ["Reward", "Response length", "Policy loss"]
+    assert parts["training"] == ["Gradient norm", "Entropy of the policy", "Time by phase"]
+    assert parts["plugin-0"] == ["up"]
+    assert parts["constant"] == ["Learning rate", "gap", "share"]
+    assert "Metrics that did not change (3)" in page and '<a href="#constant">' in page
+
+
+def test_graded_rewards_are_reported_as_their_mean(tmp_path):
+    page = report(make_run(tmp_path / "graded", 4, **{"eval/accuracy": 0.0, "eval/reward": 0.56})).read_text()
+    assert "held-out reward" in text_of(page) and "held-out accuracy" not in text_of(page)
+    page = report(make_run(tmp_path / "binary", 4, **{"eval/accuracy": 0.5, "eval/reward": 0.5})).read_text()
+    assert "held-out accuracy" in text_of(page) and "held-out reward" not in text_of(page)
 
 
 def test_running_and_stopped_runs_are_told_apart(tmp_path):

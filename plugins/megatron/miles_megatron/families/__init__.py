@@ -1,13 +1,14 @@
-"""The families of models that Megatron-Core can train here, one file each.
+"""The model families that ``--trainer megatron`` supports, one module each.
 
-A family's file has two functions: ``read(config) -> Architecture`` from a parsed ``config.json`` (importing no torch), and
-``layer(architecture, m, h, sparse)``, which yields an ``Entry`` for every tensor of a layer, with experts or without, whose names begin
-with ``m`` in Megatron-Core's model and with ``h`` in the checkpoint. A new family is such a file and a line in ``FAMILIES``; the parts that
-families share are in ``parts``. ``tests/test_families.py`` then compares names, counts and bytes with the model of Transformers.
+A family's module has two functions. ``read(config) -> Architecture`` parses ``config.json`` without importing torch.
+``layer(architecture, m, h, sparse)`` yields an ``Entry`` for every tensor of a layer; ``m`` is the prefix of the layer's names in
+Megatron-Core, ``h`` the prefix in the checkpoint, and ``sparse`` whether the layer has experts. To add a family, write such a module and
+add a line to ``FAMILIES``; ``parts`` has the building blocks that families share. ``tests/test_families.py`` then compares names, counts
+and bytes with the model of Transformers.
 
-A checkpoint keeps an MTP layer (DeepSeek-V3, arXiv 2412.19437, section 2.2) as decoder layer number ``num_hidden_layers``: a layer like
-the last, with a projection and three norms; some have copies of the embedding and the output layer in it, which are shared with
-the model's own.
+Checkpoints store an MTP layer (DeepSeek-V3, arXiv 2412.19437, section 2.2) as decoder layer ``num_hidden_layers``: a layer like the last
+one, with an additional projection and three norms. Some checkpoints also store copies of the embedding and the output layer there, which
+the model shares with the MTP layer.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ FAMILIES = {
     "gpt_oss": "gpt_oss",
 }
 
-#: ``model_type`` -> what Megatron-Core 0.19 lacks of this family.
+#: ``model_type`` -> features of this family that Megatron-Core 0.19 lacks.
 LACKING = {
-    "gemma2": "norms behind attention and feed-forward layers, caps on scores and logits, and a scaled embedding",
-    "gemma3_text": "norms behind attention and feed-forward layers, a rotary base of their own for layers with a window, and a scaled embedding",
+    "gemma2": "norms after attention and feed-forward layers, caps on scores and logits, and a scaled embedding",
+    "gemma3_text": "norms after attention and feed-forward layers, a separate rotary base for layers with a window, and a scaled embedding",
 }
 LACKING |= {
     "gemma3": LACKING["gemma3_text"],
     "gemma3n": "inputs per layer, several residual streams, and keys that layers share",
     "gemma3n_text": "inputs per layer, several residual streams, and keys that layers share",
-    "gemma4": "norms behind attention and feed-forward layers, and heads of two sizes",
-    "gemma4_text": "norms behind attention and feed-forward layers, and heads of two sizes",
-    "glm4": "norms behind attention and feed-forward layers",
+    "gemma4": "norms after attention and feed-forward layers, and heads of two sizes",
+    "gemma4_text": "norms after attention and feed-forward layers, and heads of two sizes",
+    "glm4": "norms after attention and feed-forward layers",
     "llama4": "attention in chunks, layers without rotary embedding, and scores that weigh the experts' input",
     "llama4_text": "attention in chunks, layers without rotary embedding, and scores that weigh the experts' input",
     "deepseek_v32": "attention whose keys an indexer chooses (in the modules that are used here)",
@@ -56,28 +57,28 @@ LACKING |= {
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a checkpoint.
+    """Read the architecture of a checkpoint.
 
     Args:
-        config: its ``config.json``.
+        config: the parsed ``config.json``.
 
     Raises:
-        CheckpointError: there is no table for this family, or an entry is missing.
+        CheckpointError: the family is not supported, an entry has an unsupported value, or an entry is missing.
     """
     family = str(config.get("model_type"))
     if family in LACKING:
         raise CheckpointError(
-            f"config.json says model_type {family}, of which Megatron-Core lacks {LACKING[family]}; use --trainer embedded"
+            f"Megatron-Core does not support model_type {family} of config.json; it lacks {LACKING[family]}; use --trainer embedded"
         )
     if family not in FAMILIES:
         raise CheckpointError(
-            f"config.json says model_type {family}, for which the megatron plugin has no table of weights; it has "
-            f"{', '.join(FAMILIES)}. use --trainer embedded, or write a table, which is one file: miles_megatron/families/__init__.py says how"
+            f"the megatron plugin has no table of weights for model_type {family} of config.json; it has {', '.join(FAMILIES)}. Use "
+            "--trainer embedded, or add a table; miles_megatron/families/__init__.py describes how"
         )
     if foreign := list(find_foreign(config)):
         raise CheckpointError(
-            f"Megatron-Core's model would not be that of config.json: {'; '.join(foreign)}; use --trainer embedded, which runs "
-            "Transformers' own modules"
+            f"Megatron-Core's model would differ from that of config.json: {'; '.join(foreign)}; use --trainer embedded, which runs "
+            "Transformers' modules"
         )
     try:
         return _module(family).read(config)
@@ -86,7 +87,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 def weights(architecture: Architecture) -> Iterator[Entry]:
-    """Every tensor of the model in the order of export: embedding, layers, final norm, output layer, MTP layers."""
+    """Yield every tensor of the model in export order: embedding, layers, final norm, output layer, MTP layers."""
     a, layer = architecture, _module(architecture.family).layer
     first, last = ends(a)
     yield first

@@ -10,7 +10,7 @@ from miles_megatron.families.parts import PROJECTIONS, Entry, attention, experts
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
-    """From ``config.json``."""
+    """Read the architecture from ``config.json``."""
     latent = Latent(
         config.get("q_lora_rank") or 0,
         config["kv_lora_rank"],
@@ -23,7 +23,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 def grouped(config: Mapping[str, Any]) -> Experts:
-    """Experts as DeepSeek-V3's configuration writes them."""
+    """Read the experts from the keys of DeepSeek-V3's configuration."""
     return Experts(
         experts_of(config),
         config["num_experts_per_tok"],
@@ -39,7 +39,7 @@ def grouped(config: Mapping[str, Any]) -> Experts:
 
 
 def latent_attention(a: Architecture, m: str, h: str) -> Iterator[Entry]:
-    """Queries, and keys with values, through their compressions."""
+    """Yield the entries of multi-head latent attention."""
     assert a.latent is not None
     inner, outer = f"{m}.self_attention", f"{h}.self_attn"
     if a.latent.q_rank:
@@ -55,7 +55,7 @@ def latent_attention(a: Architecture, m: str, h: str) -> Iterator[Entry]:
 
 
 def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
-    """See ``miles_megatron.families``."""
+    """Yield the entries of a layer; see ``miles_megatron.families``."""
     yield from norms(m, h)
     yield from attention(a, m, h) if a.latent is None else latent_attention(a, m, h)
     if sparse:

@@ -12,7 +12,7 @@ __all__ = ["layer", "read"]
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
-    """From ``config.json``."""
+    """Read the architecture from ``config.json``."""
     return Architecture(
         **common(config) | {"sparse": dense_first(config)},
         qkv_bias=bool(config.get("attention_bias")),

@@ -1,6 +1,6 @@
-"""gpt-oss: attention with sinks and, on every other layer, a window; experts with biases, stacked in one tensor a layer.
+"""gpt-oss: attention with sinks and a sliding window on every other layer; experts with biases, stacked in one tensor per layer.
 
-The checkpoint keeps the experts' first matrices as [experts, hidden, 2 x inner] with gate and up in alternate columns.
+The checkpoint stores the experts' first matrices as [experts, hidden, 2 x inner] with gate and up in alternate columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from miles_megatron.families.parts import Entry, Layout, attention, norms
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
-    """From ``config.json``."""
+    """Read the architecture from ``config.json``."""
     a = Architecture(**common(config), qkv_bias=True, out_bias=True, mlp_bias=True, sinks=True)
     return replace(
         a,
@@ -24,7 +24,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
-    """See ``miles_megatron.families``."""
+    """Yield the entries of a layer; see ``miles_megatron.families``."""
     assert a.experts is not None
     yield from (*norms(m, h), *attention(a, m, h))
     for kind in ("weight", "bias"):

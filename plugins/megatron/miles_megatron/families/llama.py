@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and Mistral, which may have a window: grouped-query attention without biases, a gated feed-forward layer."""
+"""Llama 2, Llama 3 and Mistral: grouped-query attention without biases, optionally with a sliding window, and a gated MLP."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from miles_megatron.families.parts import Entry, attention, mlp, norms
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
-    """From ``config.json``."""
+    """Read the architecture from ``config.json``."""
     return Architecture(**common(config))
 
 
 def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
-    """See ``miles_megatron.families``."""
+    """Yield the entries of a layer; see ``miles_megatron.families``."""
     yield from (*norms(m, h), *attention(a, m, h), *mlp(m, h))

@@ -1,4 +1,4 @@
-"""MiniMax-M2: Mixtral's names; sigmoid routing with a correction bias, one norm over all heads of queries, one of keys."""
+"""MiniMax-M2: Mixtral's tensor names, sigmoid routing with a correction bias, one norm over all query heads and one over all key heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["layer", "read"]
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
-    """From ``config.json``."""
+    """Read the architecture from ``config.json``."""
     a = Architecture(**common(config), qk_norm="whole")
     if config.get("rotary_dim"):
         a = replace(a, rotary=replace(a.rotary, share=config["rotary_dim"] / a.head_dim))

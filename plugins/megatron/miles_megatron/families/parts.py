@@ -1,7 +1,7 @@
-"""What the families' tables of weights are made of.
+"""Building blocks of the families' tables of weights.
 
-Megatron-Core's names are those of its local layer specification; ``transformer_engine_name`` gives a tensor's name where norms are
-fused into the linear layer after them and experts are grouped.
+Entries use the names of Megatron-Core's local layer specification. ``transformer_engine_name`` converts them to TransformerEngine's
+specification, which fuses norms into the following linear layer and groups experts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Layout = Literal["plain", "vocabulary", "qkv", "gate_up", "stacked", "stacked_ga
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of Megatron-Core's model and the tensors of the checkpoint it is made of.
+    """One tensor of Megatron-Core's model and the corresponding tensors of the checkpoint.
 
     Attributes:
-        name: Megatron-Core's, with the number the layer has in the whole model.
+        name: name in Megatron-Core, with the layer index in the whole model.
         checkpoint: names in the checkpoint.
-        layout: how the one is made of the others; see ``miles_megatron.layout``.
-        axis: the dimension that tensor parallelism splits; None where every rank has all of it.
-        expert: number of the expert it belongs to; None for the rest.
+        layout: how to build the tensor from the checkpoint's; see ``miles_megatron.layout``.
+        axis: the dimension that tensor parallelism splits; None if it is replicated.
+        expert: index of its expert; None for other tensors.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Entry:
 
 
 def transformer_engine_name(entry: Entry, architecture: Architecture) -> str:
-    """The name of a tensor in TransformerEngine's layer specification."""
+    """Return the name of a tensor in TransformerEngine's layer specification."""
     name = entry.name
     layer = re.search(r"layers\.(\d+)\.", name)
     if architecture.latent is not None:
@@ -52,12 +52,12 @@ def transformer_engine_name(entry: Entry, architecture: Architecture) -> str:
 
 
 def sparse_layer(name: str, layer: int, architecture: Architecture) -> bool:
-    """Whether the layer of a tensor has experts; an MTP layer is like the decoder's last."""
+    """Whether the layer of a tensor has experts; an MTP layer is like the last decoder layer."""
     return bool(architecture.sparse) and architecture.sparse[-1 if name.startswith("mtp.") else layer]
 
 
 def ends(a: Architecture) -> tuple[Entry, list[Entry]]:
-    """The embedding, and what follows the layers."""
+    """Return the entry of the embedding, and the entries after the layers: final norm and, unless tied, output layer."""
     after = [Entry("decoder.final_layernorm.weight", ("model.norm.weight",))]
     if not a.tied:
         after.append(Entry("output_layer.weight", ("lm_head.weight",), "vocabulary", 0))
@@ -65,13 +65,13 @@ def ends(a: Architecture) -> tuple[Entry, list[Entry]]:
 
 
 def norms(m: str, h: str) -> Iterator[Entry]:
-    """The two norms of a layer: ``m`` and ``h`` are its names in Megatron-Core and in the checkpoint."""
+    """Yield the two norms of a layer; ``m`` and ``h`` are its prefixes in Megatron-Core and in the checkpoint."""
     yield Entry(f"{m}.input_layernorm.weight", (f"{h}.input_layernorm.weight",))
     yield Entry(f"{m}.pre_mlp_layernorm.weight", (f"{h}.post_attention_layernorm.weight",))
 
 
 def attention(a: Architecture, m: str, h: str) -> Iterator[Entry]:
-    """Grouped-query attention: queries, keys and values in one matrix, interleaved by query group."""
+    """Yield the entries of grouped-query attention; queries, keys and values form one matrix, interleaved by query group."""
     inner, outer = f"{m}.self_attention", f"{h}.self_attn"
     for kind, present in (("weight", True), ("bias", a.qkv_bias)):
         if present:
@@ -89,25 +89,26 @@ def attention(a: Architecture, m: str, h: str) -> Iterator[Entry]:
 
 
 def gated(m: str, names: tuple[str, str, str], expert: int | None = None) -> Iterator[Entry]:
-    """A gated feed-forward layer; ``names`` are those of gate, up and down in the checkpoint."""
+    """Yield the entries of a gated MLP; ``names`` are the checkpoint's prefixes of gate, up and down."""
     gate, up, down = (f"{name}.weight" for name in names)
     yield Entry(f"{m}.linear_fc1.weight", (gate, up), "gate_up", 0, expert)
     yield Entry(f"{m}.linear_fc2.weight", (down,), "plain", 1, expert)
 
 
 def mlp(m: str, h: str) -> Iterator[Entry]:
-    """The feed-forward layer of a dense decoder layer."""
+    """Yield the entries of a dense layer's MLP."""
     yield from gated(f"{m}.mlp", (f"{h}.mlp.gate_proj", f"{h}.mlp.up_proj", f"{h}.mlp.down_proj"))
 
 
 def experts(a: Architecture, m: str, h: str, parts: tuple[str, str, str], correction: str = "") -> Iterator[Entry]:
-    """A router at ``h.gate`` and experts at ``h.experts.N``.
+    """Yield the entries of a router at ``h.gate`` and of experts at ``h.experts.N``.
 
     Args:
         a: the architecture.
-        m, h: the layer in Megatron-Core, the mixture in the checkpoint.
-        parts: what the checkpoint calls gate, up and down.
-        correction: name of the router's correction bias in the checkpoint.
+        m: prefix of the layer in Megatron-Core.
+        h: prefix of the MoE block in the checkpoint.
+        parts: the checkpoint's names of gate, up and down.
+        correction: name of the router's correction bias in the checkpoint; empty for ``h.gate.e_score_correction_bias``.
     """
     assert a.experts is not None
     yield Entry(f"{m}.mlp.router.weight", (f"{h}.gate.weight",))
@@ -119,11 +120,11 @@ def experts(a: Architecture, m: str, h: str, parts: tuple[str, str, str], correc
 
 
 def shared(a: Architecture, m: str, h: str) -> Iterator[Entry]:
-    """Experts that every token goes through, and their gate."""
+    """Yield the entries of the shared experts, if the model has any."""
     assert a.experts is not None
     if a.experts.shared:
         yield from gated(f"{m}.mlp.shared_experts", (f"{h}.gate_proj", f"{h}.up_proj", f"{h}.down_proj"))
 
 
-#: What most families call gate, up and down.
+#: The names of gate, up and down in most families.
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

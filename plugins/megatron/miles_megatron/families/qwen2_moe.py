@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2's attention, experts beside a shared one with a gate."""
+"""Qwen2-MoE: Qwen2's attention, routed experts, and a shared expert with a gate."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ __all__ = ["layer", "read"]
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
-    """From ``config.json``."""
+    """Read the architecture from ``config.json``."""
     made = Architecture(**common(config), qkv_bias=bool(config.get("qkv_bias", True)))
     return with_experts(made, config, shared=config["shared_expert_intermediate_size"], shared_gate=True)

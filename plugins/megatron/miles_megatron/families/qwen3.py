@@ -12,5 +12,5 @@ __all__ = ["layer", "read"]
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
-    """From ``config.json``."""
+    """Read the architecture from ``config.json``."""
     return Architecture(**common(config), qk_norm="head")

@@ -11,13 +11,13 @@ from miles_megatron.families.parts import PROJECTIONS, Entry, attention, experts
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
-    """From ``config.json``."""
+    """Read the architecture from ``config.json``."""
     made = Architecture(**common(config), qk_norm="head")
     return with_experts(made, config)
 
 
 def with_experts(a: Architecture, config: Mapping[str, Any], **more: Any) -> Architecture:
-    """The experts of Qwen's configurations; ``more`` are further arguments of ``Experts``."""
+    """Add the experts of a Qwen configuration to an architecture; ``more`` are further arguments of ``Experts``."""
     step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
     return replace(
         a,
@@ -33,7 +33,7 @@ def with_experts(a: Architecture, config: Mapping[str, Any], **more: Any) -> Arc
 
 
 def layer(a: Architecture, m: str, h: str, sparse: bool) -> Iterator[Entry]:
-    """See ``miles_megatron.families``."""
+    """Yield the entries of a layer; see ``miles_megatron.families``."""
     yield from (*norms(m, h), *attention(a, m, h))
     if not sparse:
         yield from mlp(m, h)

@@ -1,1 +1,1 @@
-"""The trainer. Everything here imports torch and Megatron-Core."""
+"""The trainer. All modules of this package import torch and Megatron-Core."""

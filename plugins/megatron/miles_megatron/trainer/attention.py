@@ -1,8 +1,8 @@
 """Attention over packed samples in torch, for Megatron-Core's local specification.
 
-Megatron-Core's own local attention knows neither packed samples nor context parallelism; TransformerEngine's, used on a GPU,
-knows both. This one takes the same arguments and divides samples among context-parallel ranks in the same way: of 2 x ranks pieces of
-a sample, rank r has the r-th from the start and the r-th from the end. Keys and values are gathered, queries stay.
+Megatron-Core's local attention supports neither packed samples nor context parallelism; TransformerEngine's, used on GPUs, supports both.
+This module has the same interface and splits samples across context-parallel ranks in the same way: a sample has 2 x ranks pieces, and
+rank r holds the r-th piece from the start and the r-th from the end. Keys and values are all-gathered, queries are not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from miles_core import ConfigError
 
 
 class PackedAttention(MegatronModule):
-    """``core_attention`` of a layer; the arguments are those that Megatron-Core's attention modules are built with."""
+    """``core_attention`` of a layer, constructed with the arguments of Megatron-Core's attention modules."""
 
     def __init__(self, config: Any, layer_number: int, pg_collection: Any, **arguments: Any) -> None:
         super().__init__(config=config)
@@ -32,9 +32,9 @@ class PackedAttention(MegatronModule):
         inside = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.before: int | None = config.window_size[0] if inside else None
         if getattr(config, "multi_latent_attention", False) and pg_collection.tp.size() > 1:
-            raise ConfigError(  # the plan says so where it knows that there is no GPU; a worker of a cluster learns it here
-                "Megatron-Core's local modules compute wrong gradients of latent attention under tensor parallelism, and without a GPU there are "
-                "no others; set --tensor-model-parallel-size 1 and divide by pipeline, expert or context"
+            raise ConfigError(  # the plan checks this too, unless it does not know the workers' GPUs
+                "without a GPU, Megatron-Core's local modules compute wrong gradients of latent attention with tensor parallelism; set "
+                "--tensor-model-parallel-size 1 and use pipeline, expert or context parallelism"
             )
         self.softmax_offset: Any = None
         if config.softmax_type == "learnable":
@@ -43,14 +43,22 @@ class PackedAttention(MegatronModule):
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """For Megatron-Core's checkpoints: sinks go with the heads."""
+        """Return the state for Megatron-Core's checkpoints; sinks are sharded along the heads."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **arguments: Any
     ) -> Tensor:
-        """[tokens, heads, size] each -> [tokens, heads x size of a value]."""
+        """Compute attention.
+
+        Args:
+            query, key, value: [tokens, heads, head size].
+            arguments: must contain ``packed_seq_params``.
+
+        Returns:
+            [tokens, heads x value size].
+        """
         packed = arguments["packed_seq_params"]
         ranks, rank = self.group.size(), self.group.rank()
         bounds = (packed.cu_seqlens_q // ranks).tolist()
@@ -74,7 +82,7 @@ class PackedAttention(MegatronModule):
         return torch.cat(found)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> Tensor:
-        """[heads, queries, size of a value]; with sinks, each head has one more logit, whose weight goes nowhere."""
+        """Return [heads, queries, value size]. A sink is an extra logit per head whose softmax weight is discarded."""
         if self.softmax_offset is None:
             return scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=allowed, scale=scale)[0]
         scores = (q @ k.transpose(1, 2) * scale).masked_fill(~allowed, -torch.inf)
@@ -83,7 +91,7 @@ class PackedAttention(MegatronModule):
 
 
 def zigzag(length: int, rank: int, ranks: int) -> Tensor:
-    """[length] the positions in a sample that a context-parallel rank holds; ``length`` is its share."""
+    """Return [length]: the positions in a sample that a context-parallel rank holds. length: tokens of the sample on this rank."""
     if ranks == 1:
         return torch.arange(length)
     half = length // 2
@@ -91,7 +99,7 @@ def zigzag(length: int, rank: int, ranks: int) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """[tokens, ...] of each rank -> [ranks, tokens, ...]; backward sums what all ranks want of this one's."""
+    """All-gather [tokens, ...] to [ranks, tokens, ...]. The backward pass sums the gradients of all ranks for this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The trainer from a run's configuration: the provider of ``--trainer megatron``."""
+"""Builds the trainer from a run's configuration: the provider of ``--trainer megatron``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from miles_megatron.trainer.without_cuda import adapt_modules, without_cuda
 if TYPE_CHECKING:
     from miles_megatron.trainer.trainer import MegatronTrainer, Settings
 
-#: Options that become sizes and not fields of a configuration as they are.
+#: Options that set fields of ``Sizes`` and not fields of Megatron-Core's configurations.
 _SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -37,7 +37,7 @@ _SIZES = {
 
 
 def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
-    """One rank. torch.distributed is initialised where there are several; alone, this process is a group of one."""
+    """Build this process's rank. With several ranks, torch.distributed must be initialised."""
     options = run.config.plugin("megatron")
     given = {field: getattr(options, name) for name, field in _SIZES.items() if getattr(options, name)}
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -51,17 +51,25 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
         architecture = families.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
         codec = make_codec(run, policy, run.config_of(policy).train.precision)
 
-        def told(chunk: nn.Module) -> None:
+        def notify_plugins(chunk: nn.Module) -> None:
             run.hooks.on("on_model", run=run, policy=policy, model=chunk, role="train")
 
         wish = further_layer(run, policy)
         return MegatronTrainer(
-            architecture, sizes, world, directory, settings(run.config_of(policy)), directory, told, codec, wish
+            architecture,
+            sizes,
+            world,
+            directory,
+            settings(run.config_of(policy)),
+            directory,
+            notify_plugins,
+            codec,
+            wish,
         )
 
 
 def settings(config: Any) -> Settings:
-    """From the configuration groups ``train`` and ``rollout`` and the plugin's own."""
+    """Build the settings from the configuration."""
     from miles_megatron.trainer.trainer import Settings
 
     train, rollout = config.train, config.rollout
@@ -87,12 +95,12 @@ def settings(config: Any) -> Settings:
     )
 
 
-#: What ``--recompute-activations`` means here: every layer, from its input.
+#: TransformerConfig fields for ``--recompute-activations``: recompute every layer from its input.
 FULL_RECOMPUTATION = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def chosen_fields(options: Any) -> dict[str, dict[str, Any]]:
-    """The options that were chosen, by the class of Megatron-Core that has them; a model's are all under TransformerConfig."""
+    """Return the options that have a value, by Megatron-Core class; model parallel options are listed under TransformerConfig."""
     found: dict[str, dict[str, Any]] = {
         owner: {} for owner in ("TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
     }

@@ -1,4 +1,4 @@
-"""A trainer's state in Megatron-Core's distributed checkpoints, and export in the Hugging Face layout."""
+"""Saves and loads a trainer's state as Megatron-Core distributed checkpoint, and exports Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from miles_megatron.trainer.trainer import MegatronTrainer
 
 STATE, STEP, RANDOM = "state", "trainer.json", "random"
-#: Moments and masters are written as whole tensors, so that other parallel sizes can read them.
+#: Moments and masters are saved unsharded, so that runs with other parallel sizes can load them.
 _RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
-#: Bytes of one file of an export.
+#: Maximum bytes of one file of an export.
 SHARD = 4 << 30
 
 
 def save(trainer: MegatronTrainer, directory: Path) -> None:
-    """Weights, optimiser, random-number states and the schedule's position; atomicity is the caller's (a fresh directory)."""
+    """Save weights, optimizer state, random-number states and the step number. A collective of all ranks.
+
+    The caller provides a new directory and is responsible for atomicity."""
     target, state, moments = directory / STATE, _sharded(trainer, loading=False), trainer.optimizer.steps
     if dist.get_rank() == 0:
         target.mkdir(parents=True, exist_ok=True)
@@ -40,12 +42,15 @@ def save(trainer: MegatronTrainer, directory: Path) -> None:
 
 
 def load(trainer: MegatronTrainer, directory: Path) -> None:
-    """Inverse of ``save``, also with other parallel sizes. CheckpointError names what is missing or of another model."""
+    """Load what ``save`` wrote, also with other parallel sizes.
+
+    Raises:
+        CheckpointError: a file is missing, or the checkpoint belongs to another model."""
     if not (directory / STEP).is_file():
         raise CheckpointError(f"{directory}: it has no {STEP}; is this a trainer checkpoint of --trainer megatron?")
     try:
         found = dist_checkpointing.load(_sharded(trainer, loading=True), str(directory / STATE))
-    except Exception as error:  # of Megatron-Core, which has no class of its own for them
+    except Exception as error:  # Megatron-Core has no exception class for load errors
         why = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{directory}: {STATE} cannot be loaded into this model ({why})") from error
     for number, chunk in enumerate(trainer.chunks):
@@ -76,8 +81,9 @@ def _sharded(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
 
 
 def export(trainer: MegatronTrainer, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
-    """Write a Hugging Face checkpoint: files of at most ``SHARD`` bytes, and what the source has beside weights. ``units`` as for
-    ``Trainer.export``."""
+    """Write a Hugging Face checkpoint: weight files of at most ``SHARD`` bytes, the source's configuration files, and the tokenizer.
+
+    A collective of all ranks; rank 0 writes. units: see ``Trainer.export``."""
     writer, copies = _Writer(directory) if dist.get_rank() == 0 else None, trainer.weights.copies()
     for unit in trainer.units(everywhere=trainer.s.pp > 1) if units is None else units:
         for name, tensor in unit.tensors.items() if writer else ():
@@ -97,7 +103,7 @@ def export(trainer: MegatronTrainer, directory: Path, tokenizer: Any, units: Ite
 
 
 class _Writer:
-    """Tensors into safetensors files; with several of them, an index."""
+    """Writes tensors to safetensors files, with an index if there are several files."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -106,7 +112,7 @@ class _Writer:
         self._files: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """One more tensor; it is copied."""
+        """Add a copy of a tensor; writes the current file first if it would exceed ``SHARD`` bytes."""
         if self._current and sum(t.nbytes for t in self._current.values()) + tensor.nbytes > SHARD:
             self._flush()
         self._current[name] = tensor.detach().to("cpu", copy=True).contiguous()
@@ -117,7 +123,7 @@ class _Writer:
         self._current = {}
 
     def finish(self) -> None:
-        """Write what is left and give the files their names."""
+        """Write the last file, rename all files to their final names, and write the index."""
         self._flush()
         count, where = len(self._files), {}
         for number, names in enumerate(self._files):

@@ -1,4 +1,4 @@
-"""Context-parallel ranks, each of which has part of every sample: what they put together."""
+"""Collectives of context-parallel ranks, each of which holds a part of every sample."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 
-def everywhere(part: Tensor) -> Tensor:
-    """The sum over context-parallel ranks; each rank's gradient is that of its own part."""
+def sum_over_context(part: Tensor) -> Tensor:
+    """All-reduce a tensor over context-parallel ranks. The backward pass returns the gradient unchanged to each rank."""
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return part
@@ -20,8 +20,8 @@ def everywhere(part: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gathered(part: Tensor) -> Tensor:
-    """[n, ...] of each rank -> [ranks x n, ...], without a gradient."""
+def gather_over_context(part: Tensor) -> Tensor:
+    """All-gather [n, ...] over context-parallel ranks to [ranks x n, ...], without a gradient."""
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return part

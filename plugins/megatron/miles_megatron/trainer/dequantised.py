@@ -1,8 +1,8 @@
-"""TransformerEngine's blocks of 128 as BF16 numbers, in two passes over them.
+"""Dequantises TransformerEngine's FP8 blocks of 128 to BF16 in two passes over the tensor.
 
-Its own code goes over a tensor four times, in FP32, and the backward pass dequantises the weights and inputs of every linear layer, in
-every micro-batch. E4M3 codes are exact in BF16, and the product with the FP32 scale is rounded as it is stored, so the numbers are
-the same to the bit.
+TransformerEngine's implementation makes four passes in FP32, and the backward pass dequantises the weights and inputs of every linear layer
+in every micro-batch. E4M3 codes are exact in BF16, and the product with the FP32 scale is rounded once, when it is stored. The result is
+therefore bitwise equal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BLOCK = 128
 
 
 def dequantise_in_two_passes(cast: Any) -> None:
-    """Replace ``forward`` of TransformerEngine's ``_FromFloat8BlockwiseFunc`` (or of what is like it), once."""
+    """Replace ``forward`` of TransformerEngine's ``_FromFloat8BlockwiseFunc`` or a class with its interface; safe to call twice."""
     if not hasattr(cast.forward, "__wrapped__"):
         cast.forward = staticmethod(_quick(cast.forward))
 
@@ -33,7 +33,7 @@ def _quick(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         rows = codes.numel() // columns
         if columns % _BLOCK or (tensor._is_2D_scaled and rows % _BLOCK):
             return original(ctx, tensor, dtype)
-        scales, across = tensor._rowwise_scale_inv, columns // _BLOCK  # of which some dimensions are padded
+        scales, across = tensor._rowwise_scale_inv, columns // _BLOCK  # the scales may be padded
         shape: tuple[int, ...]
         if tensor._is_2D_scaled:
             shape, scales = (rows // _BLOCK, _BLOCK, across, _BLOCK), scales[:, None, :across, None]

@@ -1,8 +1,8 @@
-"""The device memory that a trainer gives back while an engine uses the same GPU (``--colocate``).
+"""Releases a trainer's device memory while an engine uses the same GPU (``--colocate``).
 
-Megatron-Core keeps all parameters of a chunk, and all gradients, in a few flat buffers, of which every parameter, its gradient and the
-optimizer's FP32 shards are views. A storage that shrinks to nothing and grows again keeps all these views valid (Megatron-Core's
-``offload_to_cpu`` of its buffers relies on the same), so nothing is built again when the trainer wakes.
+Megatron-Core stores all parameters of a chunk, and all gradients, in a few flat buffers; parameters, gradients and the optimizer's FP32
+shards are views of them. Resizing a storage to zero and back keeps these views valid (Megatron-Core's ``offload_to_cpu`` relies on the
+same), so nothing has to be rebuilt when the trainer wakes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class DeviceMemory:
-    """What one rank holds on its device between two calls.
+    """The device memory that one rank keeps between two calls.
 
     Args:
-        trainer: complete; its optimizers' state appears with the first step.
+        trainer: a fully constructed trainer; its optimizer state may be allocated later, with the first step.
     """
 
     def __init__(self, trainer: MegatronTrainer) -> None:
@@ -33,10 +33,10 @@ class DeviceMemory:
         self._inner = [part for each in (trainer, *further) for part in each.optimizer.inner.chained_optimizers]
         self._others = [] if trainer.weights.copy is None else [trainer.weights.copy]
         self._weights, self._optimizer = Released(keep=True), Released(keep=True)
-        self._gradients = Released(keep=False)  # the next step begins with zeros
+        self._gradients = Released(keep=False)  # the next step zeroes them
 
     def release(self, parts: Sequence[TrainerPart]) -> None:
-        """Give the memory of these parts back; the contents, except gradients, are kept in host memory."""
+        """Release the device memory of ``parts``. Their contents, except gradients, are saved in host memory."""
         if "optimizer" in parts and not self._gradients:
             weights = {storage_of(tensor) for tensor in self._weight_tensors()}
             self._optimizer.release(t for t in self._optimizer_tensors() if storage_of(t) not in weights)
@@ -45,7 +45,7 @@ class DeviceMemory:
             self._weights.release(self._weight_tensors())
 
     def restore(self, parts: Sequence[TrainerPart]) -> None:
-        """Undo ``release``. Gradients are undefined until the next step sets them to zero."""
+        """Undo ``release``. Gradients are undefined until the next step zeroes them."""
         if "weights" in parts:
             self._weights.restore()
         if "optimizer" in parts:
@@ -64,7 +64,7 @@ class DeviceMemory:
         yield from self._others
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Masters and moments. What ``--optimizer-offload-fraction`` has put into host memory stays there."""
+        """Yield masters and moments on the device; those that ``--optimizer-offload-fraction`` keeps in host memory are skipped."""
         for adam in (part.optimizer for part in self._inner if part.optimizer is not None):
             for each in (adam, *getattr(adam, "sub_optimizers", ())):
                 held = [p for group in each.param_groups for p in group["params"]]
@@ -75,5 +75,5 @@ class DeviceMemory:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Identity of the memory that a tensor is a view of."""
+    """Return an identifier of a tensor's storage."""
     return tensor.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""A pass over a batch: its micro-batches as Megatron-Core's schedule asks for them, and what came out of each."""
+"""The micro-batches of a pass over a batch, in the form that Megatron-Core's schedules need, and their outputs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass
 class Flight:
-    """One micro-batch on its way through the chunks of this rank.
+    """One micro-batch of a pass on this rank.
 
     Attributes:
-        samples: positions in the batch; none in a micro-batch that only keeps ranks in step.
+        samples: indices of its samples in the batch; empty for a micro-batch that only equalises the count across ranks.
         micro_batch: its samples, on the model's device.
-        packing: where its tokens are.
-        kind: which pass it is for.
-        entropy: whether the pass asks for the entropy.
-        output: of the last stage.
+        packing: layout of its tokens.
+        kind: kind of the pass.
+        entropy: whether the pass computes the entropy.
+        output: output of the last stage.
         metrics: (sum, weight) pairs of the loss, on the last stage.
-        shares: those that wrappers reported, of the rows and layers of this rank.
+        shares: (sum, weight) pairs that wrappers reported, for the rows and layers of this rank.
     """
 
     samples: list[int]
@@ -43,7 +43,7 @@ class Flight:
     shares: Pairs = field(default_factory=dict)
 
     def context(self, layers: tuple[int, ...], s: Sizes, recompute: bool) -> Context:
-        """What wrappers see of its passage through one chunk."""
+        """Return the context of the forward pass through one chunk with the decoder layers ``layers``."""
         rows = self.packing.rows
         if s.sequence:
             rows = rows.chunk(s.tp)[parallel_state.get_tensor_model_parallel_rank()]
@@ -52,7 +52,7 @@ class Flight:
         return ctx
 
 
-def passes(
+def split_into_flights(
     batch: Batch,
     s: Sizes,
     size: int | None,
@@ -62,16 +62,17 @@ def passes(
     device: torch.device,
     multiple: int = 1,
 ) -> list[Flight]:
-    """The micro-batches of a batch, as many on every rank: those with fewer samples add empty ones.
+    """Split a batch into micro-batches. Ranks with fewer micro-batches add empty ones, so that all ranks have the same number.
 
     Args:
         batch: this rank's samples.
         s: parallel sizes.
-        size: samples a micro-batch, or None.
-        tokens: tokens a micro-batch on each rank, instead of ``size``.
-        kind, entropy: of the pass.
-        device: the model's.
-        multiple: each rank's row has a multiple of this many tokens.
+        size: samples per micro-batch, or None.
+        tokens: maximum tokens per micro-batch and rank, instead of ``size``.
+        kind: kind of the pass.
+        entropy: whether the pass computes the entropy.
+        device: device of the model.
+        multiple: pad each rank's row to a multiple of this many tokens.
     """
     dealt = list(split(batch, size, None if tokens is None else tokens * s.cp))
     count = torch.tensor([max(len(dealt), 1)], device=device)
@@ -81,7 +82,7 @@ def passes(
         wanted += -wanted % s.pp
     dealt += [[] for _ in range(wanted - len(dealt))]
     rank = parallel_state.get_context_parallel_rank()
-    # Megatron-Core tells the next stage how long a row is, but not between virtual stages: there all are equally long
+    # Megatron-Core sends the row length to the next stage, but not between virtual stages; there all rows need the same length
     least = max(row_length(batch.select(samples), s, multiple) for samples in dealt) if s.virtual > 1 else 0
     found = []
     for samples in dealt:
@@ -91,8 +92,8 @@ def passes(
     return found
 
 
-def merged(flights: Sequence[Flight]) -> Pairs:
-    """The metrics of all micro-batches and of all ranks of this replica, in FP64."""
+def reduce_metrics(flights: Sequence[Flight]) -> Pairs:
+    """Sum the metrics over all micro-batches and over all ranks of this replica, in FP64. A collective."""
     stages = parallel_state.get_pipeline_model_parallel_group()
     model, context = parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()
     shares = _added([_added([flight.shares for flight in flights], model)], context)
@@ -102,7 +103,7 @@ def merged(flights: Sequence[Flight]) -> Pairs:
 
 
 def _added(pairs: Sequence[Mapping[str, tuple[Any, Any]]], group: Any) -> dict[str, tuple[float, float]]:
-    """The sums of (sum, weight) pairs over all ranks of a group."""
+    """Sum (sum, weight) pairs over all ranks of a group."""
     mine = _numbers(pairs)
     everyone: list[Any] = [mine]
     if group.size() > 1:
@@ -117,7 +118,7 @@ def _added(pairs: Sequence[Mapping[str, tuple[Any, Any]]], group: Any) -> dict[s
 
 
 def _numbers(pairs: Sequence[Mapping[str, tuple[Any, Any]]]) -> list[dict[str, tuple[float, float]]]:
-    """The pairs on the host, brought there together."""
+    """Convert the pairs to Python floats with a single device synchronisation."""
     flat = [torch.as_tensor(x, dtype=torch.float64) for p in pairs for pair in p.values() for x in pair]
     device = next((x.device for x in flat if x.device.type != "cpu"), torch.device("cpu"))
     values = iter(torch.stack([x.to(device) for x in flat]).tolist() if flat else ())
@@ -125,7 +126,7 @@ def _numbers(pairs: Sequence[Mapping[str, tuple[Any, Any]]]) -> list[dict[str, t
 
 
 def merge(one: Pairs, other: Mapping[str, tuple[Tensor, Tensor]]) -> Pairs:
-    """The sums of (sum, weight) pairs, without their graph, in FP64."""
+    """Add (sum, weight) pairs, detached and in FP64."""
     result: Any = dict(one)
     for name, pair in other.items():
         total, weight = (torch.as_tensor(x, dtype=torch.float64).detach() for x in pair)
@@ -136,7 +137,7 @@ def merge(one: Pairs, other: Mapping[str, tuple[Tensor, Tensor]]) -> Pairs:
 
 
 def flatten(batch: Batch, flights: Sequence[Flight], names: tuple[str, ...]) -> dict[str, Tensor]:
-    """The last stage's outputs in the batch's own order, on every pipeline stage."""
+    """Return the last stage's outputs in the order of the batch's tokens, on every pipeline stage. A collective."""
     home = batch.tokens.device
     group = parallel_state.get_pipeline_model_parallel_group()
     source = dist.get_global_rank(group, group.size() - 1)
@@ -155,6 +156,6 @@ def flatten(batch: Batch, flights: Sequence[Flight], names: tuple[str, ...]) -> 
 
 
 def _positions(batch: Batch, samples: list[int]) -> Tensor:
-    """Flat positions of these samples' tokens, in their order."""
+    """Return the flat positions of these samples' tokens, in order."""
     starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
     return torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in samples])

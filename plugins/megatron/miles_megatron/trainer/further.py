@@ -1,8 +1,8 @@
-"""The checkpoint's layer that predicts a further token, trained beside the policy; see ``FurtherLayer``.
+"""Trains the checkpoint's MTP layer next to the policy; see ``FurtherLayer``.
 
-Megatron-Core keeps such a layer inside of the policy's model. Here it is beside it, on the last pipeline stage, with gradient buffers and
-an optimiser of its own: what they reduce, and in what order, does not change with the layer, so the policy's numbers are the same
-to the bit.
+Megatron-Core makes such a layer part of the policy's model. Here it is a separate module on the last pipeline stage, with its own gradient
+buffers and optimizer. The layer therefore does not change the order of the policy's reductions, and the policy's results are bitwise the
+same with and without it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from miles_core.backend import Batch, FurtherLayer, OptimizerConfig
 from miles_megatron.architecture import Architecture
 from miles_megatron.sizes import Sizes
-from miles_megatron.trainer.context import everywhere, gathered
+from miles_megatron.trainer.context import gather_over_context, sum_over_context
 from miles_megatron.trainer.logprobs import head_on, token_log_probs, whole_rows
 from miles_megatron.trainer.model import block_spec, has_transformer_engine
 from miles_megatron.trainer.optimizer import Optimizer
@@ -38,12 +38,12 @@ from miles_megatron.trainer.weights import FIRST_MTP
 
 
 class Layer(MegatronModule):
-    """The layer on ranks of the last pipeline stage; on others there is nothing in it.
+    """The MTP layer on ranks of the last pipeline stage; an empty module on other ranks.
 
     Args:
-        a: the model.
+        a: the architecture.
         s: parallel sizes.
-        config: of the policy's model.
+        config: configuration of the policy's model.
     """
 
     def __init__(self, a: Architecture, s: Sizes, config: TransformerConfig) -> None:
@@ -63,25 +63,25 @@ class Layer(MegatronModule):
             self.cuda()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """For Megatron-Core's checkpoints."""
+        """Return the state for Megatron-Core's checkpoints; empty on other stages."""
         state = self.layer.sharded_state_dict("layer.") if self.here else {}
         replace_prefix_for_sharding(state, "layer.", FIRST_MTP)
         return state
 
 
 class Further:
-    """The layer in training.
+    """Training of the MTP layer.
 
     Args:
-        wish: how it is trained.
-        a: the model.
+        wish: how to train it.
+        a: the architecture.
         s: parallel sizes.
-        config: of the policy's model.
-        chunks: the policy's on this rank, not wrapped.
+        config: configuration of the policy's model.
+        chunks: this rank's chunks of the policy, not wrapped.
 
     Attributes:
-        layer: has no weights yet.
-        optimizer: see ``wrap``.
+        layer: the layer; the constructor does not load its weights.
+        optimizer: its optimizer; set by ``wrap``.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class Further:
         self._embedding: Tensor | None = None
 
     def wrap(self, wrapped: Any, settings: OptimizerConfig, dtype: torch.dtype, options: Mapping[str, Any]) -> None:
-        """Take ``layer`` in Megatron-Core's ``DistributedDataParallel``, and make its optimiser. A collective of all ranks."""
+        """Store ``layer`` wrapped in Megatron-Core's ``DistributedDataParallel`` and create its optimizer. A collective of all ranks."""
         self.wrapped = wrapped
         self.optimizer = Optimizer([wrapped], replace(settings, clip_grad=self.wish.clip_grad), dtype, options)
 
     def begin(self) -> None:
-        """A step begins: no gradients, and the embedding as the first stage has it."""
+        """Begin a step: zero the gradients and broadcast the embedding from the first to the last stage."""
         self.wrapped.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
         if self.s.pp == 1 or self.a.tied or not parallel_state.is_rank_in_embedding_group():
@@ -112,22 +112,25 @@ class Further:
         dist.broadcast(table, dist.get_global_rank(group, 0), group=group)
 
     def finish(self) -> None:
-        """All micro-batches were backward: sum gradients over replicas, and over tensor-parallel ranks where these share parameters."""
+        """Finish the backward passes: reduce gradients over replicas, and those of replicated parameters over tensor-parallel ranks."""
         self.wrapped.finish_grad_sync()
         group = parallel_state.get_tensor_model_parallel_group()
         _allreduce_non_tensor_model_parallel_grads([self.wrapped], self.config, group)
 
     def step(self, norm: float, rate: float) -> None:
-        """One of its optimiser, beside the policy's at learning rate ``rate``. A collective of all ranks."""
+        """Run one optimizer step with gradients of norm ``norm``. rate: the policy's learning rate, used unless the layer has its own.
+
+        A collective of all ranks."""
         self.optimizer.step(norm, rate if self.wish.lr is None else self.wish.lr)
 
     def loss(self, hidden: Tensor, micro_batch: Batch, packing: Packing, packed: Any) -> tuple[Tensor, Tensor]:
-        """As ``Output.aux`` wants it, on every context-parallel rank.
+        """Return the loss as (sum, number of trained tokens) for ``Output.aux``, the same on every context-parallel rank.
 
         Args:
             hidden: [rows of this context-parallel rank, hidden] the policy's last hidden states.
-            micro_batch, packing: what runs, and where its tokens are.
-            packed: the same for attention.
+            micro_batch: the micro-batch.
+            packing: layout of its tokens.
+            packed: the layout as Megatron-Core's ``PackedSeqParams``.
         """
         layer: Any = self.layer.layer
         states = self._mine(self._before(hidden.detach(), packing, len(micro_batch.tokens)))
@@ -143,19 +146,19 @@ class Further:
         weight = last.shared_embedding_or_output_weight() if self.a.tied else last.output_layer.weight
         head = head_on(weight.detach(), self.a.vocab, 1.0)
         found = token_log_probs(head, rows, micro_batch.tokens[packing.targets], None, False)
-        return self.wish.factor * everywhere(-found[:, 0].sum()), (micro_batch.mask != 0).sum()
+        return self.wish.factor * sum_over_context(-found[:, 0].sum()), (micro_batch.mask != 0).sum()
 
     def _before(self, hidden: Tensor, packing: Packing, tokens: int) -> Tensor:
-        """[rows, hidden] for each row the state of the token before it; zeros for a first token and for padding."""
-        rows = gathered(packing.rows)
+        """Return [rows, hidden]: for each row the hidden state of the previous token; zeros for first tokens and padding."""
+        rows = gather_over_context(packing.rows)
         none, padding = tokens, tokens + 1
         flat = hidden.new_zeros(tokens + 2, hidden.shape[1])
-        flat.index_copy_(0, torch.where(rows < 0, padding, rows), gathered(hidden))
+        flat.index_copy_(0, torch.where(rows < 0, padding, rows), gather_over_context(hidden))
         return flat[torch.where((packing.positions > 0) & (packing.rows > 0), packing.rows - 1, none)]
 
     @torch.no_grad()
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """[n] tokens -> [n, hidden], from a table whose rows tensor-parallel ranks divide."""
+        """Return [n, hidden]: the embeddings of [n] tokens, from a table whose rows are split across tensor-parallel ranks."""
         one: Any = self.chunks[-1]
         table = self._embedding
         if table is None:
@@ -168,7 +171,7 @@ class Further:
         return found
 
     def _mine(self, rows: Tensor) -> Tensor:
-        """This rank's rows where sequence parallelism divides them."""
+        """Return this rank's rows with sequence parallelism, else all rows."""
         if not self.s.sequence:
             return rows
         return rows.chunk(self.s.tp)[parallel_state.get_tensor_model_parallel_rank()]

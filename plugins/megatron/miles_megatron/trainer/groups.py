@@ -1,4 +1,4 @@
-"""The groups of ranks, and where this process stands among them."""
+"""Creates Megatron-Core's process groups."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from miles_megatron.sizes import Sizes
 
 
 def start_groups(s: Sizes, seed: int) -> World:
-    """Make Megatron-Core's groups. A process that nobody has put into a group of processes makes one of its own.
+    """Create Megatron-Core's process groups. Without an initialised torch.distributed, this process forms a group of one.
 
     Args:
-        s: parallel sizes; ``s.ranks`` must be the number of processes.
-        seed: of Megatron-Core's random-number states.
+        s: parallel sizes; ``s.ranks`` must equal the number of processes.
+        seed: seed of Megatron-Core's random-number states.
+
+    Returns:
+        this process's rank and data-parallel rank.
 
     Raises:
-        ConfigError: there are more or fewer processes than the plan says.
+        ConfigError: the number of processes differs from ``s.ranks``.
     """
     _prefer_the_cudnn_of_torch()
     from megatron.core import parallel_state
@@ -35,7 +38,7 @@ def start_groups(s: Sizes, seed: int) -> World:
         )  # fmt: skip
     if dist.get_world_size() != s.ranks:
         raise ConfigError(
-            f"the plan divides the model among {s.ranks} ranks, and {dist.get_world_size()} processes were started"
+            f"the plan assumes {s.ranks} training ranks, but {dist.get_world_size()} processes were started"
         )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -50,15 +53,17 @@ def start_groups(s: Sizes, seed: int) -> World:
 
 
 def _prefer_the_cudnn_of_torch() -> None:
-    """TransformerEngine looks for a cuDNN of the machine first. Beside torch's own, which is loaded already, another version finds no
-    kernel of fused attention, and attention then stores its scores."""
+    """Point TransformerEngine to torch's cuDNN.
+
+    By default it prefers a system cuDNN. If its version differs from torch's, which is already loaded, no fused attention kernel is found
+    and attention stores its scores."""
     spec = find_spec("nvidia")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(place) / "cudnn" / "lib").is_dir():
             os.environ.setdefault("CUDNN_HOME", str(Path(place) / "cudnn"))
 
 
-#: What this process's groups were made for: the sizes, and torch.distributed's group of all ranks.
+#: The parallel sizes and the world group for which this process's groups were created.
 _started: dict[str, Any] = {}
 
 

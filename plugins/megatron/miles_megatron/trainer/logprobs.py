@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies over a vocabulary that tensor parallelism divides.
+"""Log-probabilities and entropies over a vocabulary that is split across tensor-parallel ranks.
 
-Each rank has the logits of its rows of the output layer; maxima, sums and the chosen token's logit are exchanged, never logits.
-Only rows that predict a trained token meet the output layer, a chunk at a time; with a gradient, chunks are recomputed.
+Each rank computes the logits of its vocabulary rows. Ranks exchange maxima, sums and the chosen token's logit, but never logits. Only rows
+that predict a trained token go through the output layer, one chunk at a time; chunks are recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from miles_megatron.memory import LOGITS
 
 @dataclass(frozen=True)
 class Head:
-    """This rank's part of the output layer.
+    """This rank's shard of the output layer.
 
     Attributes:
-        weight: [rows here, hidden].
-        first: the vocabulary's number of its first row.
-        vocabulary: rows of the checkpoint's layer; those above are padding.
-        group: the tensor-parallel ranks.
-        temperature: of the distribution that was sampled.
+        weight: [rows on this rank, hidden].
+        first: vocabulary index of the first row.
+        vocabulary: vocabulary size of the checkpoint; rows from this index on are padding.
+        group: the tensor-parallel group.
+        temperature: sampling temperature.
     """
 
     weight: Tensor
@@ -45,17 +45,17 @@ class Head:
 
 
 def head_on(weight: Tensor, vocabulary: int, temperature: float) -> Head:
-    """The part of an output layer that this rank has; see ``Head``."""
+    """Create the ``Head`` of this rank's shard of an output layer."""
     first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
     return Head(weight, first, vocabulary, parallel_state.get_tensor_model_parallel_group(), temperature)
 
 
 def whole_rows(hidden: Tensor, sequence: bool) -> Tensor:
-    """[tokens here, 1, hidden] -> [tokens, hidden] on every tensor-parallel rank; in backward their gradients are summed.
+    """Return [tokens, hidden] on every tensor-parallel rank. The backward pass sums the gradients of all ranks.
 
     Args:
-        hidden: behind the last norm.
-        sequence: sequence parallelism divides the tokens.
+        hidden: [tokens on this rank, 1, hidden] the output of the final norm.
+        sequence: whether sequence parallelism splits the tokens.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     rows = hidden.squeeze(1)
@@ -69,18 +69,18 @@ def whole_rows(hidden: Tensor, sequence: bool) -> Tensor:
 def token_log_probs(
     head: Head, hidden: Tensor, tokens: Tensor, support: Ragged | None, entropy: bool, elements: int = LOGITS
 ) -> Tensor:
-    """log p(token | row), and the entropy in nats.
+    """Compute log-probabilities of tokens and, optionally, entropies, in nats.
 
     Args:
-        head: see ``Head``.
+        head: this rank's shard of the output layer.
         hidden: [M, hidden], the same on all ranks of ``head.group``.
-        tokens: [M] the tokens.
-        support: M lists of token ids that the sampler chose from; an empty one means all.
+        tokens: [M] token ids.
+        support: M lists of token ids, the sampling supports; an empty list means the whole vocabulary.
         entropy: also compute entropies.
-        elements: bound on the logits held at once.
+        elements: maximum number of logits that exist at once.
 
     Returns:
-        [M, 2] in FP32 (FP64 for a model of that): log-probabilities and entropies, 0 where none were asked for.
+        [M, 2] in FP32 (FP64 for an FP64 model): log-probabilities and entropies; entropies are 0 unless requested.
     """
     rows = max(elements // len(head.weight), 1)
     parts = []
@@ -111,7 +111,7 @@ def _chunk(head: Head, weight: Tensor, hidden: Tensor, tokens: Tensor, support: 
 
 
 def _normaliser(head: Head, logits: Tensor, support: Ragged | None, entropy: bool) -> tuple[Tensor, Tensor]:
-    """[M] log of the sum of exponentials, and [M] the entropy where it is asked for, of the whole vocabulary or of a support."""
+    """Return [M] log-sum-exp and [M] entropies (0 unless requested) over the whole vocabulary or the supports."""
     highest = _highest(head, logits.detach().amax(1))
     weights = (logits - highest.unsqueeze(1)).exp()
     if support is not None:
@@ -131,7 +131,7 @@ def _highest(head: Head, values: Tensor) -> Tensor:
 
 
 def _within(head: Head, logits: Tensor, support: Ragged) -> Tensor:
-    """[M, rows here] 1 where a row's list has the token, or has none at all."""
+    """Return [M, rows on this rank]: 1 where the token is in the row's support or the support is empty, else 0."""
     counts = support.offsets.diff()
     inside = (counts == 0).unsqueeze(1).to(logits.dtype).expand_as(logits).clone()
     owner = torch.repeat_interleave(torch.arange(len(counts), device=logits.device), counts)

@@ -1,4 +1,4 @@
-"""Megatron-Core's model of an architecture: its configuration, its chunks on this rank."""
+"""Builds Megatron-Core's configuration and this rank's model chunks from an architecture."""
 
 from __future__ import annotations
 
@@ -27,24 +27,27 @@ from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.attention import PackedAttention
 from miles_megatron.trainer.norm import WholeNorm
 
-#: An option for TransformerEngine's layers alone, which add to weight gradients where these are kept; for its own layers Megatron-Core
-#: would want APEX.
+#: Option that makes TransformerEngine's layers accumulate weight gradients in place. It is not passed to Megatron-Core, whose own layers
+#: would need APEX for it.
 ADD_IN_PLACE = "gradient_accumulation_fusion"
 
 
 def has_transformer_engine() -> bool:
-    """Whether modules are TransformerEngine's: on a GPU; the local ones are Megatron-Core's and torch's."""
+    """Whether the model uses TransformerEngine's modules (on a GPU) or Megatron-Core's local modules (on a CPU)."""
     return torch.cuda.is_available()
 
 
 def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: Mapping[str, Any]) -> TransformerConfig:
-    """Megatron-Core's configuration.
+    """Build Megatron-Core's configuration.
 
     Args:
-        a: the model.
+        a: the architecture.
         s: parallel sizes.
-        dtype: of parameters and activations.
-        options: fields of the configuration that were chosen.
+        dtype: dtype of parameters and activations.
+        options: the user's fields of the configuration.
+
+    Raises:
+        ConfigError: Megatron-Core rejects the combination.
     """
     engine = has_transformer_engine()
     fields: dict[str, Any] = {
@@ -71,10 +74,10 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
         "transformer_impl": "transformer_engine" if engine else "local",
         "calculate_per_token_loss": True,
         "variable_seq_lengths": s.pp > 1 and s.virtual == 1,
-        # one batch of sends and receives would mix up activations and gradients where both neighbours are one rank
+        # a batch of sends and receives would confuse activations and gradients if both neighbours are the same rank
         "batch_p2p_comm": torch.cuda.is_available() and s.virtual == 1,
         "overlap_p2p_comm": s.virtual > 1,
-        **_divided(s),
+        **_parallelism(s),
         **_experts(a, engine),
         **_latent(a),
         **_windows(a),
@@ -83,23 +86,23 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
     }
     if "attention_backend" in options:
         fields["attention_backend"] = AttnBackend[options["attention_backend"]]
-    made = _checked(MLATransformerConfig if a.latent else TransformerConfig, fields, options)
+    made = _construct(MLATransformerConfig if a.latent else TransformerConfig, fields, options)
     for name, value in _yarn(a).items():
-        setattr(made, name, value)  # fields that Megatron-Core reads and does not declare
+        setattr(made, name, value)  # fields that Megatron-Core reads but does not declare
     return made
 
 
-def _checked(kind: type[TransformerConfig], fields: dict[str, Any], options: Mapping[str, Any]) -> TransformerConfig:
-    """Megatron-Core checks more than the plan does."""
+def _construct(kind: type[TransformerConfig], fields: dict[str, Any], options: Mapping[str, Any]) -> TransformerConfig:
+    """Construct a configuration; converts Megatron-Core's own validation errors to ConfigError."""
     try:
         return kind(**fields)
     except (AssertionError, ValueError) as error:
         chosen = ", ".join(f"{name} = {value}" for name, value in options.items())
-        raise ConfigError(f"Megatron-Core refuses these options ({chosen}): {error}; choose others") from error
+        raise ConfigError(f"Megatron-Core rejects these options ({chosen}): {error}; choose others") from error
 
 
 def _fusions(a: Architecture, engine: bool) -> dict[str, Any]:
-    """Kernels that keep less for the backward pass; on a CPU they would only be compiled."""
+    """Return the fusion flags. Fused kernels keep less for the backward pass; on a CPU they have no benefit."""
     if not engine:
         return {}
     return {
@@ -111,10 +114,10 @@ def _fusions(a: Architecture, engine: bool) -> dict[str, Any]:
 
 
 def _windows(a: Architecture) -> dict[str, Any]:
-    """Windows on some layers; what gpt-oss has beside them: sinks, biases, and a clamped gate of its own."""
+    """Return the fields of sliding windows, sinks, MLP biases and gpt-oss's clamped activation."""
     found: dict[str, Any] = {}
     if any(a.windows):
-        # a token sees itself and so many before it
+        # Megatron-Core counts the tokens before the query, without the query token
         every = None if all(a.windows) else [int(w > 0) for w in a.windows]
         found |= {"window_size": (max(a.windows) - 1, 0), "window_attn_skip_freq": every}
     if a.sinks:
@@ -130,7 +133,7 @@ def _windows(a: Architecture) -> dict[str, Any]:
 
 
 def _yarn(a: Architecture) -> dict[str, Any]:
-    """YaRN (arXiv 2309.00071) without latent attention."""
+    """Return the fields of YaRN (arXiv 2309.00071) without latent attention."""
     scaling = a.rotary.scaling
     if a.latent or scaling.get("rope_type") != "yarn":
         return {}
@@ -145,7 +148,7 @@ def _yarn(a: Architecture) -> dict[str, Any]:
     }
 
 
-def _divided(s: Sizes) -> dict[str, Any]:
+def _parallelism(s: Sizes) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": s.tp,
         "pipeline_model_parallel_size": s.pp,
@@ -154,7 +157,7 @@ def _divided(s: Sizes) -> dict[str, Any]:
         "expert_model_parallel_size": s.ep,
         "expert_tensor_parallel_size": s.etp,
         "sequence_parallel": s.sequence,
-        "moe_token_dispatcher_type": "alltoall",  # others want rows of one length, of models without experts too
+        "moe_token_dispatcher_type": "alltoall",  # others need rows of equal length, even for dense models
         "num_layers_in_first_pipeline_stage": s.first or None,
         "num_layers_in_last_pipeline_stage": s.last or None,
     }
@@ -213,7 +216,7 @@ def _latent(a: Architecture) -> dict[str, Any]:
 
 
 def block_spec(a: Architecture, config: TransformerConfig, stage: int | None) -> Any:
-    """Megatron-Core's specification of the layers of a chunk; ``stage`` is its virtual one."""
+    """Return Megatron-Core's specification of the layers of a chunk. stage: its virtual pipeline stage, or None."""
     engine = has_transformer_engine()
     spec = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=stage)
     for attention in (layer.submodules.self_attention.submodules for layer in spec.layer_specs):
@@ -226,15 +229,15 @@ def block_spec(a: Architecture, config: TransformerConfig, stage: int | None) ->
 
 
 def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: int) -> list[nn.Module]:
-    """This rank's chunks of the model, empty of weights.
+    """Build this rank's model chunks without loading weights.
 
     Args:
-        a: the model.
+        a: the architecture.
         s: parallel sizes.
-        config: of Megatron-Core.
+        config: Megatron-Core's configuration.
         longest: tokens of the longest sample.
     """
-    os.environ.pop(_UNFUSED, None)  # Megatron-Core wants to say itself which kernels of attention there may be
+    os.environ.pop(_UNFUSED, None)  # Megatron-Core sets this variable itself
     chunks = []
     for number in range(s.virtual):
         stage = number if s.virtual > 1 else None
@@ -262,7 +265,7 @@ def build_chunks(a: Architecture, s: Sizes, config: TransformerConfig, longest: 
 
 
 def in_bf16(config: TransformerConfig, module: nn.Module) -> nn.Module:
-    """A module in BF16. Routers' correction biases stay as they were loaded, in FP32 and in the tensors that are exported."""
+    """Convert a module to BF16, except the routers' correction biases, which stay the same FP32 tensors."""
     biases = [(m, m.expert_bias) for m in module.modules() if getattr(m, "expert_bias", None) is not None]
     made: nn.Module = Float16Module(config, module)
     for router, bias in biases:
@@ -270,14 +273,14 @@ def in_bf16(config: TransformerConfig, module: nn.Module) -> nn.Module:
     return made
 
 
-#: TransformerEngine's switch of attention that stores its scores: ten times slower, and no memory that was planned for it. Off unless
-#: it was asked for, so that a machine without fused attention says so.
+#: TransformerEngine's switch for unfused attention, which stores its scores: ten times slower, and its memory is not in the plan. Off
+#: unless requested, so that a machine without fused attention raises an error.
 _UNFUSED = "NVTE_UNFUSED_ATTN"
 
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Say what to do where TransformerEngine has no fused attention here."""
+    """Convert TransformerEngine's error about missing fused attention to a ConfigError with advice."""
     try:
         yield
     except ValueError as error:
@@ -285,12 +288,12 @@ def fused_attention() -> Iterator[None]:
             raise
         raise ConfigError(
             "TransformerEngine has neither flash nor fused attention for this model on this machine (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 "
-            "shows why; a cuDNN other than torch's is found through CUDNN_HOME); --attention-backend unfused computes without, "
-            "about ten times slower and with all scores in memory"
+            "shows why; set CUDNN_HOME to use another cuDNN than torch's); --attention-backend unfused works, but is about ten times "
+            "slower and stores all scores"
         ) from error
 
 
 def layer_numbers(chunk: nn.Module) -> tuple[int, ...]:
-    """The decoder layers of a chunk, as numbers of the whole model from 0."""
+    """Return the 0-based indices in the whole model of a chunk's decoder layers."""
     model: Any = chunk
     return tuple(layer.layer_number - 1 for layer in model.decoder.layers)

@@ -1,4 +1,4 @@
-"""One norm over all heads of queries, or of keys, which Megatron-Core has for each head by itself only."""
+"""A norm over all heads of queries or keys; Megatron-Core supports only norms over single heads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 
 class WholeNorm(MegatronModule):
-    """Root mean square over the heads of all tensor-parallel ranks; a rank has the weights of its own heads.
+    """RMSNorm over the heads of all tensor-parallel ranks; each rank holds the weights of its heads.
 
     Args:
-        heads: of the whole model.
-        config: of Megatron-Core.
-        hidden_size: of a head.
+        heads: number of heads of the whole model.
+        config: Megatron-Core's configuration.
+        hidden_size: size of a head.
         eps: added to the mean square.
     """
 
@@ -32,20 +32,20 @@ class WholeNorm(MegatronModule):
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, heads: Tensor) -> Tensor:
-        """[tokens, batch, heads here, size of a head], normalised."""
+        """Normalise [tokens, batch, heads on this rank, head size]."""
         x = heads.flatten(2).float()
         squares = _Everywhere.apply(x.square().sum(-1, keepdim=True))
         normal = x * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * normal.to(heads.dtype)).view_as(heads)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """For Megatron-Core's checkpoints: weights go with the heads."""
+        """Return the state for Megatron-Core's checkpoints; weights are sharded along the heads."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 class _Everywhere(torch.autograd.Function):
-    """Sum over tensor-parallel ranks; backward sums too, because every rank's heads are divided by the result."""
+    """Sum over tensor-parallel ranks. The backward pass sums too, because every rank's output depends on the result."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

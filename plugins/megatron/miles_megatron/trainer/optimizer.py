@@ -1,4 +1,4 @@
-"""Megatron-Core's AdamW with its distributed optimiser, and the learning rate of a step."""
+"""Megatron-Core's AdamW with its distributed optimizer, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from miles_core.backend import OptimizerConfig
 
 
 @contextmanager
-def _looked_at(inner: Any, norm: float) -> Iterator[None]:
-    """While this is open, Megatron-Core's optimiser takes its gradients as ready and of this norm, instead of doing both once more."""
+def _reuse_norm(inner: Any, norm: float) -> Iterator[None]:
+    """Make Megatron-Core's optimizer use the prepared gradients and this norm instead of computing them again."""
     inner.prepare_grads, inner.get_grad_norm = lambda: False, lambda: norm
     try:
         yield
@@ -26,17 +26,17 @@ def _looked_at(inner: Any, norm: float) -> Iterator[None]:
 
 
 class Optimizer:
-    """Steps the chunks; gradients are those that ``finalize_model_grads`` left.
+    """Optimizer of this rank's chunks; uses the gradients after ``finalize_model_grads``.
 
     Args:
-        chunks: wrapped in Megatron-Core's ``DistributedDataParallel``.
-        settings: of AdamW.
-        dtype: of parameters.
-        options: fields of Megatron-Core's own configuration that were chosen.
+        chunks: chunks wrapped in Megatron-Core's ``DistributedDataParallel``.
+        settings: settings of AdamW.
+        dtype: dtype of parameters.
+        options: the user's fields of Megatron-Core's ``OptimizerConfig``.
 
     Attributes:
-        step_number: optimiser steps done, the schedule's position.
-        fixed_lr: takes the place of the schedule, which then does not advance.
+        step_number: number of completed optimizer steps, the position in the schedule.
+        fixed_lr: if set, replaces the schedule, which then does not advance.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Optimizer:
             use_distributed_optimizer=True,
             **chosen,
         )
-        # Groups of gloo exist only where there is no NCCL (start_groups).
+        # start_groups creates gloo groups only without CUDA
         gloo = not torch.cuda.is_available()
         self.inner: ChainedOptimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=gloo)
 
@@ -70,27 +70,30 @@ class Optimizer:
         return self.settings.rate(self.step_number) if self.fixed_lr is None else self.fixed_lr
 
     def norm(self) -> float:
-        """Of the gradients of all ranks; NonFiniteError when it is not finite. A collective."""
+        """Return the gradient norm over all ranks. A collective.
+
+        Raises:
+            NonFiniteError: the norm is not finite."""
         self.inner.prepare_grads()
         norm = float(self.inner.get_grad_norm())
         if not math.isfinite(norm):
             raise NonFiniteError(
-                f"the gradient norm of optimiser step {self.step_number + 1} is {norm}; nothing was changed by this step: "
-                "try a lower --lr, or look at this step's rewards and log-probs"
+                f"the gradient norm of optimizer step {self.step_number + 1} is {norm}; this step changed no weights: try a lower --lr, "
+                "or check this step's rewards and log-probs"
             )
         return norm
 
     def step(self, norm: float, rate: float) -> None:
-        """Clip gradients of this ``norm``, step at learning rate ``rate``, refresh the model copy."""
+        """Clip the gradients, whose norm is ``norm``, run one step with learning rate ``rate``, and update the model's parameters."""
         for group in self.inner.param_groups:
             group["lr"] = rate
             group["weight_decay"] = self.settings.weight_decay * group.get("wd_mult", 1.0)
-        with _looked_at(self.inner, norm):
+        with _reuse_norm(self.inner, norm):
             self.inner.step()
         self.step_number += self.fixed_lr is None
 
     def allocate(self) -> None:
-        """Make the moments that the first step would make, so that they can be saved or loaded."""
+        """Allocate the moments that the first step would allocate, so that they can be saved or loaded."""
         for part in self.inner.chained_optimizers:
             adam = part.optimizer
             if not isinstance(adam, torch.optim.AdamW):
@@ -102,17 +105,18 @@ class Optimizer:
 
     @property
     def steps(self) -> int:
-        """Steps that its moments have seen; they must be allocated."""
+        """Number of steps in the moments; call ``allocate`` first."""
         groups = self.inner.chained_optimizers[0].state_dict()["optimizer"]["param_groups"]
         return int(groups[0].get("step") or 0)
 
     def sharded_moments(self, model: Any, loading: bool, how: Mapping[str, Any]) -> dict[str, Any]:
-        """Moments and masters by their parameters' names, for a checkpoint that other parallel sizes can read. What else Megatron-Core's
-        optimiser would put there the first rank would write, and for its own parts.
+        """Return moments and masters by parameter name, for a checkpoint that other parallel sizes can load.
+
+        Other entries of Megatron-Core's optimizer state are left out, because only the first rank would save them, for its own shard.
 
         Args:
             model: the sharded state of the chunks.
-            loading: it is to be read.
+            loading: whether the state is loaded into, not saved.
             how: Megatron-Core's metadata.
         """
         parts = self.inner.chained_optimizers
@@ -120,7 +124,7 @@ class Optimizer:
         return {str(i): each["param_state"] for i, each in enumerate(found)}
 
     def load_moments(self, found: Mapping[str, Any], steps: int, how: Mapping[str, Any]) -> None:
-        """Inverse of ``sharded_moments``, after so many steps."""
+        """Load what ``sharded_moments`` returned. steps: number of steps in the moments."""
         for i, part in enumerate(self.inner.chained_optimizers):
             state = part.state_dict()
             for group in state["optimizer"]["param_groups"]:
@@ -130,15 +134,15 @@ class Optimizer:
         self.separate_counts()
 
     def separate_counts(self) -> None:
-        """Give each parameter of torch's AdamW a step count of its own; Megatron-Core loads one for all, which every one of them
-        would count up."""
+        """Give each parameter of torch's AdamW its own step count. Megatron-Core loads one shared tensor, which each parameter would
+        increment."""
         for part in self.inner.chained_optimizers:
             for state in part.optimizer.state.values():
                 if "step" in state:
                     state["step"] = state["step"].clone()
 
     def reset(self) -> None:
-        """Forget moments and the schedule's position; masters stay."""
+        """Reset the moments and the step number; masters are unchanged."""
         self.step_number = 0
         for optimizer in self.inner.chained_optimizers:
             optimizer.optimizer.state.clear()

@@ -1,4 +1,4 @@
-"""Micro-batches: which samples, and where their tokens are in the row that the model is given."""
+"""Packs the samples of a micro-batch into one row of tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from miles_megatron.trainer.attention import zigzag
 
 @dataclass(frozen=True)
 class Packing:
-    """The tokens of one micro-batch on one rank.
+    """Layout of one micro-batch's tokens on one rank.
 
     Attributes:
-        rows: [tokens of this context-parallel rank] flat position in the micro-batch of each row, -1 for padding.
-        positions: [the same] its place in its sample.
-        bounds: [samples + 1] int32 where samples start in the row of all ranks.
-        longest: tokens of the longest sample, padding included.
-        sources: [M] rows here that predict a trained token.
-        targets: [M] the flat positions of these tokens.
+        rows: [tokens of this context-parallel rank] flat position of each row in the micro-batch; -1 for padding.
+        positions: [tokens of this context-parallel rank] position of each row in its sample.
+        bounds: [samples + 1] int32 start of each sample in the packed row over all ranks.
+        longest: tokens of the longest sample, including padding.
+        sources: [M] rows on this rank that predict a trained token.
+        targets: [M] flat positions of these tokens.
     """
 
     rows: Tensor
@@ -35,7 +35,7 @@ class Packing:
     targets: Tensor
 
     def to(self, device: torch.device) -> Packing:
-        """The same on another device."""
+        """Return a copy on another device."""
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return Packing(**{**vars(self), **moved})
 
@@ -43,15 +43,15 @@ class Packing:
 def pack(batch: Batch, s: Sizes, rank: int, multiple: int = 1, least: int = 0) -> Packing:
     """Lay out a micro-batch.
 
-    Samples follow each other, each padded so that context parallelism can cut it into pairs of pieces, the last one so that
-    sequence parallelism can cut the row. A micro-batch without tokens becomes a row of padding.
+    Samples are concatenated. Each is padded so that context parallelism can split it into pairs of pieces; padding at the end allows
+    sequence parallelism to split the row. A micro-batch without tokens becomes a row of padding.
 
     Args:
         batch: the micro-batch, on the CPU.
         s: parallel sizes.
         rank: this context-parallel rank.
-        multiple: tokens of a rank's row are a multiple of it.
-        least: tokens that the row of all ranks has at least.
+        multiple: pad each rank's row to a multiple of this many tokens.
+        least: minimum tokens of the packed row over all ranks.
     """
     piece = 2 * s.cp if s.cp > 1 else 1
     lengths = [n + -n % piece for n in batch.lengths.tolist()]
@@ -72,7 +72,7 @@ def pack(batch: Batch, s: Sizes, rank: int, multiple: int = 1, least: int = 0) -
 
 
 def row_length(batch: Batch, s: Sizes, multiple: int = 1, least: int = 0) -> int:
-    """Tokens of a micro-batch's row on all ranks together, padding included."""
+    """Return the tokens of the packed row over all ranks, including padding."""
     piece, ranks = 2 * s.cp if s.cp > 1 else 1, s.cp * (s.tp if s.sequence else 1)
     unit = math.lcm(piece, ranks * multiple if s.sequence or multiple > 1 else 1)
     needed = max(sum(n + -n % piece for n in batch.lengths.tolist()), least, 1)
@@ -80,17 +80,17 @@ def row_length(batch: Batch, s: Sizes, multiple: int = 1, least: int = 0) -> int
 
 
 def _predictions(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows whose next token is trained on, and that token's flat position."""
+    """Return the rows whose next token is trained on, and the flat positions of these tokens."""
     trained = torch.cat([batch.mask.cpu() != 0, torch.zeros(1, dtype=torch.bool)])
     if bool(trained.index_select(0, batch.starts).any()):
-        raise ValueError("loss_mask is 1 on the first token of a sample, which nothing predicts")
+        raise ValueError("loss_mask is 1 on the first token of a sample, which has no previous token to predict it")
     following = torch.where(rows < 0, len(trained) - 1, rows + 1)
     sources = trained.index_select(0, following).nonzero().flatten()
     return sources, following.index_select(0, sources)
 
 
 def split(batch: Batch, size: int | None, tokens: int | None) -> Iterator[list[int]]:
-    """The samples of each micro-batch: ``size`` of them, or as many as have ``tokens`` together; none when both are None."""
+    """Yield the sample indices of each micro-batch: ``size`` samples, or as many as fit into ``tokens``; all if both are None."""
     lengths = batch.lengths.tolist()
     if tokens is None:
         size = size or len(batch) or 1

@@ -1,13 +1,13 @@
 """Training in a number format.
 
-A pass sees quantised weights through their codes, and gradients go straight through. All passes between two optimiser steps see the
-same weights, so these are replaced once a pass and not in each layer: while ``seen`` is open, every weight that the format quantises is
-``dequantise(quantise(w))``, and afterwards what was there is there again, for the optimiser and the export. The matrices are
-Megatron-Core's, which join several of the checkpoint's; their codes are the checkpoint's where no tile of the format reaches over a
-joint or over the edge of a shard, and anything else is refused.
+A pass computes with fake-quantised weights and a straight-through gradient. All passes between two optimizer steps use the same weights,
+so the weights are replaced once per pass and not in each layer: inside the context manager ``quantized_weights``, every weight that the
+format quantises is ``dequantise(quantise(w))``; at exit the original values are restored for the optimizer and the export. Megatron-Core's
+matrices concatenate several matrices of the checkpoint. Their codes equal the checkpoint's if no tile crosses the border between two
+matrices or between two shards; other layouts raise ConfigError.
 
-Where the format quantises activations too, TransformerEngine computes with a recipe of its own that quantises both (``recipe``); on a CPU
-the inputs of linear layers are rounded here.
+For formats that also quantise activations, TransformerEngine quantises both with its recipe on a GPU (``recipes``); on a CPU this module
+rounds the inputs of linear layers.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from miles_megatron.trainer.weights import Weights
 
 
 class TrainedFormat:
-    """The weights of this rank's chunks in a number format.
+    """Fake quantisation of the weights of this rank's chunks.
 
     Args:
-        weights: of the chunks.
-        chunks: not wrapped.
-        codec: which weights are quantised, and how.
+        weights: weights of the chunks.
+        chunks: the chunks, not wrapped.
+        codec: determines which weights are quantised, and how.
 
     Raises:
-        ConfigError: a matrix is quantised in part, or tiles do not lie inside of its parts.
+        ConfigError: only a part of a matrix is quantised, a tile crosses a border, or the trainer does not support the format.
     """
 
     def __init__(self, weights: Weights, chunks: list[nn.Module], codec: Codec) -> None:
@@ -54,20 +54,20 @@ class TrainedFormat:
                 "quantises matrix by matrix; train with --trainer embedded"
             )
         shapes = weights.checkpoint_shapes()
-        # TransformerEngine quantises every linear layer of the decoder inside of its recipe, and knows no names
+        # TransformerEngine's recipe quantises every linear layer of the decoder, whatever its name
         self._inside = torch.cuda.is_available() and format.quantizes_activations
         if self._inside:
-            _quicken()
+            _speed_up_dequantisation()
         for entry in (e for e in weights.entries if e.name in weights.held):
             held = weights.held[entry.name]
             if held.dim() != 2:
                 continue
-            if self._inside and ".linear_" in entry.name and not _chosen(entry, codec, shapes):
+            if self._inside and ".linear_" in entry.name and not _is_quantised(entry, codec, shapes):
                 raise ConfigError(
-                    f"{entry.checkpoint[0]} would stay in BF16 in the engine, and TransformerEngine computes every linear layer in "
+                    f"{entry.checkpoint[0]} would stay in BF16 in the engine, but TransformerEngine computes every linear layer in "
                     f"{format.name}: leave {format.skip_origin} out, or train with --trainer embedded"
                 )
-            if _chosen(entry, codec, shapes):
+            if _is_quantised(entry, codec, shapes):
                 why = misfit(entry, weights.a, tuple(held.shape), weights.is_cut(entry, held), format.tile)
                 if why:
                     raise ConfigError(f"{entry.checkpoint[0]} cannot be trained in {format.name} like this: {why}")
@@ -76,8 +76,8 @@ class TrainedFormat:
             _round_inputs(chunks, {id(t) for t in self._held}, format)
 
     @contextmanager
-    def seen(self) -> Iterator[None]:
-        """While this is open, quantised weights are what their codes mean; not where TransformerEngine sees to it."""
+    def quantized_weights(self) -> Iterator[None]:
+        """Replace quantised weights by their dequantised codes inside the context. Does nothing if TransformerEngine quantises."""
         format = self.codec.format
         if format is None or self._inside:
             yield
@@ -100,41 +100,41 @@ class TrainedFormat:
         return CODES[format.name](format) if format.name in CODES else None
 
 
-def _quicken() -> None:
+def _speed_up_dequantisation() -> None:
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import _FromFloat8BlockwiseFunc
 
     dequantise_in_two_passes(_FromFloat8BlockwiseFunc)
 
 
-def _chosen(entry: Entry, codec: Codec, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the format applies to a matrix; ConfigError where it does to a part of it."""
+def _is_quantised(entry: Entry, codec: Codec, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the format quantises a matrix. Raises ConfigError if it quantises only a part of the matrix."""
     found = [codec.quantises(name, shapes[name]) for name in entry.checkpoint]
     if entry.layout.startswith("stacked") and codec.experts(entry.checkpoint[0], shapes[entry.checkpoint[0]]):
         raise ConfigError(
-            f"{entry.checkpoint[0]} joins all experts, which --trainer megatron does not train in a number format"
+            f"{entry.checkpoint[0]} stores all experts in one tensor, which --trainer megatron does not train in a number format"
         )
     if len(set(found)) > 1:
         left = [name for name, yes in zip(entry.checkpoint, found, strict=True) if not yes]
         raise ConfigError(
-            f"{', '.join(left)} would stay in BF16 and its neighbours would not; in Megatron-Core's model they are one matrix, "
-            f"{entry.name}: leave all of them alone or none"
+            f"{', '.join(left)} would stay in BF16, but Megatron-Core joins it with quantised weights in one matrix, {entry.name}: "
+            "quantise all of them or none"
         )
     return found[0]
 
 
 def misfit(entry: Entry, a: Architecture, shape: tuple[int, ...], cut: bool, tile: tuple[int, int]) -> str | None:
-    """Why tiles of this rank's part of a matrix are not those of the checkpoint's matrices; None where they are.
+    """Return why tiles of this rank's shard differ from the tiles of the checkpoint's matrices; None if they are the same.
 
     Args:
-        entry: which one.
-        a: the model.
-        shape: [rows, columns] here.
-        cut: other ranks have other parts of it.
+        entry: the matrix.
+        a: the architecture.
+        shape: [rows, columns] of the shard.
+        cut: whether the matrix is split across ranks.
         tile: rows and columns that share a scale.
     """
     rows, columns = tile
     if entry.layout == "qkv" and a.head_dim % rows:
-        return f"heads of {a.head_dim} rows lie between those of other projections, and a tile has {rows}"
+        return f"it interleaves heads of {a.head_dim} rows from several projections, and a tile has {rows} rows"
     joint = shape[0] // 2 if entry.layout == "gate_up" else shape[0]
     if (entry.layout == "gate_up" or (cut and entry.axis == 0)) and joint % rows:
         return (
@@ -147,15 +147,15 @@ def misfit(entry: Entry, a: Architecture, shape: tuple[int, ...], cut: bool, til
 
 def _round_inputs(chunks: list[nn.Module], quantised: set[int], format: Format) -> None:
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_Rounded.apply(args[0], format), *args[1:])
+        return (_FakeQuantize.apply(args[0], format), *args[1:])
 
     for module in (m for chunk in chunks for m in chunk.modules()):
         if id(getattr(module, "weight", None)) in quantised:
             module.register_forward_pre_hook(before)
 
 
-class _Rounded(torch.autograd.Function):
-    """x as the format's products read it; the gradient passes unchanged."""
+class _FakeQuantize(torch.autograd.Function):
+    """Fake-quantise activations with a straight-through gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, format: Format) -> Tensor:
@@ -167,7 +167,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class TransformerEngineCodes(Quantizer):
-    """TransformerEngine's own code for a format that it has a recipe for."""
+    """Quantises with TransformerEngine's kernels, for formats with a recipe."""
 
     def __init__(self, format: Format) -> None:
         self._tile = format.tile
@@ -175,28 +175,28 @@ class TransformerEngineCodes(Quantizer):
     def weight(self, weight: Tensor) -> dict[str, Tensor]:
         """See ``Quantizer.weight``."""
         rows, columns = (-(-size // tile) for size, tile in zip(weight.shape, self._tile, strict=True))
-        found = self._made(weight, weights=True)
+        found = self._quantize(weight, weights=True)
         codes = found._rowwise_data.view(torch.float8_e4m3fn)[: weight.shape[0], : weight.shape[1]]
         scales = found._rowwise_scale_inv[:rows, :columns]
         return {"weight": codes.to(weight.device), "weight_scale_inv": scales.to(weight.device)}
 
     def activation(self, x: Tensor) -> Tensor:
         """See ``Quantizer.activation``."""
-        return self._made(x, weights=False).dequantize(dtype=torch.float32).to(x)
+        return self._quantize(x, weights=False).dequantize(dtype=torch.float32).to(x)
 
-    def _made(self, x: Tensor, weights: bool) -> Any:
+    def _quantize(self, x: Tensor, weights: bool) -> Any:
         return self._quantizer(weights)(x.cuda().bfloat16().contiguous())
 
     @abstractmethod
     def _quantizer(self, weights: bool) -> Any:
-        """TransformerEngine's, for weights or for activations."""
+        """Return TransformerEngine's quantizer for weights or for activations."""
 
 
 class Blocks(TransformerEngineCodes):
-    """Blocks of 128 x 128 weights and 1 x 128 activations.
+    """Quantises blocks of 128 x 128 weights and 1 x 128 activations.
 
-    The quotient is a product with the reciprocal in places, which moves a few codes in ten thousand by one step. On an H200 the probes
-    differed by 4.6e-3 (weights) and 2.2e-3 (activations); the format's own rounding is 2.7e-2.
+    TransformerEngine multiplies by the reciprocal of the scale in places, which changes a few codes in ten thousand by one step. On an H200
+    the probes differed by 4.6e-3 (weights) and 2.2e-3 (activations); the format's own rounding error is 2.7e-2.
     """
 
     weights: Parity = bounded(8e-3)
@@ -220,7 +220,7 @@ class Blocks(TransformerEngineCodes):
 
 
 class Microscaling(TransformerEngineCodes):
-    """Blocks of 1 x 32 with power-of-two scales; from Blackwell on."""
+    """Quantises blocks of 1 x 32 with power-of-two scales; needs Blackwell or later."""
 
     weights: Parity = VALUES
     activations: Parity = VALUES
@@ -232,5 +232,5 @@ class Microscaling(TransformerEngineCodes):
         return MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
 
 
-#: Number format -> TransformerEngine's code for it; the keys are those of ``RECIPES``.
+#: Number format -> quantizer with TransformerEngine's kernels; same keys as ``RECIPES``.
 CODES: dict[str, type[TransformerEngineCodes]] = {"fp8": Blocks, "mxfp8": Microscaling}

@@ -1,12 +1,13 @@
-"""What the trainer does at the routers of experts: replays given choices, balances loads, counts them.
+"""Routing replay, load-balancing loss and load statistics at the MoE routers.
 
-Megatron-Core's layers take no object of the call, and recomputation runs them again when the call is long over. So each router has a
-queue: a training pass leaves its ``Passage`` there, and a recomputation, which comes in the same order, takes it out. Choices enter
-through the place that a router has for Megatron-Core's ``RouterReplay``.
+Megatron-Core's layers accept no per-call context, and recomputation runs them again after the call has ended. Each router therefore has a
+queue: a training pass appends its ``Passage``, and the recomputation, which runs in the same order, removes it. Replayed routes enter
+through the router's hook for Megatron-Core's ``RouterReplay``.
 
-The load-balancing loss is that of a sample (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): for T tokens and E experts of which k
-are chosen, ``sum_e f_e P_e`` with ``f_e = E / (k T) * times e was chosen`` and ``P_e`` the mean normalised score. It is weighted with the
-sample's trained tokens and divided by those of the whole step, so neither packing nor the division among ranks changes it.
+The load-balancing loss is computed per sample (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): for T tokens and E experts with k
+chosen per token, ``sum_e f_e P_e`` with ``f_e = E / (k T) * (number of times e was chosen)`` and ``P_e`` the mean normalised score. It is
+weighted by the sample's trained tokens and divided by the trained tokens of the whole step, so it depends neither on packing nor on the
+parallel sizes.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from miles_megatron.architecture import Architecture
 
 @dataclass
 class Passage:
-    """One micro-batch on its way through the routers of one chunk.
+    """The state of one micro-batch's pass through the routers of one chunk.
 
     Attributes:
-        routes: [rows, sparse layers of the model, k] the experts to use; None where routers choose.
-        owner: [rows] the sample of each row of this rank; -1 for padding, and for tokens that no trained token follows.
-        lengths, trained: [samples] how many tokens count for balance and loads, and how many are trained on.
-        training: loads are counted, the loss is made, and recomputation may ask for it again.
-        own: sparse layer -> [rows, k] what the router would have chosen, of replayed passes.
-        balance: sum over the routers passed of this rank's part of the load-balancing loss, without its scale.
-        passed: how many routers these are.
+        routes: [rows, sparse layers of the model, k] the experts to replay; None if the routers choose.
+        owner: [rows] the sample index of each row on this rank; -1 for padding and for tokens after the last trained token.
+        lengths: [samples] number of tokens that count for balance and loads.
+        trained: [samples] number of trained tokens.
+        training: whether to count loads, compute the loss, and keep the passage for recomputation.
+        own: sparse layer -> [rows, k] the router's own choice; filled in replayed passes.
+        balance: sum of this rank's unscaled load-balancing loss over the routers that ran.
+        passed: number of routers that ran.
     """
 
     routes: Tensor | None
@@ -55,9 +57,9 @@ class Routers:
     """The routers of this rank's chunks.
 
     Args:
-        chunks: not wrapped.
-        a: the model.
-        coefficient: of the load-balancing loss; 0 is off.
+        chunks: the chunks, not wrapped.
+        a: the architecture.
+        coefficient: coefficient of the load-balancing loss; 0 disables it.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], a: Architecture, coefficient: float) -> None:
@@ -74,12 +76,12 @@ class Routers:
         ]
 
     @contextmanager
-    def passing(self, micro_batch: Batch, ctx: Context) -> Iterator[None]:
-        """While this is open, a chunk's routers serve this micro-batch."""
+    def activate(self, micro_batch: Batch, ctx: Context) -> Iterator[None]:
+        """Set the micro-batch that a chunk's routers process inside the context."""
         if not self._sparse:
             yield
             return
-        # sums and maxima with weights and not over masked rows, for whose number the host would wait for the GPU
+        # no indexing with masks: the result's size would need a device synchronisation
         owner, trained, samples = micro_batch.owner, micro_batch.mask != 0, len(micro_batch)
         tokens, starts = torch.arange(len(owner), device=owner.device), micro_batch.starts
         end = starts.scatter_reduce(0, owner, torch.where(trained, tokens, starts[owner]), "amax")
@@ -87,7 +89,9 @@ class Routers:
         count = owner.new_zeros(samples)
         passage = self.active = Passage(
             routes=self._routes(ctx),
-            owner=pad(torch.where(needed, owner, -1), (0, 1), value=-1)[ctx.rows],  # row -1 is the last one
+            owner=pad(torch.where(needed, owner, -1), (0, 1), value=-1)[
+                ctx.rows
+            ],  # index -1 (padding) reads the last entry
             lengths=count.scatter_add(0, owner, needed.long()).clamp(min=1),
             trained=count.scatter_add(0, owner, trained.long()),
             training=ctx.kind == "train",
@@ -109,20 +113,21 @@ class Routers:
         wanted = (len(ctx.rows), len(self._sparse), self.a.experts.top_k)
         if routes is not None and tuple(routes.shape) != wanted:
             raise PluginError(
-                f"the routes to replay have shape {list(routes.shape)} (rows, layers, experts a token), and this rank has "
-                f"{wanted[0]} rows of a model with {wanted[1]} layers of experts, {wanted[2]} a token; engine and trainer "
-                "must run the same model"
+                f"the routes to replay have shape {list(routes.shape)} (rows, MoE layers, experts per token), but this rank needs "
+                f"{list(wanted)}; engine and trainer must run the same model"
             )
         return routes
 
     def begin(self, tokens: Tensor) -> None:
-        """A step begins, with this many trained tokens on all replicas."""
+        """Begin a step. tokens: number of trained tokens on all replicas."""
         self.tokens = tokens
         for seat in self._seats:
             seat.loads.zero_()
 
     def end(self) -> dict[str, tuple[float, float]]:
-        """A step is over: its imbalance, the largest load of an expert over the mean one in the layer that is worst. A collective."""
+        """End a step and return its expert imbalance: the maximum over layers of the largest load divided by the mean load.
+
+        A collective."""
         for seat in self._seats:
             seat.waiting.clear()
         if not self._sparse:
@@ -132,12 +137,12 @@ class Routers:
         for seat in self._seats:
             loads[seat.position] = seat.loads
         dist.all_reduce(loads)
-        worst = float((loads.amax(1) / loads.mean(1)).nan_to_num().max())  # 0 / 0: nothing was trained
+        worst = float((loads.amax(1) / loads.mean(1)).nan_to_num().max())  # 0 / 0: the step had no trained tokens
         return {"train/expert_imbalance": (worst, 1.0)} if worst else {}
 
 
 class _Seat:
-    """One router; it takes the place of Megatron-Core's ``RouterReplay`` there, and comes between scores and choices."""
+    """Wraps one router: replaces its ``routing`` method and its ``RouterReplay``, which is called between scores and choice."""
 
     def __init__(self, routers: Routers, router: Any, position: int) -> None:
         self.routers, self.router, self.position = routers, router, position
@@ -148,7 +153,7 @@ class _Seat:
         router.routing, router.router_replay = self.routing, self
 
     def routing(self, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
-        """The router's own, for the passage that is here now."""
+        """Run the router's own ``routing`` for the active passage, or for the oldest waiting one during recomputation."""
         active = self.routers.active
         passage = self._now = active or self.waiting.popleft()
         try:
@@ -166,12 +171,12 @@ class _Seat:
         if active:
             passage.balance += _total(balance.detach(), self.router) / _ranks(self.router).size()
             passage.passed += 1
-        return _Beside.apply(weights, balance * (self.routers.coefficient / self.routers.tokens)), chosen
+        return _AddLoss.apply(weights, balance * (self.routers.coefficient / self.routers.tokens)), chosen
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
     ) -> tuple[Tensor, Tensor]:
-        """[rows, k] scores and numbers of the experts to use; called by Megatron-Core."""
+        """Return [rows, k] scores and indices of the experts to use. Called by Megatron-Core."""
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         passage = self._now
         if passage is None or passage.routes is None:
@@ -181,12 +186,12 @@ class _Seat:
         return scores.gather(1, given), given
 
     def _balance(self, passage: Passage, logits: Tensor, chosen: Tensor) -> Tensor:
-        """This rank's part of the loss of this layer, summed over samples, each weighted with its trained tokens."""
+        """Return this rank's part of the layer's loss: the sum over samples, weighted by their trained tokens."""
         router = self.router
         scores = logits.float().sigmoid() if router.score_function == "sigmoid" else logits.float().softmax(-1)
         scores = scores / scores.sum(-1, keepdim=True)
         samples = len(passage.lengths)
-        to = torch.where(passage.owner < 0, samples, passage.owner)  # a row more for what belongs to no sample
+        to = torch.where(passage.owner < 0, samples, passage.owner)  # an additional row collects rows without a sample
         times, mean = (
             scores.new_zeros(samples + 1, scores.shape[1]).index_add(0, to, values)[:samples]
             / passage.lengths.unsqueeze(1)
@@ -197,12 +202,13 @@ class _Seat:
 
 
 def _ranks(router: Any) -> Any:
-    """Those that share a micro-batch's tokens: tensor-parallel (experts go with sequence parallelism) and context-parallel ranks."""
+    """Return the group of ranks that share a micro-batch's tokens: tensor-parallel (MoE requires sequence parallelism) and
+    context-parallel ranks."""
     return router.tp_cp_group
 
 
 def _total(value: Tensor, router: Any) -> Tensor:
-    """Summed over these ranks, without a gradient."""
+    """Sum over ``_ranks``, without a gradient."""
     if _ranks(router).size() == 1:
         return value
     total = value.clone()
@@ -210,8 +216,8 @@ def _total(value: Tensor, router: Any) -> Tensor:
     return total
 
 
-class _Beside(torch.autograd.Function):
-    """The first argument; in backward the second one gets gradient 1, as a summand of the loss has."""
+class _AddLoss(torch.autograd.Function):
+    """Return the first argument; the backward pass gives the second argument gradient 1, as for a term of the loss."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, summand: Tensor) -> Tensor:

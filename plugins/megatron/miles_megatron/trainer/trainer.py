@@ -1,4 +1,4 @@
-"""The trainer: Megatron-Core's schedules over packed micro-batches, with the core's callbacks inside."""
+"""The trainer: runs Megatron-Core's schedules over packed micro-batches and calls core's callbacks."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from miles_megatron.architecture import Architecture
 from miles_megatron.recipes import ROWS
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer import checkpoint
-from miles_megatron.trainer.context import everywhere
+from miles_megatron.trainer.context import sum_over_context
 from miles_megatron.trainer.device_memory import DeviceMemory
-from miles_megatron.trainer.flight import Flight, flatten, merge, merged, passes
+from miles_megatron.trainer.flight import Flight, flatten, merge, reduce_metrics, split_into_flights
 from miles_megatron.trainer.further import Further
 from miles_megatron.trainer.logprobs import head_on, token_log_probs, whole_rows
 from miles_megatron.trainer.model import (
@@ -68,22 +68,24 @@ from miles_megatron.trainer.routers import Routers
 from miles_megatron.trainer.weights import Weights
 from miles_megatron.trainer.without_cuda import without_cuda
 
-#: In ``Context.attached``: the last hidden states of a pass.
+#: Key in ``Context.attached`` of the last hidden states of a pass.
 _LAST = "megatron.last"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Attributes:
-    adamw: of the optimiser, and its learning rate.
-    temperature: of the rollout; log-probs are those of the distribution that was sampled.
-    micro_batch_size: samples a micro-batch.
-    max_tokens: tokens a micro-batch on each rank, instead of ``micro_batch_size``.
-    entropy: give the loss the entropy at trained positions.
-    balance: coefficient of the load-balancing loss; 0 is off.
-    dtype: of parameters and activations.
-    longest: tokens of the longest sample.
-    model, optimizer, reduction: chosen fields of Megatron-Core's configurations.
+    """Settings of the trainer.
+
+    Attributes:
+        adamw: settings of the optimizer and the learning rate schedule.
+        temperature: sampling temperature of the rollout, applied to log-probs.
+        micro_batch_size: samples per micro-batch.
+        max_tokens: maximum tokens per micro-batch and rank, instead of ``micro_batch_size``.
+        entropy: compute the entropy at trained positions for the loss.
+        balance: coefficient of the load-balancing loss; 0 disables it.
+        dtype: dtype of parameters and activations.
+        longest: tokens of the longest sample.
+        model, optimizer, reduction: the user's fields of Megatron-Core's configurations.
     """
 
     adamw: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -100,7 +102,7 @@ class Settings:
 
 
 def _on_cpu_too(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls Megatron-Core, which would name a GPU where there is none."""
+    """Decorate a method that calls Megatron-Core, so that it also works without CUDA."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -111,18 +113,18 @@ def _on_cpu_too(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MegatronTrainer(Trainer):
-    """One rank of a model that Megatron-Core divides.
+    """One rank of a trainer that uses Megatron-Core.
 
     Args:
-        a: the model.
+        a: the architecture.
         s: parallel sizes.
-        world: where this rank stands; its groups exist.
-        directory: the checkpoint to start from.
-        settings: see ``Settings``.
-        reference: the reference model's checkpoint.
-        on_chunk: told of each chunk before it is wrapped.
-        codec: of the number format to train in; none by default.
-        further: how to train the checkpoint's layer that predicts a further token; without it there is none.
+        world: rank and data-parallel rank; the process groups must exist.
+        directory: checkpoint of the initial weights.
+        settings: the settings.
+        reference: checkpoint of the reference model.
+        on_chunk: called with each chunk before it is wrapped.
+        codec: codec of the number format to train in; BF16 by default.
+        further: how to train the checkpoint's MTP layer; None to leave it untrained.
     """
 
     capabilities = frozenset({"entropy", "sampling_support", "routing_replay", "further_layers", "sleep"})
@@ -148,14 +150,14 @@ class MegatronTrainer(Trainer):
         modules: list[nn.Module] = plain if self.further is None else [*plain, self.further.layer]
         if (
             a.qk_norm == "whole"
-        ):  # ranks have weights of different heads, and Megatron-Core would sum the gradients of all that is named so
+        ):  # norm weights are sharded by head, but Megatron-Core would sum their gradients by name
             self.config.qk_layernorm = False
         sort_once(modules, s)
         if has_transformer_engine():
             if settings.model.get(ADD_IN_PLACE, True):
                 add_gradients_in_place(modules)
             if not self.config.fp8:
-                multiply_experts_together(modules, told=bool(settings.reduction.get("overlap_grad_reduce")))
+                multiply_experts_together(modules, notify=bool(settings.reduction.get("overlap_grad_reduce")))
         self.weights = Weights(plain, a, s, None if self.further is None else self.further.layer)
         self.weights.load(directory)
         self.format = TrainedFormat(self.weights, modules, codec or Codec())
@@ -175,7 +177,7 @@ class MegatronTrainer(Trainer):
         self.callbacks = Callbacks(self.forward, _no_loss, self.optimizer_step)
 
     def _wrap(self, module: nn.Module, one_bucket: bool = True, **fixed: Any) -> Any:
-        """A module whose gradients are summed over replicas."""
+        """Wrap a module so that its gradients are summed over replicas."""
         inner = in_bf16(self.config, module) if self.settings.dtype == torch.bfloat16 else module
         reduction = {"grad_reduce_in_fp32": True, **self.settings.reduction, **fixed}
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, **reduction)
@@ -183,25 +185,25 @@ class MegatronTrainer(Trainer):
 
     @property
     def chunks(self) -> list[nn.Module]:
-        """As plugins see them: not wrapped."""
+        """The chunks without Megatron-Core's wrappers, as plugins receive them."""
         return list(self._chunks)
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return next(self._chunks[0].parameters()).device
 
     def forward(self, chunk: Any, micro_batch: Batch, ctx: Context) -> Output:
-        """One chunk; log-probs and entropies on the last one, hidden states on the others."""
+        """Run one chunk. The last chunk returns log-probs and entropies, the others hidden states."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         packing: Packing = ctx.attached["packing"]
-        # row -1 is padding: token 0. No indexing by a mask, for whose size the host would wait for the GPU
+        # padding rows (-1) read token 0. Indexing with a mask would need a device synchronisation
         tokens = pad(micro_batch.tokens, (0, 1))[packing.rows]
         bounds = packing.bounds
         packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=packing.longest, max_seqlen_kv=packing.longest)
         wrapped = self.wrapped[self._chunks.index(chunk)]
-        with self.routers.passing(micro_batch, ctx):
+        with self.routers.activate(micro_batch, ctx):
             found: Tensor = wrapped(
                 tokens.unsqueeze(0),
                 packing.positions.unsqueeze(0),
@@ -213,7 +215,7 @@ class MegatronTrainer(Trainer):
         if found.dim() == 3:
             return Output(hidden=found)
         length, entropy = len(micro_batch.tokens), bool(ctx.attached["entropy"])
-        whole = everywhere(found.new_zeros(length, 2).index_copy(0, packing.targets, found))
+        whole = sum_over_context(found.new_zeros(length, 2).index_copy(0, packing.targets, found))
         output = Output(log_probs=whole[:, 0], entropy=whole[:, 1] if entropy else None)
         if self.further is not None and ctx.kind == "train":
             output.aux[self.further.wish.loss] = self.further.loss(ctx.attached[_LAST], micro_batch, packing, packed)
@@ -222,7 +224,7 @@ class MegatronTrainer(Trainer):
     def _predict(
         self, hidden_states: Tensor, output_layer: Any, output_weight: Any, context: Any, **rest: Any
     ) -> Tensor:
-        """[M, 2] log-probs and entropies at this rank's predicting rows; called by the last chunk."""
+        """Return [M, 2]: log-probs and entropies at the rows of this rank that predict trained tokens. Called by the last chunk."""
         micro_batch, ctx = context
         packing: Packing = ctx.attached["packing"]
         hidden = whole_rows(hidden_states, self.s.sequence)
@@ -252,7 +254,7 @@ class MegatronTrainer(Trainer):
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
         """See ``Trainer.log_probs``."""
         flights = self._flights(batch, kind, entropy)
-        with self._as_reference() if kind == "ref" else torch.no_grad(), self.format.seen():
+        with self._as_reference() if kind == "ref" else torch.no_grad(), self.format.quantized_weights():
             self._run(flights, None)
         return flatten(batch, flights, ("log_probs", "entropy") if entropy else ("log_probs",))
 
@@ -270,22 +272,24 @@ class MegatronTrainer(Trainer):
             self.further.begin()
         loss, tokens = loss or self.callbacks.loss, trained_tokens(batch, self.sum).to(self.device)
         self.routers.begin(tokens)
-        with self.format.seen():
+        with self.format.quantized_weights():
             self._run(flights, lambda output, micro, ctx: with_auxiliary(loss(output, micro, ctx), output, tokens))
         if self.further is not None:
             self.further.finish()
         spread = self.routers.end()
         stepped = self.callbacks.optimizer_step()
-        metrics = {name: (float(total), float(weight)) for name, (total, weight) in merged(flights).items()}
+        metrics = {name: (float(total), float(weight)) for name, (total, weight) in reduce_metrics(flights).items()}
         return metrics | spread | {f"train/{name}": (value, 1.0) for name, value in stepped.items()}
 
     def _flights(self, batch: Batch, kind: Pass, entropy: bool) -> list[Flight]:
         settings = self.settings
         rows = ROWS if self.config.fp8 else 1
-        return passes(batch, self.s, settings.micro_batch_size, settings.max_tokens, kind, entropy, self.device, rows)
+        return split_into_flights(
+            batch, self.s, settings.micro_batch_size, settings.max_tokens, kind, entropy, self.device, rows
+        )
 
     def _run(self, flights: list[Flight], loss: LossFunction | None) -> None:
-        """All micro-batches through Megatron-Core's schedule; without a loss, without gradients."""
+        """Run all micro-batches through Megatron-Core's schedule; without ``loss``, forward only."""
         train = loss is not None
         recompute = train and self.config.recompute_granularity is not None
 
@@ -322,7 +326,7 @@ class MegatronTrainer(Trainer):
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """While this is open, the chunks hold the reference model's weights; the policy's wait in host memory."""
+        """Load the reference model's weights into the chunks; at exit restore the policy's weights, saved in host memory."""
         if self._reference is None:
             raise RuntimeError("this trainer was built without a reference model")
         kept = {name: tensor.detach().cpu().clone() for name, tensor in self.weights.held.items()}
@@ -381,7 +385,7 @@ class MegatronTrainer(Trainer):
 
     @_on_cpu_too
     def load(self, directory: Path) -> None:
-        """See ``Trainer.load``; CheckpointError when ``directory`` holds another model."""
+        """See ``Trainer.load``. Raises CheckpointError if ``directory`` contains another model."""
         checkpoint.load(self, Path(directory))
 
     def export(self, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
@@ -390,8 +394,9 @@ class MegatronTrainer(Trainer):
 
 
 def _finalize(chunks: list[Any], num_tokens: Any = None, **groups: Any) -> None:
-    """Sum gradients over replicas, pipeline stages that share the embedding and ranks that share norms; nothing is divided, because
-    losses arrive normalised over the whole step."""
+    """Sum gradients over replicas, over pipeline stages that share the embedding, and over ranks that share norms.
+
+    Gradients are not divided, because losses are already normalised over the whole step."""
     finalize_model_grads(chunks, None, **groups)
 
 

@@ -1,4 +1,4 @@
-"""Weights between a checkpoint and this rank's chunks: loading, and the stream of units for export."""
+"""Loads checkpoints into this rank's chunks, and yields the weights as units for updates and exports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from miles_megatron.layout import join, shard
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.model import has_transformer_engine, layer_numbers
 
-#: The beginning of the first MTP layer's names in Megatron-Core's model.
+#: Name prefix of the first MTP layer in Megatron-Core's model.
 FIRST_MTP = "mtp.layers.0."
 
 
@@ -29,10 +29,14 @@ class Weights:
     """The tensors of this rank's chunks under their names in the whole model.
 
     Args:
-        chunks: not wrapped.
-        a: the model.
+        chunks: the chunks, not wrapped.
+        a: the architecture.
         s: parallel sizes.
-        further: holds the first MTP layer, on the stage that has it; without it MTP layers stay as the checkpoint has them.
+        further: module of the first MTP layer; None if MTP layers are not trained, and exports then copy them from the checkpoint.
+
+    Attributes:
+        held: name -> tensor on this rank.
+        copy: the output layer's copy of a tied embedding on another pipeline stage, or None.
     """
 
     def __init__(
@@ -57,11 +61,11 @@ class Weights:
         self.copy = named.pop("output_layer.weight", None) if a.tied else None
         if named:
             raise CheckpointError(
-                f"the table of {a.family} lacks {len(named)} tensors of Megatron-Core's model: {min(named)}"
+                f"the table of {a.family} lacks {len(named)} tensors of Megatron-Core's model, the first is {min(named)}"
             )
 
     def load(self, directory: Path) -> None:
-        """Fill the chunks from a checkpoint; CheckpointError names a tensor that is missing or of another shape."""
+        """Load a checkpoint into the chunks. Raises CheckpointError if a tensor is missing or has another shape."""
         self.source = self.source or directory
         files = CheckpointFiles(directory)
         with torch.no_grad():
@@ -74,19 +78,19 @@ class Weights:
                     held.copy_(self._part(entry, tensors, held))
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the checkpoint's tensors that this rank's are made of."""
+        """Return name -> shape of the checkpoint's tensors that belong to this rank's tensors."""
         assert self.source is not None
         found = CheckpointFiles(self.source).entries
         return {n: found[n].shape for e in self.entries if e.name in self.held for n in e.checkpoint}
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """What the checkpoint has of MTP layers that are not trained, as it is there."""
+        """Yield the checkpoint's tensors of untrained MTP layers, unchanged."""
         assert self.source is not None
         files = CheckpointFiles(self.source)
         yield from ((name, files.read(name)) for name in self._others if name in files.entries)
 
     def copies(self) -> dict[str, list[str]]:
-        """The checkpoint's name of the embedding and of the output layer -> under which names it has copies of them in MTP layers."""
+        """Return name of the embedding or output layer -> names of its copies in the checkpoint's MTP layers."""
         assert self.source is not None
         entries = CheckpointFiles(self.source).entries
         layers = [f"model.layers.{self.a.layers + i}." for i in range(self.a.mtp)]
@@ -97,7 +101,7 @@ class Weights:
         return found
 
     def restore(self, kept: Mapping[str, Tensor]) -> None:
-        """Put tensors of ``held`` back, name -> tensor."""
+        """Copy saved tensors back into ``held``. kept: name -> tensor."""
         with torch.no_grad():
             for name, tensor in kept.items():
                 self.held[name].copy_(tensor)
@@ -111,18 +115,18 @@ class Weights:
         if part.shape != held.shape:
             shapes = f"{tuple(part.shape)} and not {tuple(held.shape)}"
             raise CheckpointError(
-                f"{entry.checkpoint[0]} makes a {entry.name} of shape {shapes}: another model's config.json?"
+                f"{entry.checkpoint[0]} gives {entry.name} the shape {shapes}: does config.json belong to another model?"
             )
         return part
 
     def _place(self, entry: Entry) -> tuple[int, int]:
-        """Rank and size among those that split a tensor."""
+        """Return rank and size in the group that splits a tensor."""
         if entry.expert is None:
             return parallel_state.get_tensor_model_parallel_rank(), self.s.tp
         return parallel_state.get_expert_tensor_parallel_rank(), self.s.etp
 
     def units(self, everywhere: bool) -> Iterator[Unit]:
-        """See ``Trainer.units``: tensor- and expert-parallel ranks put theirs together, each pipeline stage in its turn."""
+        """See ``Trainer.units``. Tensor- and expert-parallel ranks gather their shards; pipeline stages take turns."""
         leader = not any(
             rank()
             for rank in (
@@ -131,16 +135,16 @@ class Weights:
                 parallel_state.get_data_parallel_rank,
             )
         )
-        for entries in _together(self.entries):
+        for entries in _group_by_matrix(self.entries):
             owner = self._owner(entries)
-            found = self._whole(entries) if owner == parallel_state.get_pipeline_model_parallel_rank() else []
+            found = self._gather_entries(entries) if owner == parallel_state.get_pipeline_model_parallel_rank() else []
             if everywhere:
-                found = self._shared(found, owner)
+                found = self._broadcast(found, owner)
             if everywhere or leader:
-                yield from (unit for tensors in found for unit in _coupled(tensors))
+                yield from (unit for tensors in found for unit in _make_units(tensors))
 
     def _owner(self, entries: Sequence[Entry]) -> int:
-        """The pipeline stage that has these tensors."""
+        """Return the first pipeline stage that has these tensors."""
         if self.s.pp == 1:
             return 0
         mine = torch.tensor([self.s.pp])
@@ -155,15 +159,15 @@ class Weights:
         return next(iter(self.held.values())).device
 
     @torch.no_grad()
-    def _whole(self, entries: Sequence[Entry]) -> list[dict[str, Tensor]]:
-        """The checkpoint's tensors of some entries of this stage: one that is not an expert's, or all experts' of one matrix."""
+    def _gather_entries(self, entries: Sequence[Entry]) -> list[dict[str, Tensor]]:
+        """Gather the checkpoint's tensors of one entry, or of all experts' entries of one matrix, on this stage."""
         first = entries[0]
         if first.expert is None:
-            return [dict(zip(first.checkpoint, self._joined(first), strict=True))]
+            return [dict(zip(first.checkpoint, self._gather_shards(first), strict=True))]
         group = parallel_state.get_expert_model_parallel_group()
         found: list[list[Tensor]] = []
         for entry in (e for e in entries if e.name in self.held):
-            found.append(self._joined(entry))
+            found.append(self._gather_shards(entry))
         by_expert = [[_gather(t, group, self.s.ep) for t in tensors] for tensors in found]
         experts: dict[int, list[Tensor]] = {}
         for j, gathered in enumerate(by_expert):
@@ -174,7 +178,7 @@ class Weights:
             return [{first.checkpoint[0]: stacked}]
         return [dict(zip(e.checkpoint, experts[e.expert or 0], strict=True)) for e in entries]
 
-    def _joined(self, entry: Entry) -> list[Tensor]:
+    def _gather_shards(self, entry: Entry) -> list[Tensor]:
         held = self.held[entry.name].detach()
         _rank, size = self._place(entry)
         if not self.is_cut(entry, held):
@@ -187,8 +191,8 @@ class Weights:
         return join(entry, _gather(held, group, size), self.a)
 
     def is_cut(self, entry: Entry, held: Tensor) -> bool:
-        """Whether ranks have different parts of a tensor. TransformerEngine keeps the compressions of latent attention whole on each
-        rank; the local modules split them."""
+        """Whether a tensor is split across ranks. TransformerEngine replicates the down-projections of latent attention; the local
+        modules split them."""
         if self._place(entry)[1] == 1:
             return False
         low = self.a.latent
@@ -197,8 +201,8 @@ class Weights:
             return held.shape[0] != whole
         return entry.axis is not None
 
-    def _shared(self, found: list[dict[str, Tensor]], owner: int) -> list[dict[str, Tensor]]:
-        """The owner's tensors on every pipeline stage."""
+    def _broadcast(self, found: list[dict[str, Tensor]], owner: int) -> list[dict[str, Tensor]]:
+        """Broadcast the owner's tensors to every pipeline stage."""
         if self.s.pp == 1:
             return found
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -217,7 +221,9 @@ class Weights:
 
 
 def _tensors(chunk: nn.Module, a: Architecture, s: Sizes, numbers: Sequence[int] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a chunk with the decoder layers ``numbers``, and routers' correction biases, under the names of the whole model."""
+    """Yield the parameters and router correction biases of a chunk under the names of the whole model.
+
+    numbers: indices of the chunk's decoder layers in the whole model."""
     per = (a.experts.count // s.ep) if a.experts else 0
     first = parallel_state.get_expert_model_parallel_rank() * per
     biases = ((n, b) for n, b in chunk.named_buffers() if n.endswith("router.expert_bias"))
@@ -228,16 +234,16 @@ def _tensors(chunk: nn.Module, a: Architecture, s: Sizes, numbers: Sequence[int]
         yield name, tensor
 
 
-def _coupled(tensors: dict[str, Tensor]) -> Iterator[Unit]:
-    """A unit for each tensor, but one for gate and up of a layer, which a number format may encode together."""
+def _make_units(tensors: dict[str, Tensor]) -> Iterator[Unit]:
+    """Yield one unit per tensor; gate and up of a layer form one unit, because a number format may encode them together."""
     if any("gate_proj" in name for name in tensors):
         yield Unit(tensors)
     else:
         yield from (Unit({name: tensor}) for name, tensor in tensors.items())
 
 
-def _together(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Entries in order; all experts' of one matrix are together, where the first of them is."""
+def _group_by_matrix(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Group the entries of all experts' copies of one matrix; other entries form groups of one. Keeps the order."""
     found: dict[str, list[Entry]] = {}
     for entry in entries:
         found.setdefault(re.sub(r"local_experts\.\d+\.", "", entry.name), []).append(entry)

@@ -1,8 +1,8 @@
-"""Megatron-Core on a machine without CUDA, for tests and small models.
+"""Runs Megatron-Core on a machine without CUDA, for tests and small models.
 
-Megatron-Core names the CUDA device in many places where any device would do: buffers made with ``device="cuda"``, streams and events
-around copies, the current device. ``without_cuda`` lets these calls mean the CPU; nothing is changed where there is a GPU.
-Tensors then travel through gloo, and the modules are those of Megatron-Core's local specification.
+Megatron-Core hard-codes CUDA in many places where any device would work: buffers with ``device="cuda"``, streams and events around copies,
+the current device. ``without_cuda`` redirects these calls to the CPU and does nothing if CUDA is available. Collectives then use gloo, and
+the modules are those of Megatron-Core's local specification.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Idle:
-    """A stream or an event that has nothing to wait for."""
+    """Stand-in for a CUDA stream or event; all operations complete immediately."""
 
     cuda_stream = 0
 
@@ -28,7 +28,7 @@ class _Idle:
         return lambda *args, **kwargs: self
 
     def query(self) -> bool:
-        """Whatever was asked for is done."""
+        """Return that all work is complete."""
         return True
 
     def __enter__(self) -> _Idle:
@@ -38,7 +38,7 @@ class _Idle:
 
 
 class _OnCpu(TorchFunctionMode):
-    """``device="cuda"`` means the CPU while this mode is on, and a tensor's type is said to be a GPU's."""
+    """Replaces ``device="cuda"`` by the CPU, and makes ``Tensor.type()`` report the CUDA type."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -53,7 +53,7 @@ class _OnCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def without_cuda() -> Iterator[None]:
-    """While this is open, Megatron-Core computes on the CPU; nothing happens where CUDA is there."""
+    """Run Megatron-Core on the CPU inside the context; does nothing if CUDA is available."""
     if torch.cuda.is_available():
         yield
         return
@@ -64,7 +64,7 @@ def without_cuda() -> Iterator[None]:
 
 @cache
 def _replace_calls() -> None:
-    """For the rest of this process: a process without CUDA has no other use for these calls."""
+    """Replace functions of ``torch.cuda`` for the rest of the process; a process without CUDA does not need the originals."""
     calls: Any = torch.cuda
     calls.current_device = lambda: torch.device("cpu")
     calls.current_stream = lambda *a, **k: _Idle()
@@ -75,8 +75,8 @@ def _replace_calls() -> None:
 
 @cache
 def adapt_modules() -> None:
-    """What only a CPU lacks in Megatron-Core's modules: random-number states of a GPU, split sizes as numbers for gloo, a norm under
-    sequence parallelism. To be called once Megatron-Core's groups exist."""
+    """Patch Megatron-Core's modules for the CPU: random-number states, split sizes for gloo, norms with sequence parallelism, optimizer
+    step counts, and in-place additions. Call it after the process groups exist; does nothing if CUDA is available."""
     if torch.cuda.is_available():
         return
     from megatron.core.tensor_parallel import random
@@ -87,13 +87,14 @@ def adapt_modules() -> None:
     states._set_cuda_rng_state = lambda *args, **kwargs: None
     tracker: Any = type(states.get_cuda_rng_tracker())
     tracker.fork = lambda self, name="": contextlib.nullcontext()
-    _exchange_by_numbers()
-    _norms_of_shards()
-    _counts_of_torch()
-    _sums_of_their_own()
+    _convert_split_sizes()
+    _mark_norm_parameters()
+    _handle_step_counts()
+    _clone_reduced_tensors()
 
 
-def _exchange_by_numbers() -> None:
+def _convert_split_sizes() -> None:
+    """Pass split sizes of all-to-all as integers, which gloo requires."""
     original: Any = dist.all_to_all_single
 
     def exchange(
@@ -109,8 +110,8 @@ def _exchange_by_numbers() -> None:
         place.all_to_all_single = exchange
 
 
-def _counts_of_torch() -> None:
-    """torch's AdamW counts steps in its state, where Megatron-Core looks for moments alone; it sets the counts itself."""
+def _handle_step_counts() -> None:
+    """Add torch AdamW's step count to the states that Megatron-Core sets; it expects only moments there."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     optimizer: Any = DistributedOptimizer
@@ -120,8 +121,10 @@ def _counts_of_torch() -> None:
     )
 
 
-def _sums_of_their_own() -> None:
-    """Local experts add their bias in place to a sum over ranks, which torch refuses where a function returned what it was given."""
+def _clone_reduced_tensors() -> None:
+    """Clone the result of the reduction over tensor-parallel ranks.
+
+    Local experts add their bias to it in place, which torch rejects if an autograd function returned its own input."""
     from megatron.core.tensor_parallel import mappings
 
     function: Any = mappings._ReduceFromModelParallelRegion
@@ -129,8 +132,8 @@ def _sums_of_their_own() -> None:
     function.forward = staticmethod(lambda ctx, *arguments: original(ctx, *arguments).clone())
 
 
-def _norms_of_shards() -> None:
-    """torch's norm knows no sequence parallelism: its parameters are marked here, so that their gradients are summed."""
+def _mark_norm_parameters() -> None:
+    """Allow torch's norm with sequence parallelism: mark its parameters, so that Megatron-Core sums their gradients."""
     from megatron.core.transformer import torch_norm
 
     wrapped: Any = torch_norm.WrappedTorchNorm

@@ -1,0 +1,292 @@
+"""Presents several engines in separate processes as one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
+from miles_core.data.unit import Encoded
+from miles_core.data.world import ALONE, World
+from miles_core.errors import MismatchError, SyncError, WorkerLost
+from miles_runtime.mailbox import Mailbox
+from miles_runtime.workers import Workers, gather_in_order
+
+
+class EngineFront(Engine):
+    """Sends a request to the engine with the fewest requests in flight, keeps a group on one engine, and sends every other call to all
+    engines.
+
+    A rank has a front to send its weights through. The driver's also has lost engines replaced (``replace_with``): a request that was in
+    flight there is sent again, to another engine and with its key, and the new engine takes part from the next weights on.
+
+    Args:
+        engines: handle to the engine processes; each runs an ``EngineWorker``.
+        said: the engines' common result of ``build``.
+        bucket_size: bytes of weights per message.
+        world: the rank that sends weights through this front.
+
+    Attributes:
+        serving: indexes of the engines that accept generation requests.
+        renewed: number of replaced engines; after each replacement, ranks must be connected again.
+        push: number of the current push; the front of a rank receives it from the driver's front.
+    """
+
+    def __init__(self, engines: Workers, said: Mapping[str, Any], bucket_size: int, world: World = ALONE) -> None:
+        self.engines, self.said, self.bucket_size, self.world = engines, said, bucket_size, world
+        self.capabilities = said["capabilities"]
+        self.kv_cache_dtype = said["kv_cache_dtype"]
+        self.native_products = said["native_products"]
+        self.receivers = len(engines)
+        self.serving = set(range(len(engines)))
+        self.renewed = self.push = 0
+        self._alive = set(self.serving)
+        self._version = -1
+        self._mail = [Mailbox(engines, number) for number in range(len(engines))]
+        self._in_flight: Counter[int] = Counter()
+        self._groups: dict[int, list[int]] = {}
+        self._state: dict[str, tuple[Any, ...]] = {}
+        self._asleep: set[EnginePart] = set()
+        self._senders: tuple[str, ...] = ()
+        self._replace: Callable[[int, WorkerLost], Awaitable[None]] | None = None
+        self._resend: Callable[[], Awaitable[None]] | None = None
+        self._gone: dict[int, WorkerLost] = {}
+        self._mending: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+
+    def model_facts(self) -> Mapping[str, object]:
+        facts: Mapping[str, object] = self.said["model_facts"]
+        return facts
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        """Do nothing: ``EngineWorker.build`` starts the engines."""
+
+    async def stop(self) -> None:
+        """Stop replacing engines. The runtime that created the engines stops them."""
+        if self._mending is not None:
+            self._mending.cancel()
+            await asyncio.wait([self._mending])
+            self._mending = None
+
+    async def abandon(self) -> None:
+        """End all engines without replacing them: the run stops and needs only the state of the ranks."""
+        self._replace = None
+        await self.stop()
+        ended = WorkerLost(", ".join(self.engines.names), "it was ended because the run stops")
+        for number in range(len(self.engines)):
+            self.engines.unwatch(number)
+            self._mail[number].close(ended)
+        self._alive, self.serving = set(), set()
+        await asyncio.gather(
+            *(self.engines.declare_lost(n, "it was ended because the run stops") for n in range(len(self.engines)))
+        )
+
+    async def generate(self, request: Request) -> Response:
+        while True:
+            number = await self._choose(request.group)
+            group = self._groups.setdefault(request.group, [number, 0])
+            group[:] = number, group[1] + 1
+            self._in_flight[number] += 1
+            try:
+                return await self._mail[number].ask(request)
+            except WorkerLost as lost:
+                self.lost(lost)
+            finally:
+                self._in_flight[number] -= 1
+                group[1] -= 1
+                if not group[1]:
+                    self._groups.pop(request.group, None)
+
+    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+        while True:
+            number = await self._choose()
+            try:
+                found: list[np.ndarray] = await self.engines.call(number, "score", sequences, temperature)
+                return found
+            except WorkerLost as lost:
+                self.lost(lost)
+
+    async def score_each(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> Mapping[str, list[np.ndarray]]:
+        found: dict[str, list[np.ndarray]] = {}
+
+        async def one(number: int) -> None:
+            try:
+                scores = await self.engines.call(number, "score", sequences, temperature)
+                found[self.engines.names[number]] = scores
+            except WorkerLost as lost:
+                self.lost(lost)
+
+        await gather_in_order(one(number) for number in sorted(self.serving))
+        return found
+
+    async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
+        """Send this rank's units; return when every engine serves the units of all ranks."""
+        number, bucket = 0, bytearray()
+        error: Exception | None = None
+        for unit in units:  # consumed even after an error: other ranks may wait in the collectives of this iterator
+            unit.write(bucket)
+            if len(bucket) >= self.bucket_size:
+                error = error or await self._take(number, bucket)
+                number, bucket = number + 1, bytearray()
+        if bucket:
+            error = error or await self._take(number, bucket)
+        if error is not None:
+            raise error
+        count = number + bool(bucket)
+        await self.engines.call_all("update", self.push, version, self.world.rank, self.world.size, count)
+
+    async def _take(self, number: int, bucket: bytearray) -> Exception | None:
+        try:
+            shared = self.engines.share(bucket)
+            await self.engines.call_all("take", self.push, self.world.rank, number, shared)
+        except (WorkerLost, SyncError) as error:
+            return error
+        return None
+
+    async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
+        await self.engines.call_all("receive", self.push, {**message, "push": self.push}, version, last)
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        self._state["pause"] = (mode,)
+        await self._all("pause", mode)
+
+    async def resume(self) -> None:
+        self._state.pop("pause", None)
+        await self._all("resume")
+
+    async def abort(self, keys: Collection[int] | None = None) -> None:
+        await self._all("abort", keys)
+
+    async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        await self.whole()  # an engine under construction uses memory, and must receive this call too
+        self._asleep |= {*parts}
+        await self._all("sleep", parts)
+
+    async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
+        await self.whole()
+        self._asleep -= {*parts}
+        await self._all("wake", parts)
+
+    async def rebuild(self, precision: str) -> None:
+        self._state["rebuild"] = (precision,)
+        await self._all("rebuild", precision)
+
+    async def begin_push(self, ranks: Sequence[str] = ()) -> int:
+        """Start a new push and return its number. Engines discard the buckets of earlier pushes and reject late messages of them.
+
+        Args:
+            ranks: names of the workers that will send weights.
+        """
+        self.push, self._senders = self.push + 1, tuple(ranks)
+        await self._all("begin_push", self.push, self._senders)
+        return self.push
+
+    def replace_with(
+        self, replace: Callable[[int, WorkerLost], Awaitable[None]], resend: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Replace lost engines from now on.
+
+        Args:
+            replace: builds a new engine without weights; raises if no replacement is allowed.
+            resend: sends the learner's weights to all engines; called when no serving engine is left.
+        """
+        self._replace, self._resend = replace, resend
+
+    def lost(self, lost: WorkerLost) -> None:
+        """Start the replacement of a lost engine; raise ``lost`` if engines are not replaced."""
+        if self._replace is None or lost.worker not in self.engines.names:
+            raise lost
+        number = self.engines.names.index(lost.worker)
+        if number in self._alive:
+            self.serving.discard(number)
+            self._alive.discard(number)
+            self._gone[number] = lost
+            self._mail[number].close(lost)
+            self._check_mending()
+            if self._mending is None or self._mending.done():
+                self._mending = asyncio.create_task(self._mend())
+
+    async def whole(self) -> None:
+        """Wait until all lost engines are replaced; raise the error that prevents it."""
+        if self._mending is not None:
+            await asyncio.shield(self._mending)
+
+    async def served(self, version: int) -> None:
+        """Check that all engines serve ``version``, and accept generation requests again.
+
+        Raises:
+            MismatchError: an engine reports another version.
+        """
+        found = await self.engines.call_all("version")
+        others = [f"{n} serves {v}" for n, v in zip(self.engines.names, found, strict=True) if v != version]
+        if others:
+            raise MismatchError(
+                f"stale weights: version {version} was sent, but {', '.join(others)}; the update did not reach every engine"
+            )
+        self._version, self.serving = version, set(self._alive)
+        self._news.set()
+
+    def _check_mending(self) -> None:
+        """Raise the error that ended the replacement of engines, if any."""
+        if self._mending is not None and self._mending.done():
+            self._mending.result()
+
+    async def _mend(self) -> None:
+        """Replace lost engines. If no serving engine is left, have the learner's weights sent again."""
+        assert self._replace is not None and self._resend is not None
+        try:
+            while self._gone or not (self.serving or self._asleep):  # sleeping engines receive weights when they wake
+                gone, self._gone = self._gone, {}
+                await gather_in_order(self._replace_engine(number, lost) for number, lost in gone.items())
+                if not (self.serving or self._asleep or self._gone):
+                    try:
+                        await self._resend()
+                    except WorkerLost as lost:
+                        if lost.trains:  # the trainer is rebuilt and pushes afterwards
+                            return
+                        self.lost(lost)
+        finally:
+            self._news.set()
+
+    async def _replace_engine(self, number: int, lost: WorkerLost) -> None:
+        assert self._replace is not None
+        await self._replace(number, lost)
+        self.renewed += 1
+        self._alive.add(number)
+        for method, args in [*self._state.items(), ("begin_push", (self.push, self._senders))]:
+            await self._all(method, *args, to={number})
+        if self._asleep:
+            await self._all("sleep", sorted(self._asleep), to={number})
+
+    async def _all(self, method: str, *args: Any, to: Collection[int] | None = None) -> None:
+        """Call all engines that are not lost; start the replacement of an engine that is lost during the call."""
+
+        async def one(number: int) -> None:
+            try:
+                await self.engines.call(number, method, *args)
+            except WorkerLost as lost:
+                self.lost(lost)
+
+        await gather_in_order(one(number) for number in sorted(self._alive if to is None else to))
+
+    async def _choose(self, group: int | None = None) -> int:
+        """Return the index of the engine with requests of ``group`` in flight, else of the one with the fewest requests."""
+        while True:
+            self._check_mending()
+            if self.serving:
+                break
+            self._news.clear()
+            await self._news.wait()
+        if group is not None and group in self._groups and self._groups[group][0] in self.serving:
+            return self._groups[group][0]
+        return min(self.serving, key=lambda number: (self._in_flight[number], number))

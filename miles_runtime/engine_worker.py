@@ -1,0 +1,158 @@
+"""The worker of a generating process: holds one engine and receives its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from miles_core.contracts.engine import Engine
+from miles_core.data.unit import Encoded
+from miles_core.errors import SyncError
+from miles_core.precision.quantizer import SideParity
+from miles_core.run.parts import freeze_gc
+from miles_mismatch.parity import check_side
+from miles_runtime.mailbox import Answers, Inbox, Letters
+from miles_runtime.worker import Order, Worker
+
+
+class EngineWorker(Worker):
+    """One engine. Many calls may be in flight.
+
+    Every rank of the trainer sends weights in buckets (``take``), which are kept in host memory. When all ranks have reported
+    completion (``update``), the engine receives all tensors in one stream. If a rank or an engine dies during a push, incomplete
+    buckets remain: ``begin_push`` discards them, and messages of an earlier push are rejected.
+    """
+
+    part: Engine
+
+    def __init__(self, order: Order, policy: str) -> None:
+        super().__init__(order, policy)
+        self._begin_empty()
+        self._inbox = Inbox(lambda request: self.part.generate(request))
+
+    def _begin_empty(self) -> None:
+        self._buckets: dict[int, list[bytearray]] = {}
+        self._complete: dict[int, int] = {}
+        self._served: asyncio.Future[None] | None = None
+        self._installing = asyncio.Lock()
+        self._push, self._senders = 0, tuple[str, ...]()
+
+    async def build(self) -> dict[str, Any]:
+        """Create and start the engine; return the facts that a front needs."""
+        name = self.run.config.run.engine
+        self.part = self.run.hooks.make("engine", name, run=self.run, policy=self.policy)
+        await self.part.start()
+        freeze_gc()
+        return {
+            "capabilities": frozenset(self.part.capabilities),
+            "kv_cache_dtype": self.part.kv_cache_dtype,
+            "native_products": bool(self.part.native_products),
+            "model_facts": dict(self.part.model_facts()),
+        }
+
+    def check_parity(self, precision: str, real: Mapping[str, np.ndarray]) -> SideParity:
+        """See ``mismatch.parity.check_side``."""
+        layer = {name: torch.tensor(values) for name, values in real.items()}
+        return check_side(self.run, self.policy, "engine", precision, self.part.quantizer, layer)
+
+    def post(self, letters: Letters) -> None:
+        """See ``Inbox.post``."""
+        self._inbox.post(letters)
+
+    async def answers(self) -> Answers:
+        """See ``Inbox.answers``."""
+        return await self._inbox.answers()
+
+    def beat(self) -> tuple[str, ...]:
+        """Return the names of ranks with incomplete weights while other ranks wait for them."""
+        if self._served is None or self._installing.locked():
+            return ()
+        return tuple(name for rank, name in enumerate(self._senders) if rank not in self._complete)
+
+    async def begin_push(self, push: int, senders: Sequence[str]) -> None:
+        """Discard the buckets of earlier pushes; see ``EngineFront.begin_push``."""
+        self._push, self._senders = push, tuple(senders)
+        self._give_up()
+        async with self._installing:  # an installation in progress completes before the next push
+            pass
+
+    def take(self, push: int, rank: int, number: int, bucket: bytearray) -> None:
+        """Store bucket ``number`` of a rank.
+
+        Raises:
+            SyncError: the push was abandoned, or an earlier bucket is missing.
+        """
+        self._check(push)
+        buckets = self._buckets.setdefault(rank, [])
+        if number != len(buckets):
+            raise SyncError(f"bucket {number} of rank {rank} came after {len(buckets)} buckets: a message was lost")
+        buckets.append(bucket)
+
+    async def update(self, push: int, version: int, rank: int, ranks: int, count: int) -> None:
+        """Report that a rank has sent all its ``count`` buckets; return when the engine serves the weights of all ``ranks``.
+
+        Raises:
+            SyncError: the push was abandoned, a bucket is missing, or the ranks sent different versions.
+        """
+        self._check(push)
+        if len(self._buckets.get(rank, ())) != count:
+            raise SyncError(f"{len(self._buckets.get(rank, ()))} of {count} buckets of rank {rank} arrived")
+        if self._served is None:
+            self._served = asyncio.get_running_loop().create_future()
+        served = self._served
+        self._complete[rank] = version
+        if len(self._complete) == ranks:
+            await self._install(served, version)
+        await asyncio.shield(served)
+
+    async def receive(self, push: int, message: Mapping[str, Any], version: int, last: bool) -> None:
+        """Call ``Engine.receive`` for a message of the current push."""
+        self._check(push)
+        await self.part.receive(message, version, last)
+
+    async def _install(self, served: asyncio.Future[None], version: int) -> None:
+        """Pass the weights of all ranks to the engine, and complete the pending calls of ``update``."""
+        error: Exception | None = None
+        async with self._installing:
+            try:
+                if {*self._complete.values()} != {version}:
+                    raise SyncError(f"ranks send different versions: {self._complete}")
+                await self.part.update_weights(_units(self._buckets), version)
+            except Exception as caught:
+                error = caught
+        if served.done():  # the push was abandoned in the meantime
+            return
+        if error is None:
+            served.set_result(None)
+        else:
+            served.set_exception(error)
+        self._forget()
+
+    def _check(self, push: int) -> None:
+        if push != self._push:
+            raise SyncError(f"push {push} of the weights was given up: this engine takes push {self._push}")
+
+    def _give_up(self) -> None:
+        if self._served is not None and not self._served.done():
+            self._served.set_exception(SyncError("this push of the weights was given up"))
+            self._served.exception()  # mark as retrieved: possibly no rank waits for it any more
+        self._forget()
+
+    def _forget(self) -> None:
+        self._buckets, self._complete, self._served = {}, {}, None
+
+    async def close(self) -> None:
+        if self.part is not None:
+            await self.part.stop()
+        await super().close()
+
+
+def _units(buckets: Mapping[int, list[bytearray]]) -> Iterator[Encoded]:
+    """Yield the tensors of all ranks; each bucket is released after it was read."""
+    for _, sent in sorted(buckets.items()):
+        while sent:
+            yield from Encoded.read(sent.pop(0))

@@ -1,0 +1,90 @@
+"""The runtime that runs trainer, engine and driver in one process.
+
+It has the same interface as other runtimes: the learner consists of one worker, whose methods are called directly.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from miles_core.contracts.engine import Engine
+from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts, Runtime
+from miles_core.contracts.trainer import ALL_PARTS
+from miles_core.plugin.detect import gpu_facts, model_facts
+from miles_mismatch.parity import check_sides
+from miles_mismatch.same_model import check_same_model
+from miles_runtime.learner_front import LearnerFront
+from miles_runtime.rank import Rank
+from miles_runtime.workers import Workers
+
+
+class RankHere(Workers):
+    """A rank in the driver's process. A call is a plain function call without copies."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(["trainer"], trains=True)
+        self.rank = rank
+
+    async def send(self, number: int, method: str, *args: Any) -> Any:
+        if method == "at":  # step and clock are shared with the driver
+            _, method, *rest = args
+            return await self.send(number, method, *rest), {}
+        result = getattr(self.rank, method)(*args)
+        return await result if inspect.isawaitable(result) else result
+
+    async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
+        """Call ``send``. In one process there are no timeouts, and errors need no worker name."""
+        return await self.send(number, method, *args)
+
+    async def renew(self, number: int) -> None:
+        raise RuntimeError("the trainer runs in the driver's process and cannot be replaced")
+
+    async def kill(self, number: int) -> None:
+        """Do nothing: there is no separate process."""
+
+
+class InlineRuntime(Runtime):
+    """Trainer, engine and driver in one process."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.engines: list[Engine] = []
+        self.ranks: list[Rank] = []
+
+    async def build(self, policy: Policy) -> PolicyParts:
+        run, colocate = self.run, self.run.config.run.colocate and policy.generates
+        # The driver is the only worker: check the rules that could not be checked during planning.
+        run.plan.check_deferred([*gpu_facts(), *model_facts(policy.hf_checkpoint)])
+        trainer = run.hooks.make("trainer", run.config.run.trainer, run=run, policy=policy)
+        rank = Rank(run, policy, trainer)
+        self.ranks.append(rank)
+        if not policy.generates:
+            return PolicyParts(policy, LearnerFront(run, policy, RankHere(rank), [rank.world]), None, rank.precisions)
+        if colocate:  # an engine may allocate all memory that is free when it starts
+            rank.hold(())
+        engine: Engine = run.hooks.make("engine", run.config.run.engine, run=run, policy=policy)
+        self.engines.append(engine)
+        await engine.start()
+        if colocate:
+            await engine.sleep(["cache"])
+            rank.hold(ALL_PARTS)
+        check_same_model(run, policy, trainer, engine)
+        parity = check_sides(run, policy, trainer, engine)
+        rank.connect(engine)
+        learner = LearnerFront(run, policy, RankHere(rank), [rank.world], engine)
+        engine.resend = learner.resend
+        return PolicyParts(policy, learner, engine, rank.precisions, parity)
+
+    async def close(self) -> None:
+        for engine in self.engines:
+            await engine.stop()
+        for rank in self.ranks:
+            rank.close()
+
+
+def make_runtime(run: Run) -> InlineRuntime:
+    """The runtime named ``inline``."""
+    return InlineRuntime(run)

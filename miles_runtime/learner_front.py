@@ -1,0 +1,274 @@
+"""The driver's handle to all ranks of a policy's trainer, in separate processes or one rank in the driver's process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, overload
+
+import numpy as np
+
+from miles_core.contracts.emulation import AS_TRAINED, Emulation
+from miles_core.contracts.engine import Engine
+from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import Learned, LearnerHandle, TopLogProbs
+from miles_core.contracts.trainer import ALL_PARTS, TrainerPart
+from miles_core.contracts.transport import SyncReport
+from miles_core.data.sample import Sample
+from miles_core.data.world import World, shares
+from miles_core.errors import ConfigError, MilesError, SyncError, WorkerLost
+from miles_core.precision.schedule import Precisions
+from miles_core.train.share import combined, divided, in_order
+from miles_runtime.engine_front import EngineFront
+from miles_runtime.rank import Rank
+from miles_runtime.turns import TakingTurns, Turns
+from miles_runtime.workers import GRACE, Workers, gather_in_order
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of a rank with its arguments."""
+
+    method: str
+    args: tuple[Any, ...]
+
+
+class _Recorder:
+    """Records a method call instead of a ``Rank``: each method returns the ``Call`` to send. Type checkers see a ``Rank``."""
+
+    def __getattr__(self, name: str) -> Callable[..., Call]:
+        return lambda *args: Call(name, args)
+
+
+_RANK = cast(Rank, _Recorder())
+
+
+class LearnerFront(LearnerHandle):
+    """Sends each call to all ranks, and splits samples among the ranks by replica.
+
+    Args:
+        run: the driver's run.
+        policy: the policy of the trainer.
+        ranks: handle to the workers; each holds a ``Rank``.
+        worlds: position of each rank in the data, tensor and pipeline dimensions.
+        engine: receives the weights. Lost engines of an ``EngineFront`` are replaced from now on; an engine in this process is
+            already connected to the rank. None for a policy that does not generate.
+    """
+
+    def __init__(
+        self, run: Run, policy: Policy, ranks: Workers, worlds: Sequence[World], engine: Engine | None = None
+    ) -> None:
+        self.run, self.policy, self.ranks = run, policy, ranks
+        self.engines = engine if isinstance(engine, EngineFront) else None
+        self.worlds = tuple(worlds)
+        colocated = engine is not None and run.config.run.colocate
+        self.turns = TakingTurns(run, self.hold, engine) if colocated and engine is not None else Turns()
+        self._turn = asyncio.Lock()  # ranks take one call at a time
+        self._holds: int | None = None  # the step whose weights are trained but not pushed yet
+        self._connected: int | None = None
+        self._lost = False
+
+    @property
+    def replicas(self) -> int:
+        """Number of data-parallel replicas of the model."""
+        return self.worlds[0].replicas
+
+    async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
+        if not self.policy.learns:
+            raise ConfigError(
+                f"the policy {self.policy.name} is frozen and cannot learn; give it the role train or critic"
+            )
+        divided_to = divided(samples, self.run.config_of(self.policy).train, self.replicas)
+        sent = [self.ranks.share(share) for share in divided_to]
+        async with self.turns.training():
+            answers = await self._each(lambda rank, world: rank.learn(sent[world.replica], step))
+        self._holds = step + 1
+        tokens = [self._first([seen for _, seen in answers], replica) for replica in range(self.replicas)]
+        metrics = combined([pairs for pairs, _ in self._one_per_replica(answers)])
+        steps = divided_to[0].count
+        self.policy.trained += steps
+        self.learned = Learned(metrics, steps, in_order(divided_to, tokens))
+        return self.learned
+
+    async def intact(self) -> bool:
+        if self._lost:
+            return False
+        try:
+            async with asyncio.timeout(GRACE):
+                return all(await self._each(lambda rank, _: rank.is_intact()))
+        except Exception:  # the state of a rank that does not respond is unknown
+            return False
+
+    async def supervise(self, samples: Sequence[Sample], lr: float) -> dict[str, float]:
+        async with self.turns.training():
+            answers = await self._each(
+                lambda rank, world: rank.supervise(list(samples[world.replica :: self.replicas]), lr)
+            )
+        return combined(self._one_per_replica(answers))
+
+    async def reset_optimizer(self) -> None:
+        async with self.turns.holding(ALL_PARTS):
+            await self._each(lambda rank, _: rank.reset_optimizer())
+
+    async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
+        if self.engines is not None and (emulation.held is not None or emulation.through is not None):
+            raise MilesError("the engine runs in another process, where the trainer cannot see its modules")
+        return await self._scores(samples, lambda rank, mine: rank.log_probs(mine, emulation))
+
+    async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return await self._scores(samples, lambda rank, mine: rank.values(mine))
+
+    async def top_log_probs(self, samples: Sequence[Sample], k: int) -> list[TopLogProbs]:
+        return await self._scores(samples, lambda rank, mine: rank.top_log_probs(mine, k))
+
+    async def take_snapshot(self, version: int) -> None:
+        async with self.turns.holding(("weights",)):
+            await self._each(lambda rank, _: rank.take_snapshot(version))
+        self.snapshot_version = version
+
+    async def rebuild(self, precisions: Precisions) -> None:
+        async with self.turns.holding(("weights",)):
+            await self._each(lambda rank, _: rank.rebuild(precisions))
+
+    async def push(self, version: int, plain: bool = False) -> SyncReport:
+        """Send the weights to every engine; if an engine is lost in the meantime, send them again after its replacement."""
+        async with self.turns.pushing():
+            while True:
+                if self.engines is None:
+                    return await self._push(version, plain)
+                await self.engines.whole()
+                try:
+                    return await self._push(version, plain)
+                except WorkerLost as lost:
+                    self.engines.lost(lost)
+
+    async def stage(self, version: int | None) -> None:
+        if self.turns.taken:  # the engine does not generate during training, so staging has no benefit
+            return
+        if self.engines is None:
+            await self._each(lambda rank, _: rank.stage(version))
+            return
+        try:
+            await self.engines.whole()
+            await self._connect()
+            push = await self.engines.begin_push(self.ranks.names)
+            await self._each(lambda rank, _: rank.stage(version, push))
+        except WorkerLost as lost:
+            self.engines.lost(lost)
+            raise SyncError(str(lost)) from lost
+
+    async def hold(self, parts: Sequence[TrainerPart]) -> None:
+        """See ``Rank.hold``."""
+        await self._each(lambda rank, _: rank.hold(parts))
+
+    async def save(self, directory: Path) -> None:
+        async with self.turns.holding(ALL_PARTS):
+            await self._each(lambda rank, _: rank.save(directory.absolute()))
+
+    async def load(self, directory: Path) -> None:
+        async with self.turns.training():
+            await self._each(lambda rank, _: rank.load(directory.absolute()))
+        self._holds = None
+
+    async def export(self, directory: Path) -> None:
+        async with self.turns.holding(("weights",)):
+            await self._each(lambda rank, _: rank.export(directory.absolute()))
+
+    async def resend(self) -> None:
+        """Send the current weights to the engines again, outside the training loop."""
+        await self._push(self.run.step if self._holds is None else self._holds)
+
+    def renewed(self, worlds: Sequence[World]) -> None:
+        """Reset this handle after all ranks were replaced by new ones without state."""
+        self.worlds, self._connected, self._holds, self._lost = tuple(worlds), None, None, False
+        self._turn = asyncio.Lock()
+
+    async def _push(self, version: int, plain: bool = False) -> SyncReport:
+        push = 0
+        if self.engines is not None:
+            await self._connect()
+            push = await self.engines.begin_push(self.ranks.names)
+        reports = await self._each(lambda rank, _: rank.push(version, plain, push))
+        if self.engines is not None:
+            await self.engines.served(version)
+        self._holds = None
+        return SyncReport(
+            version,
+            sum(r.nbytes for r in reports),
+            sum(r.tensors for r in reports),
+            max(r.seconds for r in reports),
+            max(reports, key=lambda r: r.nbytes).metrics,
+        )
+
+    async def _connect(self) -> None:
+        """Connect the ranks to the engines if engines were replaced since the last connection."""
+        engines = self.engines
+        if engines is not None and self._connected != engines.renewed:
+            self._connected = engines.renewed
+            await self._each(lambda rank, _: rank.reach(engines.engines, engines.said))
+
+    async def _scores(self, samples: Sequence[Sample], ask: Callable[[Rank, list[Sample]], list[T]]) -> list[T]:
+        """Compute values per sample on the ranks; return them in the order of the samples."""
+        mine = shares(samples, [0] * len(samples), self.replicas)
+        async with self.turns.holding(("weights",)):
+            answers = await self._each(lambda rank, world: ask(rank, [samples[i] for i in mine[world.replica]]))
+        found: dict[int, T] = {}
+        for at, rows in zip(mine, self._one_per_replica(answers), strict=True):
+            found |= zip(at, rows, strict=True)
+        return [found[i] for i in range(len(samples))]
+
+    @overload
+    async def _each(self, ask: Callable[[Rank, World], Awaitable[T]]) -> list[T]: ...
+    @overload
+    async def _each(self, ask: Callable[[Rank, World], T]) -> list[T]: ...
+    async def _each(self, ask: Callable[[Rank, World], Any]) -> list[Any]:
+        """Call every rank; ``ask`` builds the call from a recorder and the rank's world. Return the results by rank."""
+        async with self._turn:
+            calls = [
+                asyncio.ensure_future(self._call(number, ask(_RANK, world))) for number, world in enumerate(self.worlds)
+            ]
+            try:
+                answers = await gather_in_order(calls)
+            except WorkerLost as lost:
+                self._lost = self._lost or lost.trains
+                if not lost.trains and self.engines is not None:  # a lost engine: the other ranks must not wait for it
+                    await self.engines.begin_push(self.ranks.names)
+                    await asyncio.wait(calls)
+                raise
+            except Exception:
+                # the error of a rank whose peer died may arrive before the death itself is reported
+                await asyncio.wait(calls, timeout=GRACE)
+                for call in calls:
+                    if call.done() and isinstance(error := call.exception(), WorkerLost):
+                        self._lost = True
+                        raise error from None
+                raise
+        self._attribute_wait([seconds for _, seconds in answers])
+        return [answer for answer, _ in answers]
+
+    async def _call(self, number: int, call: Call) -> tuple[Any, Mapping[str, float]]:
+        """Call one rank; return its result and its clock's seconds by phase."""
+        found: tuple[Any, Mapping[str, float]] = await self.ranks.call(
+            number, "at", self.run.step, call.method, *call.args, named=call.method
+        )
+        return found
+
+    def _attribute_wait(self, clocks: Sequence[Mapping[str, float]]) -> None:
+        """Attribute the driver's waiting time to the phases of the slowest rank."""
+        names = {name: None for clock in clocks for name in clock}
+        if names:
+            self.run.clock.waited({name: max(clock.get(name, 0.0) for clock in clocks) for name in names})
+
+    def _first(self, answers: Sequence[Any], replica: int) -> Any:
+        """Return the first non-empty result of the ranks of this replica."""
+        found = [answer for world, answer in zip(self.worlds, answers, strict=True) if world.replica == replica]
+        return next(filter(None, found), [])
+
+    def _one_per_replica(self, answers: Sequence[T]) -> list[T]:
+        """Return the result of one rank per replica."""
+        return list({world.replica: answer for world, answer in zip(self.worlds, answers, strict=True)}.values())

@@ -1,0 +1,134 @@
+"""Batches requests to an engine in another process, and its responses.
+
+A call between processes takes milliseconds regardless of its size, and a step has hundreds of requests. Requests made at the same
+time are therefore sent in one call, and one long-polling call returns all responses completed since the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import traceback
+from collections.abc import Awaitable, Callable
+
+from miles_core.contracts.engine import Request, Response
+from miles_core.errors import MilesError
+from miles_runtime.workers import Workers, short_of_memory
+
+#: Messages by ticket, a number that the ``Mailbox`` assigns: requests, and responses or the errors raised instead.
+Letters = dict[int, Request]
+Answers = dict[int, tuple[Response | None, Exception | None]]
+
+
+class Mailbox:
+    """Driver side of one engine's request queue.
+
+    Args:
+        engines: handle to the engine workers.
+        number: index of this engine.
+    """
+
+    def __init__(self, engines: Workers, number: int) -> None:
+        self._engines, self._number = engines, number
+        self._tickets = itertools.count()
+        self._outgoing: Letters = {}
+        self._open: dict[int, asyncio.Future[Response]] = {}
+        self._posts: set[asyncio.Task[None]] = set()
+        self._collecting: asyncio.Task[None] | None = None
+
+    async def ask(self, request: Request) -> Response:
+        """Send a request and return the response. Raises the engine's error, or WorkerLost as ``Workers.in_time`` does."""
+        ticket = next(self._tickets)
+        if not self._outgoing:
+            post = asyncio.create_task(self._post())  # runs after all requests of this event-loop iteration were added
+            self._posts.add(post)
+            post.add_done_callback(self._posts.discard)
+        self._outgoing[ticket] = request
+        answer = self._open[ticket] = asyncio.get_running_loop().create_future()
+        if self._collecting is None or self._collecting.done():
+            self._collecting = asyncio.create_task(self._collect())
+        try:
+            with self._engines.naming(self._number), self._engines.busy.at(self._engines.names[self._number]):
+                response: Response = await answer
+            return response
+        finally:
+            self._open.pop(ticket, None)
+            self._outgoing.pop(ticket, None)
+
+    def close(self, error: Exception) -> None:
+        """Fail all pending requests with ``error``. Later requests go to the engine's replacement."""
+        for task in (*self._posts, *([self._collecting] if self._collecting else ())):
+            task.cancel()
+        self._outgoing, self._collecting = {}, None
+        self._fail(list(self._open), error)
+
+    async def _post(self) -> None:
+        letters, self._outgoing = self._outgoing, {}
+        try:
+            if letters:
+                await self._engines.in_time(self._number, self._engines.send(self._number, "post", letters), "generate")
+        except Exception as error:
+            self._fail(list(letters), error)
+
+    async def _collect(self) -> None:
+        try:
+            # the timeout restarts with each response: an engine that responds is not lost, however long its queue
+            while self._open:
+                coming = self._engines.send(self._number, "answers")
+                answers: Answers = await self._engines.in_time(self._number, coming, "generate")
+                for ticket, (response, error) in answers.items():
+                    if response is None:
+                        self._fail([ticket], error or RuntimeError("an answer without a response"))
+                    elif (answer := self._open.pop(ticket, None)) is not None and not answer.done():
+                        answer.set_result(response)
+        except Exception as error:
+            self._fail(list(self._open), error)
+
+    def _fail(self, tickets: list[int], error: Exception) -> None:
+        for ticket in tickets:
+            answer = self._open.pop(ticket, None)
+            if answer is not None and not answer.done():
+                answer.set_exception(error)
+
+
+class Inbox:
+    """Engine side of the request queue.
+
+    Args:
+        generate: generates the response to one request.
+    """
+
+    def __init__(self, generate: Callable[[Request], Awaitable[Response]]) -> None:
+        self._generate = generate
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answers: Answers = {}
+        self._answered = asyncio.Event()
+
+    def post(self, letters: Letters) -> None:
+        """Start generating responses to these requests."""
+        for ticket, request in letters.items():
+            task = asyncio.create_task(self._answer(ticket, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def answers(self) -> Answers:
+        """Wait until a request is complete; return all complete responses. Only one call may be active."""
+        await self._answered.wait()
+        await asyncio.sleep(0)  # include requests that complete in the same event-loop iteration
+        self._answered.clear()
+        found, self._answers = self._answers, {}
+        return found
+
+    async def _answer(self, ticket: int, request: Request) -> None:
+        try:
+            self._answers[ticket] = await self._generate(request), None
+        except Exception as error:
+            self._answers[ticket] = None, _portable(error)
+        self._answered.set()
+
+
+def _portable(error: Exception) -> Exception:
+    """Convert an error to one that another process can raise: errors of other libraries become their message."""
+    if isinstance(error, MilesError) or short_of_memory(error):
+        return error
+    return RuntimeError("".join(traceback.format_exception(error)))

@@ -1,0 +1,147 @@
+"""One rank of a policy's trainer: the learner, and the transport of its weights.
+
+Each training process holds one rank. The driver calls the same methods in the same order on all ranks, because most are collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from miles_core.contracts.emulation import AS_TRAINED, Emulation
+from miles_core.contracts.engine import Engine
+from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import TopLogProbs
+from miles_core.contracts.trainer import ALL_PARTS, Trainer, TrainerPart
+from miles_core.contracts.transport import SyncReport, Transport
+from miles_core.data.sample import Sample
+from miles_core.data.world import World
+from miles_core.precision.schedule import Precisions, precisions
+from miles_core.precision.snapshot import Snapshot, snapshot
+from miles_core.sync.copy import CopyTransport
+from miles_core.sync.precision import make_codec
+from miles_core.train.learner import Learner
+from miles_runtime.engine_front import EngineFront
+from miles_runtime.workers import Workers
+
+
+class Rank(Learner):
+    """A learner with codec and transport, in one process.
+
+    Attributes:
+        front: handle to engines in other processes that receive the weights; set by ``reach``.
+    """
+
+    def __init__(self, run: Run, policy: Policy, trainer: Trainer) -> None:
+        super().__init__(run, policy, trainer)
+        self.precisions = precisions(self.config, 0)
+        self.codec = make_codec(run, policy)
+        self.snapshot: Snapshot | None = None
+        self.front: EngineFront | None = None
+        self._engine: Engine | None = None
+        self._held: set[TrainerPart] = {*ALL_PARTS}
+        self._transport: Transport | None = None
+
+    @property
+    def world(self) -> World:
+        """Position of this rank."""
+        return self.trainer.world
+
+    def connect(self, engine: Engine) -> None:
+        """Send weights to ``engine`` from now on."""
+        self._engine = engine
+        self._close_transport()
+        self._transport = self.run.hooks.make(
+            "transport",
+            self.run.config.run.transport,
+            run=self.run,
+            policy=self.policy,
+            engine=engine,
+            world=self.world,
+        )
+
+    def reach(self, engines: Workers, said: Mapping[str, Any]) -> None:
+        """Send weights to the engines of these processes from now on; ``said`` is their result of ``EngineWorker.build``."""
+        self.front = EngineFront(engines, said, self.run.config.run.sync_bucket_size, self.world)
+        self.connect(self.front)
+
+    def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
+        """See ``LearnerHandle.log_probs``."""
+        with self.trainer.emulating(emulation, self.codec, self.snapshot):
+            return [columns["log_probs"] for columns in self.columns(samples, {"log_probs"})]
+
+    def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """See ``LearnerHandle.values``."""
+        return [columns["values"] for columns in self.columns(samples, {"values"})]
+
+    def top_log_probs(self, samples: Sequence[Sample], k: int) -> list[TopLogProbs]:
+        """See ``LearnerHandle.top_log_probs``."""
+        found = self.columns(samples, {"top_tokens", "top_log_probs"}, k)
+        return [TopLogProbs(columns["top_tokens"], columns["top_log_probs"]) for columns in found]
+
+    def reset_optimizer(self) -> None:
+        """See ``Trainer.reset_optimizer``."""
+        self.trainer.reset_optimizer()
+
+    def take_snapshot(self, version: int) -> None:
+        """See ``LearnerHandle.take_snapshot``."""
+        self.snapshot = snapshot(self.units("snapshot", everywhere=True), self.codec, version)
+
+    def rebuild(self, due: Precisions) -> None:
+        """See ``LearnerHandle.rebuild``."""
+        if due.train != self.precisions.train:
+            self.trainer.rebuild(due.train)
+        self.precisions = due
+        self.codec = make_codec(self.run, self.policy, due.rollout)
+
+    async def push(self, version: int, plain: bool = False, number: int = 0) -> SyncReport:
+        """Encode this rank's part of the weights and send it as ``version`` in push ``number``, which the driver assigned; see
+        ``LearnerHandle.push``."""
+        transport = self._numbered_transport(number)
+        if plain and self._engine is not None:
+            transport.close()
+            transport = self._transport = CopyTransport(self._engine)
+        held = {*self._held}  # excludes the weights if an engine died during its turn
+        needed: list[TrainerPart] = ["weights", *held]
+        self.hold(needed)
+        units = self.units("sync", transport.everywhere)
+        report = await transport.send(self.codec.encode(units, transport.room), version)
+        self.hold([*held])
+        return report
+
+    async def stage(self, version: int | None, number: int = 0) -> None:
+        """See ``LearnerHandle.stage``; ``number`` as for ``push``."""
+        transport = self._numbered_transport(number)
+        transport.unstage()
+        if version is not None:
+            units = self.units("sync", transport.everywhere)
+            await transport.stage(self.codec.encode(units, transport.room), version)
+
+    def hold(self, parts: Sequence[TrainerPart]) -> None:
+        """Keep only these parts of the trainer in device memory, plus weights that the engine reads in place."""
+        shared = self._transport is not None and self._transport.shares
+        wanted = {*parts, "weights"} if shared else {*parts}
+        if leaving := [part for part in ALL_PARTS if part in self._held and part not in wanted]:
+            self.trainer.sleep(leaving)
+        if coming := [part for part in ALL_PARTS if part in wanted and part not in self._held]:
+            self.trainer.wake(coming)
+        self._held = {part for part in ALL_PARTS if part in wanted}
+
+    def close(self) -> None:
+        """Release transport and trainer."""
+        self._close_transport()
+        self.trainer.close()
+
+    def _numbered_transport(self, number: int) -> Transport:
+        if self._transport is None:
+            raise RuntimeError("this rank was not connected to an engine")
+        if self.front is not None:
+            self.front.push = number
+        return self._transport
+
+    def _close_transport(self) -> None:
+        if self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,108 @@
+"""The worker of a training process: holds one rank of a policy's trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from miles_core.data.world import World
+from miles_core.precision.quantizer import SideParity
+from miles_core.run.parts import freeze_gc
+from miles_core.sync.precision import make_codec
+from miles_mismatch.parity import check_side, real_layer
+from miles_runtime.rank import Rank
+from miles_runtime.worker import Order, Worker
+
+#: The loopback network interface.
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class RankWorker(Worker):
+    """One rank. Executes one call at a time. Most calls are collectives: every rank receives the same calls in the same order."""
+
+    part: Rank
+
+    def __init__(self, order: Order, policy: str) -> None:
+        super().__init__(order, policy)
+        self._turn = asyncio.Lock()
+
+    async def at(self, step: int, method: str, *args: Any) -> tuple[Any, dict[str, float]]:
+        """Set the run's step to the driver's ``step`` and call ``answer``; return its result and this rank's seconds by phase."""
+        async with self._turn:  # a call that the driver abandoned may still be running
+            self.run.step = step
+            self.run.clock.metrics()
+            found = await self.answer(method, *args)
+            seconds = self.run.clock.metrics()
+        return found, {name.removeprefix("time/"): s for name, s in seconds.items() if name != "time/step"}
+
+    def beat(self) -> tuple[str, ...]:
+        """Return the names of the engines that have not responded to this rank yet."""
+        front = None if self.part is None else self.part.front
+        return () if front is None else tuple(name for name in front.engines.names if front.engines.busy.open(name))
+
+    def listen(self, host: str, ranks: int, patience: float) -> int:
+        """Open the rendezvous store of all ranks on a free port of this address only; called on rank 0. Returns the port."""
+        place = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = int(place.getsockname()[1])
+        self._store = TCPStore(
+            host,
+            port,
+            ranks,
+            True,
+            timeout=timedelta(seconds=patience),
+            wait_for_workers=False,
+            master_listen_fd=place.detach(),  # by default the store listens on every interface
+        )
+        return port
+
+    def join(self, host: str, port: int, rank: int, ranks: int, patience: float) -> None:
+        """Initialise torch.distributed's default process group: gloo for tensors on a CPU, NCCL for those on a GPU."""
+        if rank:
+            self._store = TCPStore(host, port, ranks, False, timeout=timedelta(seconds=patience))
+        if ipaddress.ip_address(host).is_loopback:  # all ranks are on this machine
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, LOOPBACK)
+        gpu = torch.cuda.is_available() and self.run.config.model.device != "cpu"
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")  # each process sees only its own GPU
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if gpu else "gloo",
+            store=self._store,
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=patience),
+        )
+
+    def build(self) -> tuple[World, dict[str, object]]:
+        """Create trainer and learner; return this rank's position and the facts of its model (``Trainer.model_facts``)."""
+        trainer = self.run.hooks.make("trainer", self.run.config.run.trainer, run=self.run, policy=self.policy)
+        self.part = Rank(self.run, self.policy, trainer)
+        freeze_gc()
+        return self.part.world, dict(trainer.model_facts())
+
+    def real_layer(self, precision: str) -> dict[str, np.ndarray]:
+        """Return a slice of the first layer that ``precision`` quantises, float32; empty on a rank that does not export it."""
+        found = real_layer(self.part.trainer.units(), make_codec(self.run, self.policy, precision))
+        return {name: tensor.float().cpu().numpy() for name, tensor in found.items()}
+
+    def check_parity(self, precision: str, real: Mapping[str, np.ndarray]) -> SideParity:
+        """See ``mismatch.parity.check_side``."""
+        layer = {name: torch.tensor(values) for name, values in real.items()}
+        return check_side(self.run, self.policy, "trainer", precision, self.part.trainer.quantizer, layer)
+
+    async def close(self) -> None:
+        if self.part is not None:
+            self.part.close()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        await super().close()

@@ -1,0 +1,232 @@
+"""Base of runtimes whose trainer ranks and engines are processes: builds them in order and recovers lost ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts, Runtime
+from miles_core.contracts.trainer import ALL_PARTS
+from miles_core.errors import ConfigError, WorkerLost
+from miles_core.plugin.worker import same_plan
+from miles_core.precision.quantizer import SideParity
+from miles_core.precision.schedule import PLAIN, precisions
+from miles_mismatch.same_model import compare_models
+from miles_runtime.engine_front import EngineFront
+from miles_runtime.learner_front import LearnerFront
+from miles_runtime.output import Output
+from miles_runtime.patience import Patience
+from miles_runtime.worker import Order
+from miles_runtime.workers import Busy, Restarts, Workers, await_all, require_agreement
+
+log = logging.getLogger(__name__)
+
+#: Seconds that workers have to release their resources when the run ends, and after a stop request.
+FAREWELL, FAREWELL_STOPPED = 10.0, 2.0
+
+
+class RemoteRuntime(Runtime):
+    """Builds, checks and replaces workers; a subclass implements ``place`` to start processes.
+
+    Args:
+        run: the driver's run; core's options define ``--max-restarts`` and the worker timeouts.
+    """
+
+    def __init__(self, run: Run) -> None:
+        options = run.config.run
+        self.run = run
+        self.patience = Patience(options.worker_timeout, options.worker_build_timeout, options.worker_heartbeat)
+        self.restarts = Restarts(run.config.run.max_restarts)
+        self.order = Order.of(run)
+        self.busy = Busy()
+        self.output = Output(run.directory)
+        self._built: list[tuple[Workers, LearnerFront, EngineFront | None, PolicyParts]] = []
+        self._placed: list[Workers] = []
+
+    @abstractmethod
+    async def place(self, policy: Policy) -> tuple[Workers, Workers]:
+        """Return handles to the processes of a policy's ranks and engines (no engines if ``Policy.generates`` is False). Each process
+        creates a ``RankWorker`` or ``EngineWorker`` from ``self.order`` without building it."""
+
+    def names(self, policy: Policy, kind: str, count: int) -> list[str]:
+        """Return the names of a policy's workers of one kind; with several policies they include the policy's name."""
+        prefix = f"{policy.name}-" if len(self.run.policies) > 1 else ""
+        return [f"{prefix}{kind}-{number}" for number in range(count)]
+
+    async def start(self, workers: Workers) -> Workers:
+        """Start all processes of one kind, restarting those that die during the start. For use in ``place``."""
+        workers.peers = self._placed
+        self._placed.append(workers)
+        await self._start_all(workers)
+        return workers
+
+    async def build(self, policy: Policy) -> PolicyParts:
+        self.output.follow()
+        ranks, engines = await self.place(policy)
+        while True:
+            try:
+                return await self._assemble(policy, ranks, engines)
+            except WorkerLost as lost:  # lost between two parts; parts already built are created again with the others
+                self.restarts.spend(lost)
+                await await_all((self._start_all(ranks), self._start_all(engines)))
+
+    async def _assemble(self, policy: Policy, ranks: Workers, engines: Workers) -> PolicyParts:
+        """Build the parts in a policy's processes, and the two fronts."""
+        if not len(engines):
+            worlds, _ = await self._trainer(ranks)
+            alone = LearnerFront(self.run, policy, ranks, worlds)
+            parts = PolicyParts(policy, alone, None, precisions(self.run.config_of(policy), 0))
+            self._built.append((ranks, alone, None, parts))
+            return parts
+        if self.run.config.run.colocate:  # an engine may allocate all memory that is free when it starts
+            worlds, facts = await self._trainer(ranks)
+            await ranks.call_all("hold", ())
+            answers = await self._engines(engines)
+        else:
+            answers, (worlds, facts) = await await_all((self._engines(engines), self._trainer(ranks)))
+        said = require_agreement("the description of the engines", dict(zip(engines.names, answers, strict=True)))
+        front = EngineFront(engines, said, self.run.config.run.sync_bucket_size)
+        if self.run.config.run.colocate:
+            await front.sleep(["cache"])
+            await ranks.call_all("hold", ALL_PARTS)
+        compare_models(self.run, policy, facts, front.model_facts())
+        parity = await self._measure_parity(policy, ranks, engines)
+        learner = LearnerFront(self.run, policy, ranks, worlds, front)
+
+        async def replace(number: int, lost: WorkerLost) -> None:
+            await self._replace_engine(engines, number, lost)
+
+        front.replace_with(replace, learner.resend)
+        parts = PolicyParts(policy, learner, front, precisions(self.run.config_of(policy), 0), parity)
+        self._built.append((ranks, learner, front, parts))
+        return parts
+
+    def recovers(self, error: Exception) -> bool:
+        allowed = self.restarts.left and not self.run.stop_requested
+        return isinstance(error, WorkerLost) and error.trains and allowed
+
+    async def recover(self, lost: WorkerLost) -> None:
+        """Recreate all ranks of the policy that lost a rank, with their initial weights. Engines discard the lost ranks' buckets."""
+        for ranks, learner, front, parts in self._built:
+            if lost.worker in ranks.names:
+                if front is not None:
+                    await front.begin_push()
+                    if self.run.config.run.colocate:
+                        await front.sleep()
+                self.restarts.spend(lost)
+                await self._start_all(ranks)
+                worlds, _ = await self._trainer(ranks)
+                learner.renewed(worlds)
+                parts.precisions = precisions(self.run.config_of(parts.policy), 0)
+                return
+        raise lost
+
+    async def release(self) -> None:
+        """End all engines, because ranks may be waiting for them."""
+        for _, _, front, _ in self._built:
+            if front is not None:
+                await front.abandon()
+
+    def metrics(self) -> dict[str, float]:
+        return self.busy.metrics()
+
+    def activity(self) -> Mapping[str, int]:
+        return {name: self.busy.open(name) for workers in self._placed for name in workers.names}
+
+    async def close(self) -> None:
+        for _, _, front, _ in self._built:
+            if front is not None:
+                await front.stop()
+        for workers in self._placed:
+            workers.unwatch()
+        goodbyes = [
+            asyncio.ensure_future(workers.call(number, "close"))
+            for workers in self._placed
+            for number in range(len(workers))
+        ]
+        if goodbyes:  # workers that do not respond are ended anyway
+            seconds = FAREWELL_STOPPED if self.run.stop_requested else FAREWELL
+            _, late = await asyncio.wait(goodbyes, timeout=seconds)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*goodbyes, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL):
+                await asyncio.gather(*(workers.end() for workers in self._placed))
+        await self.output.close()
+
+    async def _start(self, workers: Workers, number: int) -> None:
+        """Start one process and let it validate the driver's plan; retry if it dies."""
+        while True:
+            try:
+                await workers.start(number)
+                same_plan(self.run.plan.digest, {workers.names[number]: await workers.call(number, "digest")})
+                return
+            except WorkerLost as lost:
+                self.restarts.spend(lost)
+
+    async def _start_all(self, workers: Workers) -> None:
+        await await_all(self._start(workers, number) for number in range(len(workers)))
+
+    async def _engines(self, engines: Workers) -> list[Any]:
+        """Build all engines; return their results of ``EngineWorker.build``."""
+        return await await_all(self._engine(engines, number) for number in range(len(engines)))
+
+    async def _engine(self, engines: Workers, number: int) -> Any:
+        """Build an engine; if its process dies, retry in a new one."""
+        while True:
+            try:
+                return await engines.call(number, "build")
+            except WorkerLost as lost:
+                self.restarts.spend(lost)
+            await self._start(engines, number)
+
+    async def _replace_engine(self, engines: Workers, number: int, lost: WorkerLost) -> None:
+        self.restarts.spend(lost)
+        await self._start(engines, number)
+        await self._engine(engines, number)
+
+    async def _trainer(self, ranks: Workers) -> tuple[list[Any], Mapping[str, object]]:
+        """Build all ranks; return their positions and the facts of the trained model. If a rank dies, recreate all of them."""
+        while True:
+            try:
+                return await self._join(ranks)
+            except WorkerLost as lost:
+                if lost.worker not in ranks.names:
+                    raise
+                self.restarts.spend(lost)
+            await self._start_all(ranks)
+
+    async def _join(self, ranks: Workers) -> tuple[list[Any], Mapping[str, object]]:
+        count = len(ranks)
+        if count > 1:
+            host, limit = await ranks.host(), self.patience.call
+            port = await ranks.call(0, "listen", host, count, limit)
+            await await_all(ranks.call(n, "join", host, port, n, count, limit) for n in range(count))
+        built = await await_all(ranks.call(n, "build") for n in range(count))
+        worlds = [world for world, _ in built]
+        if [(world.rank, world.size) for world in worlds] != [(n, count) for n in range(count)]:
+            raise ConfigError(
+                f"--trainer {self.run.config.run.trainer} trains in {worlds[0].size} processes, but {count} were started: "
+                "it does not support several processes; configure one"
+            )
+        return worlds, require_agreement(
+            "the model that is trained", dict(zip(ranks.names, (f for _, f in built), strict=True))
+        )
+
+    async def _measure_parity(self, policy: Policy, ranks: Workers, engines: Workers) -> list[SideParity]:
+        """Measure the quantisers of both sides on one engine and one rank; all others run the same code."""
+        config = self.run.config_of(policy)
+        sides = [(engines, config.rollout.precision), (ranks, config.train.precision)]
+        quantised = [(workers, precision) for workers, precision in sides if precision != PLAIN]
+        if not quantised:
+            return []
+        layers = await ranks.call_all("real_layer", quantised[0][1])
+        real: Mapping[str, Any] = next((layer for layer in layers if layer), {})
+        return [await workers.call(0, "check_parity", precision, real) for workers, precision in quantised]

@@ -1,0 +1,389 @@
+"""Interface to a set of worker processes, which each runtime implements; detects lost workers and counts replacements."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from miles_core.errors import MilesError, WorkerLost
+from miles_runtime.patience import PIECES, Patience, TimeoutExpired, wait_for
+
+log = logging.getLogger(__name__)
+
+#: Timeout in seconds for ending a process.
+KILLING = 10.0
+#: Seconds to wait for the report of a rank's death after its peers failed. A cluster needs half a minute to detect a dead machine.
+GRACE = 60.0
+
+
+class Busy:
+    """Measures the fraction of time during which each worker had a call in flight."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}
+        self._since: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def at(self, name: str) -> Iterator[None]:
+        """Context of a call to a worker; overlapping calls count once."""
+        now = time.perf_counter()
+        if not self._open.get(name):
+            self._since[name] = now
+        self._open[name] = self._open.get(name, 0) + 1
+        try:
+            yield
+        finally:
+            self._open[name] -= 1
+            if not self._open[name]:
+                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - self._since[name]
+
+    def open(self, name: str) -> int:
+        """Return the number of calls in flight at a worker."""
+        return self._open.get(name, 0)
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``busy/NAME`` (seconds) and ``idle/NAME`` (fraction of the time) since the last call, and reset the counters."""
+        now = time.perf_counter()
+        whole = max(now - self._start, 1e-9)
+        found: dict[str, float] = {}
+        for name, count in self._open.items():
+            seconds = self._seconds.get(name, 0.0) + (now - max(self._since[name], self._start) if count else 0.0)
+            found |= {f"busy/{name}": seconds, f"idle/{name}": max(0.0, 1 - seconds / whole)}
+            self._since[name] = now
+        self._seconds, self._start = {}, now
+        return found
+
+
+class Workers(ABC):
+    """Processes of one kind, numbered from 0.
+
+    A runtime implements how to call (``send``), replace (``renew``) and end (``kill``) a process. The object is also sent to ranks,
+    which use it to call engines: there it has no timeouts, because the driver watches all workers.
+
+    Args:
+        names: name of each worker in messages and metrics.
+        patience: timeouts.
+        trains: True if the workers hold trained weights.
+        busy: measures all calls.
+
+    Attributes:
+        gone: number -> reason why a worker counts as lost, until it is replaced.
+        waits: number -> names of the workers that it waited for at its last heartbeat.
+        peers: all workers of the run; ``_culprit`` searches them for the worker that blocks others.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        patience: Patience | None = None,
+        trains: bool = False,
+        busy: Busy | None = None,
+    ) -> None:
+        self.names, self.patience, self.trains = tuple(names), patience or Patience(), trains
+        self.busy = busy or Busy()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.gone: dict[int, WorkerLost] = {}
+        self.waits: dict[int, tuple[str, ...]] = {}
+        self.peers: Sequence[Workers] = (self,)
+        self._down: dict[int, asyncio.Future[Any]] = {}
+        self._watching: dict[int, asyncio.Task[None]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        there = {**self.__dict__, "patience": Patience(), "busy": Busy()}
+        return {name: value for name, value in there.items() if name not in _OWN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._reset()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @abstractmethod
+    async def send(self, number: int, method: str, *args: Any) -> Any:
+        """Call ``Worker.answer(method, *args)`` in that process; return its result or raise its error. WorkerLost if it died."""
+
+    @abstractmethod
+    async def renew(self, number: int) -> None:
+        """End the remains of a worker and start a new one in its place without building it. Call ``watch`` as soon as it responds to
+        ``beat``. Called by ``start``."""
+
+    @abstractmethod
+    async def kill(self, number: int) -> None:
+        """End a worker's process in whatever state it is, so that calls to it fail."""
+
+    async def beat(self, number: int) -> Sequence[str]:
+        """Return the names of the workers that this one waits for. The runtime responds in a separate thread while the worker
+        computes."""
+        found: Sequence[str] = await self.send(number, "beat")
+        return found
+
+    async def computes(self, number: int) -> bool:
+        """Return whether a worker without heartbeats makes progress, as observed from outside its process."""
+        return False
+
+    async def end(self) -> None:
+        """End all processes immediately."""
+        self.unwatch()
+        await asyncio.gather(*(self.kill(number) for number in range(len(self))), return_exceptions=True)
+
+    def share(self, value: Any) -> Any:
+        """Convert ``value`` for efficient passing to several calls; the worker receives the plain value."""
+        return value
+
+    async def host(self) -> str:
+        """Return the network address at which other workers reach number 0."""
+        return "127.0.0.1"
+
+    def lines(self, number: int) -> tuple[str, ...]:
+        """Return the last lines that a worker wrote, for messages."""
+        return ()
+
+    async def start(self, number: int) -> None:
+        """Start a worker, or replace it. Raises WorkerLost if it dies in the meantime or exceeds the timeout."""
+        self.unwatch(number)
+        self._down.pop(number, None)
+        self.gone.pop(number, None)
+        self.waits.pop(number, None)
+        await self.answered(number, self.renew(number), "make")
+        self.watch(number)
+
+    def watch(self, number: int) -> None:
+        """Start watching the heartbeats of a worker."""
+        if self.patience.heartbeat is not None and number not in self._watching:
+            self._watching[number] = asyncio.create_task(self._watch(number, self.patience.heartbeat))
+
+    def unwatch(self, number: int | None = None) -> None:
+        """Stop watching the heartbeats of one worker, or of all."""
+        for which in [*self._watching] if number is None else [number]:
+            if (task := self._watching.pop(which, None)) is not None and task is not asyncio.current_task():
+                task.cancel()
+
+    async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
+        """Call ``send`` with a timeout; raise WorkerLost when it expires. Messages refer to the call as ``named``."""
+        return await self.answered(number, self.send(number, method, *args), named or method)
+
+    async def answered(self, number: int, answer: Awaitable[Any], named: str) -> Any:
+        """Call ``in_time``, count the time as busy, and add the worker's name to errors."""
+        with self.naming(number), self.busy.at(self.names[number]):
+            return await self.in_time(number, answer, named)
+
+    async def in_time(self, number: int, answer: Awaitable[Any], named: str) -> Any:
+        """Await the result of a call with its timeout; messages refer to the call as ``named``.
+
+        Raises:
+            WorkerLost: the timeout expired, or the worker or one that it waits for died or hangs.
+        """
+        name, down = self.names[number], self._down_of(number)
+        if down.done():
+            _discard(answer)
+            raise self.gone[number]
+        try:
+            return await wait_for(answer, self.patience.of(named), down)
+        except TimeoutExpired:
+            raise await self._give_up_on(number, named) from None
+        except WorkerLost as lost:
+            if lost.worker == name and number in self.gone:
+                raise self.gone[number] from None
+            if lost.worker:
+                raise
+            raise WorkerLost(name, lost.cause, lost.lines, self.trains) from None
+
+    @contextmanager
+    def naming(self, number: int) -> Iterator[None]:
+        """Add the worker's name to errors of the body."""
+        try:
+            yield
+        except WorkerLost:
+            raise
+        except Exception as error:
+            if not short_of_memory(error):
+                add_worker(error, self.names[number])
+                raise
+            first = str(error).strip().partition("\n")[0]
+            raise MilesError(
+                f"worker {self.names[number]} does not have enough memory ({first}): lower --max-tokens-per-gpu or --micro-batch-size where it "
+                "trains, --max-running-requests where it generates, or give it more processes"
+            ) from error
+
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call all workers concurrently; return their results by number."""
+        return await gather_in_order(self.call(number, method, *args) for number in range(len(self)))
+
+    def lost(self, number: int, cause: str) -> WorkerLost:
+        """Return the error for the loss of a worker; the cause reported first is kept."""
+        if number in self.gone:
+            return self.gone[number]
+        return WorkerLost(self.names[number], cause, self.lines(number), self.trains)
+
+    async def declare_lost(self, number: int, cause: str) -> WorkerLost:
+        """Declare a worker lost: fail its calls in flight and end its process, so that other workers do not wait for it."""
+        lost = self.gone[number] = self.lost(number, cause)
+        if not (down := self._down_of(number)).done():
+            down.set_exception(lost)
+            down.exception()
+        self.unwatch(number)
+        with suppress(Exception):  # the process may be unreachable; it counts as lost anyway
+            async with asyncio.timeout(KILLING):
+                await self.kill(number)
+        return lost
+
+    def _down_of(self, number: int) -> asyncio.Future[Any]:
+        """Return a future that fails when the worker counts as lost."""
+        if number not in self._down:
+            self._down[number] = asyncio.get_running_loop().create_future()
+        return self._down[number]
+
+    async def _watch(self, number: int, seconds: float) -> None:
+        while True:
+            try:
+                self.waits[number] = tuple(await wait_for(self.beat(number), seconds))
+                await asyncio.sleep(seconds / PIECES)
+            except TimeoutExpired:
+                with suppress(Exception):
+                    if await self.computes(number):  # it computed for so long that its heartbeat thread did not run
+                        continue
+                if self._watching.get(number) is asyncio.current_task():
+                    log.warning("worker %s gives no sign of life", self.names[number])
+                    await self.declare_lost(
+                        number, f"it gave no sign of life for {seconds:g} s (its process is stopped or hangs)"
+                    )
+                return
+            except Exception:  # it died: the next call to it reports the cause
+                return
+
+    async def _give_up_on(self, number: int, named: str) -> WorkerLost:
+        """Declare the worker lost that caused a timeout: the called worker, or the one that blocks it."""
+        limit = self.patience.of(named)
+        workers, at = self._culprit(number)
+        if (workers, at) == (self, number):
+            return await self.declare_lost(number, f"it did not answer {named!r} within {limit:g} s")
+        return await workers.declare_lost(
+            at, f"{self.names[number]} waited for it and did not answer {named!r} within {limit:g} s"
+        )
+
+    def _culprit(self, number: int) -> tuple[Workers, int]:
+        """Return the last worker in the chain of workers that wait for each other, as reported by their heartbeats."""
+        where = {name: (workers, at) for workers in self.peers for at, name in enumerate(workers.names)}
+        workers, at, seen = self, number, {self.names[number]}
+        while found := [name for name in workers.waits.get(at, ()) if name in where and name not in seen]:
+            seen.add(found[0])
+            workers, at = where[found[0]]
+        return workers, at
+
+
+#: Attributes of ``Workers`` that are not sent to other processes.
+_OWN = ("gone", "waits", "peers", "_down", "_watching")
+
+
+def add_worker(error: Exception, worker: str) -> None:
+    """Prefix an error's message with the name of the worker that raised it, unless it already has a worker's name."""
+    text = str(error)
+    if text.startswith("worker "):
+        return
+    if error.args and isinstance(error.args[0], str) and text == error.args[0]:
+        error.args = (f"worker {worker}: {text}", *error.args[1:])
+        if str(error) != text:
+            return
+    error.add_note(f"raised in worker {worker}")
+
+
+def _discard(answer: Awaitable[Any]) -> None:
+    """Close or cancel an awaitable that will not be awaited."""
+    if isinstance(answer, asyncio.Future):
+        answer.cancel()
+    elif inspect.iscoroutine(answer):
+        answer.close()
+
+
+class Restarts:
+    """Limits the number of workers that a run may replace."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used, self.forbidden = limit, 0, False
+
+    @property
+    def left(self) -> bool:
+        """Return whether another worker may be replaced."""
+        return not self.forbidden and self.used < self.limit
+
+    def forbid(self) -> None:
+        """Allow no further replacements."""
+        self.forbidden = True
+
+    def spend(self, lost: WorkerLost) -> None:
+        """Count a replacement, or raise ``lost`` with an explanation if the limit is reached."""
+        if self.forbidden:
+            raise lost
+        if self.used >= self.limit:
+            often = f"{self.used} workers were replaced before" if self.used else "no worker may be replaced"
+            raise WorkerLost(
+                lost.worker, f"{lost.cause}, and {often} (--max-restarts {self.limit})", lost.lines, lost.trains
+            ) from lost
+        self.used += 1
+        log.warning("%s; it is replaced (%d of %d times)", lost, self.used, self.limit)
+
+
+def short_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error means that a process ran out of memory, on the host or on a GPU."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+async def gather_in_order(calls: Any) -> list[Any]:
+    """Return the results in order. The first error is raised immediately; the other calls continue and their results are discarded."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    for task in tasks:
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return list(await asyncio.gather(*tasks))
+
+
+async def await_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Await all calls of a collective and return the results in order. If several fail, the loss of a worker takes precedence,
+    because its peers only report a broken connection."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    deadline: float | None = None
+    try:
+        while waiting := [task for task in tasks if not task.done()]:
+            if any(isinstance(error, WorkerLost) for error in _errors(tasks)):
+                break
+            if deadline is None and _errors(tasks):
+                deadline = time.monotonic() + GRACE
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    errors = _errors(tasks)
+    if errors:
+        raise next((error for error in errors if isinstance(error, WorkerLost)), errors[0])
+    return [task.result() for task in tasks]
+
+
+def _errors(tasks: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
+    done = [task for task in tasks if task.done() and not task.cancelled()]
+    return [error for task in done if (error := task.exception()) is not None]
+
+
+def require_agreement(what: str, found: Mapping[str, Any]) -> Any:
+    """Return the common value of several workers; ``found`` maps worker names to values.
+
+    Raises:
+        RuntimeError: the values differ.
+    """
+
+    values = list(found.values())
+    if any(value != values[0] for value in values):
+        raise RuntimeError(f"{what} differs: " + ", ".join(f"{name} has {value}" for name, value in found.items()))
+    return values[0]

@@ -1,0 +1,21 @@
+"""What is checked of a run that was accepted, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from miles_core.config.config import Config
+from miles_core.plugin.manifest import Plugin
+from miles_tools.convert import storable
+from miles_tools.rewards.remote import RemoteReward
+
+
+def examine(config: Config, manifests: Mapping[str, Plugin]) -> None:
+    """See ``Plugin.examine``: the weights of the checkpoint in the run's number formats, and the address of a remote reward.
+
+    Raises:
+        CheckpointError, ConfigError: a weight cannot be stored, or the address cannot be used.
+    """
+    storable.examine(config, manifests)
+    if config.reward.rm_type == "remote":
+        RemoteReward(config.reward.rm_url)

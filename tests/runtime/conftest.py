@@ -1,0 +1,67 @@
+"""Workers that only write down what they are asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from miles_runtime.mailbox import Inbox
+from miles_runtime.workers import Workers
+
+SAID = {"capabilities": frozenset({"score"}), "kv_cache_dtype": "", "native_products": False, "model_facts": {"a": 1}}
+
+
+class Recorded(Workers):
+    """``answers[method]`` is called with (number, *args) or returned; what ``dead`` numbers are asked is lost.
+
+    ``answers["generate"]`` answers requests, which come by post."""
+
+    def __init__(self, names, answers=None, **options):
+        super().__init__(names, **options)
+        self.answers, self.calls, self.dead, self.hung = answers or {}, [], set(), set()
+        self.inboxes, self.clocks = {}, {}
+
+    async def send(self, number, method, *args):
+        if method == "at":  # how ranks learn the step; they answer with the seconds of their clocks
+            _, method, *args = args
+            return await self.send(number, method, *args), self.clocks.get(number, {})
+        self.calls.append((number, method, *args))
+        await asyncio.sleep(0)
+        if number in self.dead:
+            raise self.lost(number, "it was killed")
+        if method in ("post", "answers"):
+            inbox = self.inboxes.setdefault(number, Inbox(lambda request: self._said("generate", number, request)))
+            result = getattr(inbox, method)(*args)
+            return await result if asyncio.iscoroutine(result) else result
+        return await self._said(method, number, *args)
+
+    async def _said(self, method, number, *args):
+        answer = self.answers.get(method)
+        result = answer(number, *args) if callable(answer) else answer
+        return await result if asyncio.iscoroutine(result) else result
+
+    async def renew(self, number):
+        self.dead.discard(number)
+        self.inboxes.pop(number, None)
+
+    async def kill(self, number):
+        self.dead.add(number)
+
+    async def beat(self, number):
+        if number in self.hung:
+            await asyncio.Event().wait()
+        return ()
+
+    def asked(self, method):
+        return [call for call in self.calls if call[1] == method]
+
+
+@pytest.fixture
+def said():
+    return dict(SAID)
+
+
+@pytest.fixture
+def recorded():
+    return Recorded

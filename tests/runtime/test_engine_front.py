@@ -1,0 +1,181 @@
+"""Several engines behind one, without any engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from miles_core.contracts.engine import Request, Sampling
+from miles_core.data.unit import Encoded
+from miles_core.data.world import World
+from miles_core.errors import MismatchError, WorkerLost
+from miles_runtime.engine_front import EngineFront
+
+NAMES = ("engine-0", "engine-1", "engine-2")
+
+
+def request(group, key=0):
+    return Request([1], Sampling(4), key=key, group=group)
+
+
+def run(function):
+    return asyncio.run(function())
+
+
+def test_a_group_stays_together_and_the_idlest_engine_is_asked(recorded, said):
+    gate = {}
+
+    async def generate(number, request):
+        await gate["open"].wait()
+        return number, request.key
+
+    async def main():
+        gate["open"] = asyncio.Event()
+        front = EngineFront(recorded(NAMES, {"generate": generate}), said, 1)
+        groups = [1, 1, 1, 2, 2, 3, 4, 3, 1]
+        tasks = [asyncio.create_task(front.generate(request(g, k))) for k, g in enumerate(groups)]
+        await asyncio.sleep(0.01)
+        gate["open"].set()
+        where = [number for number, _ in await asyncio.gather(*tasks)]
+        by_group = {g: {w for w, other in zip(where, groups, strict=True) if other == g} for g in groups}
+        assert all(len(engines) == 1 for engines in by_group.values())
+        assert by_group[1] | by_group[2] | by_group[3] == {0, 1, 2} and by_group[4] == by_group[3]
+        assert not front._groups and not front._in_flight.total()
+
+    run(main)
+
+
+def test_other_calls_go_to_all_and_score_to_one(recorded, said):
+    async def main():
+        workers = recorded(NAMES, {"score": ["scores"]})
+        front = EngineFront(workers, said, 1)
+        await front.pause("abort")
+        await front.abort([3])
+        await front.resume()
+        assert await front.score([[1, 2]]) == ["scores"]
+        assert [c[0] for c in workers.asked("pause")] == [0, 1, 2]
+        assert workers.asked("abort")[2] == (2, "abort", [3]) and len(workers.asked("score")) == 1
+        assert front.capabilities == {"score"} and front.model_facts() == {"a": 1}
+
+    run(main)
+
+
+def test_weights_travel_in_buckets_as_bytes(recorded, said):
+    units = [Encoded(f"w{n}", {f"w{n}": torch.full((4,), n, dtype=torch.float8_e4m3fn)}, "f8") for n in range(5)]
+    first = bytearray()
+    units[0].write(first)
+    size = len(first)
+
+    async def main():
+        workers = recorded(NAMES[:2])
+        front = EngineFront(workers, said, 2 * size, World(1, 3))
+        front.push = 9
+        await front.update_weights(iter(units), 7)
+        taken = [call[3:] for call in workers.asked("take") if call[0] == 0 and call[2] == 9]
+        assert [(rank, number) for rank, number, _ in taken] == [(1, 0), (1, 1), (1, 2)]
+        read = [e for _, _, data in taken for e in Encoded.read(data)]
+        assert [(e.name, e.format) for e in read] == [(e.name, "f8") for e in units]
+        assert all(
+            torch.equal(a.parts[a.name].view(torch.uint8), b.parts[b.name].view(torch.uint8))
+            for a, b in zip(read, units, strict=True)
+        )
+        assert workers.asked("update") == [(0, "update", 9, 7, 1, 3, 3), (1, "update", 9, 7, 1, 3, 3)]
+
+    run(main)
+
+
+def test_units_are_exhausted_after_an_engine_is_lost(recorded, said):
+    seen = []
+
+    def units():
+        for n in range(3):
+            seen.append(n)
+            yield Encoded("w", {"w": torch.zeros(4)})
+
+    async def main():
+        workers = recorded(NAMES)
+        workers.dead = {1}
+        with pytest.raises(WorkerLost, match="engine-1"):
+            await EngineFront(workers, said, 1).update_weights(units(), 0)
+        assert seen == [0, 1, 2] and not workers.asked("update")
+
+    run(main)
+
+
+def mended(front, workers, resent):
+    """The front, with engines replaced as a runtime would."""
+
+    async def replace(number, lost):
+        await workers.renew(number)
+
+    async def resend():
+        resent.append(True)
+        await front.served(5)
+
+    front.replace_with(replace, resend)
+    return front
+
+
+def test_requests_of_a_lost_engine_are_sent_again_and_it_comes_back_with_the_next_weights(recorded, said):
+    async def main():
+        workers, resent = (
+            recorded(NAMES[:2], {"generate": lambda number, request: (number, request.key), "version": 5}),
+            [],
+        )
+        front = mended(EngineFront(workers, said, 1), workers, resent)
+        workers.dead = {0}
+        found = await asyncio.gather(*(front.generate(request(g, g)) for g in range(6)))
+        assert sorted(found) == [(1, key) for key in range(6)] and not resent
+        await front.whole()
+        assert front.serving == {1} and front.renewed == 1
+        await front.served(5)
+        assert front.serving == {0, 1} and front.version == 5
+
+    run(main)
+
+
+def test_when_no_engine_is_left_the_learner_sends_its_weights_at_once(recorded, said):
+    async def main():
+        workers, resent = recorded(NAMES[:1], {"generate": "done", "version": 5}), []
+        front = mended(EngineFront(workers, said, 1), workers, resent)
+        await front.rebuild("f8")
+        await front.pause("retract")
+        workers.dead, workers.calls = {0}, []
+        assert await front.generate(request(0)) == "done" and resent == [True]
+        # what the engine before it had been told
+        assert [c for c in workers.calls if c[1] in ("rebuild", "pause")] == [
+            (0, "rebuild", "f8"),
+            (0, "pause", "retract"),
+        ]
+
+    run(main)
+
+
+def test_an_engine_that_may_not_be_replaced_fails_the_requests(recorded, said):
+    async def main():
+        workers = recorded(NAMES[:2], {"generate": "done"})
+        front = EngineFront(workers, said, 1)
+
+        async def replace(number, lost):
+            raise lost
+
+        front.replace_with(replace, replace)
+        workers.dead = {0}
+        with pytest.raises(WorkerLost, match=r"worker engine-0 was lost: it was killed"):
+            await front.generate(request(0))  # another engine does it
+            await front.whole()
+        with pytest.raises(WorkerLost):
+            await front.generate(request(0))
+
+    run(main)
+
+
+def test_engines_that_serve_different_versions_are_named(recorded, said):
+    async def main():
+        front = EngineFront(recorded(NAMES, {"version": lambda number: 4 - number // 2}), said, 1)
+        with pytest.raises(MismatchError, match="version 4 was sent, but engine-2 serves 3"):
+            await front.served(4)
+
+    run(main)

@@ -1,0 +1,122 @@
+"""What an engine's process does with pushes that break off."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from miles_core.data.unit import Encoded
+from miles_core.errors import SyncError
+from miles_runtime.engine_worker import EngineWorker
+
+RANKS = ("trainer-0", "trainer-1")
+
+
+class Engine:
+    """Remembers what it was given."""
+
+    def __init__(self):
+        self.weights, self.version, self.gate = {}, -1, None
+
+    async def update_weights(self, units, version):
+        if self.gate is not None:
+            await self.gate.wait()
+        self.weights = {unit.name: unit.parts[unit.name].tolist() for unit in units}
+        self.version = version
+
+    async def receive(self, message, version, last):
+        self.version = version
+
+
+@pytest.fixture
+def worker():
+    made = object.__new__(EngineWorker)
+    made._begin_empty()
+    made.part = Engine()
+    return made
+
+
+def bucket(name, value):
+    data = bytearray()
+    Encoded(name, {name: torch.tensor([value])}).write(data)
+    return data
+
+
+async def send(worker, push, rank, version, names):
+    for number, name in enumerate(names):
+        worker.take(push, rank, number, bucket(name, version))
+    await worker.update(push, version, rank, 2, len(names))
+
+
+def test_a_rank_that_dies_in_its_push_leaves_nothing_for_the_next_one(worker):
+    async def main():
+        await worker.begin_push(1, RANKS)
+        waiting = asyncio.create_task(send(worker, 1, 1, 4, "b"))  # complete; the other rank dies before it is
+        worker.take(1, 0, 0, bucket("a", 4))
+        await asyncio.sleep(0)
+        assert worker.beat() == ("trainer-0",)
+        await worker.begin_push(2, RANKS)
+        with pytest.raises(SyncError, match="given up"):
+            await waiting
+        first = asyncio.create_task(send(worker, 2, 0, 6, "a"))
+        await asyncio.sleep(0.01)
+        assert worker.part.version == -1 and not first.done()  # rank 1 has sent nothing of this push
+        await asyncio.gather(first, send(worker, 2, 1, 6, "b"))
+        assert worker.part.weights == {"a": [6], "b": [6]} and worker.part.version == 6
+
+    asyncio.run(main())
+
+
+def test_what_arrives_late_of_a_push_that_was_given_up_is_refused(worker):
+    async def main():
+        await worker.begin_push(1, RANKS)
+        await worker.begin_push(2, RANKS)
+        with pytest.raises(SyncError, match="push 1 of the weights was given up: this engine takes push 2"):
+            worker.take(1, 0, 0, bucket("a", 4))
+        with pytest.raises(SyncError, match="push 1"):
+            await worker.update(1, 4, 0, 2, 0)
+        with pytest.raises(SyncError, match="push 1"):
+            await worker.receive(1, {}, 4, True)
+        assert worker.part.version == -1
+
+    asyncio.run(main())
+
+
+def test_a_push_waits_for_the_installation_of_the_one_before(worker):
+    async def main():
+        await worker.begin_push(1, RANKS)
+        worker.part.gate = asyncio.Event()
+        calls = [asyncio.create_task(send(worker, 1, rank, 4, "ab"[rank])) for rank in range(2)]
+        await asyncio.sleep(0.01)
+        following = asyncio.create_task(worker.begin_push(2, RANKS))
+        await asyncio.sleep(0.01)
+        assert not following.done()
+        worker.part.gate.set()
+        await following
+        assert worker.part.weights == {"a": [4], "b": [4]}
+        assert all(isinstance(error, SyncError) for error in await asyncio.gather(*calls, return_exceptions=True))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("numbers", [(1,), (0, 2), (0, 0)])
+def test_a_bucket_that_did_not_come_is_noticed(worker, numbers):
+    async def main():
+        await worker.begin_push(1, RANKS)
+        with pytest.raises(SyncError, match="a message was lost"):
+            for number in numbers:
+                worker.take(1, 0, number, bucket("a", 1))
+
+    asyncio.run(main())
+
+
+def test_ranks_that_send_different_versions_install_nothing(worker):
+    async def main():
+        await worker.begin_push(1, RANKS)
+        calls = [send(worker, 1, 0, 4, "a"), send(worker, 1, 1, 5, "b")]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert all("different versions" in str(error) for error in found) and worker.part.version == -1
+
+    asyncio.run(main())

@@ -1,0 +1,193 @@
+"""Several ranks behind one handle, without any trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from miles_core.config.load import load
+from miles_core.contracts.policy import Policy
+from miles_core.contracts.runtime import TrainedTokens
+from miles_core.contracts.transport import SyncReport
+from miles_core.data.sample import Sample
+from miles_core.data.world import World
+from miles_core.errors import ConfigError, NonFiniteError, WorkerLost
+from miles_core.observe.timer import Clock
+from miles_runtime.engine_front import EngineFront
+from miles_runtime.learner_front import LearnerFront
+
+RANKS = ("trainer-0", "trainer-1", "trainer-2", "trainer-3")
+#: Two replicas of two ranks.
+WORLDS = [World(n, 4, n // 2, 2) for n in range(4)]
+
+
+def samples(groups=4):
+    return [
+        Sample(tokens=[0] * (3 + g), response_length=2, group_index=g, index=2 * g + i)
+        for g in range(groups)
+        for i in range(2)
+    ]
+
+
+@pytest.fixture
+def front(recorded, said):
+    def make(answers, worlds=WORLDS, engines=("engine-0", "engine-1")):
+        config = load([], manifests={})
+        run = SimpleNamespace(config=config, config_of=lambda policy: config, step=3, clock=Clock())
+        ranks = recorded(RANKS[: len(worlds)], answers, trains=True)
+        workers = recorded(engines, {"version": lambda number: made.sent})
+        made = LearnerFront(run, Policy(), ranks, worlds, EngineFront(workers, said, 1))
+        made.sent = None
+        return made
+
+    return make
+
+
+def learn(number, share, step):
+    weight = float(len(share.samples))
+    # the last rank of a replica computes the loss, the first one sees no token
+    seen = [TrainedTokens(np.full(2, s.index), np.full(2, number)) for s in share.samples] if number % 2 else []
+    return {"train/loss": (weight * number, weight)}, seen
+
+
+def test_groups_are_divided_over_replicas_and_one_rank_of_each_is_counted(front):
+    made = front({"learn": learn})
+    made.ranks.clocks = {number: {"prepare": 0.1, "train": 0.1 + number} for number in range(4)}
+
+    async def main():
+        made.run.clock.metrics()  # starting the event loop is no part of it
+        with made.run.clock.phase("other"):
+            return await made.learn(samples(), 3)
+
+    learned = asyncio.run(main())
+    shares = [share for _, _, share, _ in made.ranks.asked("learn")]
+    indexes = [sorted(s.index for s in share.samples) for share in shares]
+    assert indexes[0] == indexes[1] and indexes[2] == indexes[3]
+    assert sorted(indexes[0] + indexes[2]) == list(range(8))
+    assert all(
+        len({s.group_index for s in a.samples} & {s.group_index for s in b.samples}) == 0
+        for a, b in [(shares[0], shares[2])]
+    )
+    assert learned.steps == 1 and learned.metrics == {"train/loss": pytest.approx((1 * 4 + 3 * 4) / 8)}
+    assert [tokens.log_probs[0] for tokens in learned.tokens] == list(range(8))
+    seconds = made.run.clock.metrics()
+    assert seconds["time/train"] == pytest.approx(3.1) and seconds["time/prepare"] == pytest.approx(0.1)
+    assert sum(v for k, v in seconds.items() if k != "time/step") == pytest.approx(seconds["time/step"], abs=0.01)
+
+
+def test_log_probs_come_back_in_the_order_of_the_samples(front):
+    made = front({"log_probs": lambda number, mine, emulation: [np.full(2, s.index) for s in mine]})
+    found = asyncio.run(made.log_probs(samples()))
+    assert [row[0] for row in found] == list(range(8))
+
+
+def test_supervised_samples_are_no_groups(front):
+    made = front({"supervise": lambda number, mine, lr: {"sft/loss": (sum(s.index for s in mine), len(mine))}})
+    rows = [Sample(tokens=[1, 2], response_length=1, index=n) for n in range(5)]
+    assert asyncio.run(made.supervise(rows, 0.1)) == {"sft/loss": 2.0}
+    assert [len(mine) for _, _, mine, _ in made.ranks.asked("supervise")] == [3, 3, 2, 2]
+
+
+def pushed(made, worlds=WORLDS):
+    def push(number, version, plain, push):
+        made.sent = version
+        return SyncReport(version, 10, 1, 0.5 + number)
+
+    made.ranks.answers["push"] = push
+    return made
+
+
+def test_a_push_is_what_all_ranks_sent_and_connects_them_once(front):
+    made = pushed(front({}))
+
+    async def main():
+        return [await made.push(4), await made.push(5)]
+
+    first, _ = asyncio.run(main())
+    assert (first.nbytes, first.tensors, first.seconds) == (40, 4, 3.5)
+    assert len(made.ranks.asked("reach")) == 4 and made.engines.version == 5
+
+
+def test_a_push_is_made_again_after_an_engine_was_lost_in_it(front):
+    made = front({})
+    engines = made.engines.engines
+
+    async def push(number, version, plain, push):
+        made.sent = version
+        if push == 1:
+            if number == 2:
+                engines.dead = {1}
+                raise engines.lost(1, "it was killed")
+            while (0, "begin_push", 2, RANKS) not in engines.calls:
+                await asyncio.sleep(0)
+        return SyncReport(version, 10, 1, 0.5)
+
+    async def replace(number, lost):
+        await engines.renew(number)
+
+    async def main():
+        made.ranks.answers["push"] = push
+        made.engines.replace_with(replace, made.resend)
+        return await asyncio.wait_for(made.push(4), 5)
+
+    assert asyncio.run(main()).nbytes == 40
+    assert [c[2] for c in engines.asked("begin_push") if c[0] == 0] == [1, 2, 3]
+    assert made.engines.serving == {0, 1} and len(made.ranks.asked("reach")) == 8
+
+
+def test_the_lost_rank_is_named_even_when_its_peers_complain_first(front):
+    async def broken(number, share, step):
+        if number == 1:
+            await asyncio.sleep(0.05)
+            raise made.ranks.lost(1, "it was killed")
+        raise RuntimeError("connection closed by peer")
+
+    made = front({"learn": broken})
+    with pytest.raises(WorkerLost, match="trainer-1"):
+        asyncio.run(made.learn(samples(), 0))
+    assert not asyncio.run(made.intact())
+
+
+@pytest.mark.parametrize(("answers", "intact"), [([True] * 4, True), ([True, True, False, True], False)])
+def test_after_a_step_that_failed_the_ranks_say_what_their_weights_are(front, answers, intact):
+    def broken(number, share, step):
+        raise NonFiniteError("nan")
+
+    made = front({"learn": broken, "is_intact": lambda number: answers[number]})
+    with pytest.raises(NonFiniteError):
+        asyncio.run(made.learn(samples(), 0))
+    assert asyncio.run(made.intact()) is intact and made.policy.trained == 0
+
+
+def test_a_frozen_policy_does_not_learn(front):
+    made = front({"learn": learn})
+    made.policy = Policy(name="judge", role="frozen")
+    with pytest.raises(ConfigError, match="judge is frozen"):
+        asyncio.run(made.learn(samples(), 0))
+
+
+def test_values_and_top_log_probs_come_back_in_the_order_of_the_samples(front):
+    made = front(
+        {
+            "values": lambda number, mine: [np.full(2, s.index) for s in mine],
+            "top_log_probs": lambda number, mine, k: [(s.index, k) for s in mine],
+        }
+    )
+    assert [row[0] for row in asyncio.run(made.values(samples()))] == list(range(8))
+    assert asyncio.run(made.top_log_probs(samples(), 3)) == [(n, 3) for n in range(8)]
+
+
+def test_weights_that_are_sent_between_steps_are_called_what_they_will_be(front):
+    made = pushed(front({"learn": learn}))
+
+    async def main():
+        await made.resend()
+        before = made.engines.version
+        await made.learn(samples(), 3)
+        await made.resend()
+        return before, made.engines.version
+
+    assert asyncio.run(main()) == (3, 4)
