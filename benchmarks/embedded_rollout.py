@@ -42,18 +42,25 @@ def main() -> None:
     parser.add_argument("--model", choices=["dense", "moe", "tiny"], default="dense")
     parser.add_argument("--checkpoint", type=Path, help="measure this checkpoint instead")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:3]))
-    parser.add_argument("--batches", type=int, nargs="+", default=[256], help="requests in flight, multiples of 8")
+    parser.add_argument("--batches", type=int, nargs="+", default=[256], help="requests in flight")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a response")
     parser.add_argument("--turns", type=int, default=3, help="measured turns (default: 3)")
     parser.add_argument("--endings", action="store_true", help="lengths of responses between 1 and --tokens")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="decode steps to look into")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--out", type=Path, help="write results here after every part")
     given = parser.parse_args()
     result = Result(given.out)
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = given.checkpoint or make_model(given.model, Path(directory))
         measure(given, checkpoint, result)
-    finish("embedded_rollout", result.found, given.save, lambda: installed("torch", "transformers"), given.model)
+    finish(
+        "embedded_rollout",
+        result.found,
+        given.save,
+        lambda: installed("torch", "transformers"),
+        given.model + given.variant,
+    )
 
 
 class Result:
