@@ -1,22 +1,22 @@
 """Asynchronous decode steps: launch the next step before the host reads the tokens of the current one.
 
 A step writes its sampled tokens to device buffers that the next step reads. The GPU therefore keeps working while the host appends
-tokens, checks stop conditions and answers requests. When rows join or leave, the step in flight still counts for the rows that
-stayed; the step after it is filled from the host again.
+tokens, checks stop conditions and answers requests. When rows leave, the others continue in their new slots. When rows join, the step
+in flight still counts for the rows that were there; the step after it is filled from the host again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.errors import NonFiniteError
+from miles_core.errors import NonFiniteError, first_line
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.decoder import Emitted, to_emitted
 from miles_embedded.engine.graphs import Graphs
@@ -68,8 +68,8 @@ class StepsAhead:
         self.engine, self.runner, self.used = engine, engine.runner, used
         size = padded_rows(engine.settings.max_running_requests)
         self.batch = StaticBatch(size, self.runner.device)
-        self.graphs = Graphs(StaticStep(self.runner, self.batch, engine.settings.seed), engine.model)
-        on_gpu = self.graphs.records
+        self.graphs = Graphs(StaticStep(self.runner, self.batch, engine.settings.seed), engine.weight_tensors)
+        on_gpu = self.runner.device.type == "cuda"
         self._hosts = [torch.zeros(2, size, dtype=torch.float64, pin_memory=on_gpu) for _ in range(2)]
         self._pending: _Launched | None = None
         self._compared = False
@@ -78,17 +78,16 @@ class StepsAhead:
     def step(self, rows: list[Row]) -> Emitted | None:
         """Advance all running rows by one token; None when the step has to run without static buffers."""
         pending, self._pending = self._pending, None
-        if pending is not None and pending.waiting and pending.rows != rows:
-            return self._read(pending, rows)  # the batch changed since this step was launched
         if pending is None or not pending.waiting:
             if not self.used or not self._made(rows):
                 return None
-            shape = self._shape(rows)
-            if not shape.draws:
-                return self._from_logits(rows, shape)
-            pending = self._launch(rows, shape)
-        if self._may_continue(pending):
-            self._pending = self._launch(rows, pending.shape)
+            first = self._shape(rows)
+            if not first.draws:
+                return self._from_logits(rows, first)
+            pending = self._launch(rows, first)
+        # rows that joined since that launch are filled from the host
+        if len(pending.waiting) == len(rows) and (shape := self._next(pending, rows)) is not None:
+            self._pending = self._launch(rows, shape)
         return self._read(pending, rows)
 
     def leave(self, rows: Sequence[Row]) -> None:
@@ -96,6 +95,11 @@ class StepsAhead:
         if self._pending is not None:
             for row in rows:
                 self._pending.waiting.pop(row, None)
+
+    def apply_moves(self, where: np.ndarray, sources: np.ndarray) -> None:
+        """Move the state of rows whose slots moved because other rows left."""
+        if self._pending is not None:
+            self.batch.move(where, sources, self.runner.cache.rows)
 
     def settle(self) -> None:
         """Discard the step in flight; it will be computed again with the weights in place at that time."""
@@ -115,8 +119,6 @@ class StepsAhead:
     def _made(self, rows: list[Row]) -> bool:
         """Reserve cache room, record missing graphs and fill the batch. Returns False, after a warning, where that fails."""
         try:
-            if self.engine.native_products:
-                raise CannotBeStatic("every update brings new codes for its quantised products")
             shape = self._shape(rows)
             self._make_room(rows, shape)
             if not self._compared:
@@ -129,7 +131,7 @@ class StepsAhead:
         except NonFiniteError:
             raise
         except (CannotBeStatic, RuntimeError) as error:  # recording fails with RuntimeErrors of many kinds
-            self.used, self.refused = False, str(error).splitlines()[0]
+            self.used, self.refused = False, first_line(error)
             self.graphs.clear()
             log.warning(
                 "%s decodes without CUDA graphs, which is slower: %s", type(self.engine.model).__name__, self.refused
@@ -164,23 +166,25 @@ class StepsAhead:
         host = self._hosts[0]
         host.copy_(self.batch.results, non_blocking=True)
         event = None
-        if self.graphs.records:
+        if host.is_pinned():
             event = torch.cuda.Event()
             event.record()
         return _Launched(list(rows), shape, host, event, {row: i for i, row in enumerate(rows)})
 
-    def _may_continue(self, launched: _Launched) -> bool:
-        """Whether the next step of the same rows may start before the tokens of this one arrive: no row would exceed the model's
-        context or the cache's capacity, and at least one row continues."""
-        lengths = [len(row.tokens) + 1 for row in launched.rows]
-        limits = [row.limit for row in launched.rows]
+    def _next(self, launched: _Launched, rows: list[Row]) -> Shape | None:
+        """The shape of the next step of ``rows``, the remaining rows of ``launched``. None where it must wait for the tokens of this step: a
+        row would exceed the model's context or the cache's capacity, no row continues, or the step is not recorded."""
+        lengths = [len(row.tokens) + 1 for row in rows]
         own = self.runner.cache.own
-        return (
+        possible = (
             max(lengths) < self.engine.max_context
-            and any(length < limit for length, limit in zip(lengths, limits, strict=True))
-            and int(own.lengths[: len(launched.rows)].max()) < own.width
-            and self.graphs.ready(launched.shape)
+            and any(length < row.limit for length, row in zip(lengths, rows, strict=True))
+            and int(own.lengths[: len(rows)].max()) < own.width
         )
+        shape = replace(launched.shape, rows=padded_rows(len(rows)))
+        if possible and not self.graphs.ready(shape) and launched.shape.rows <= 2 * shape.rows:
+            shape = launched.shape  # of a few rows more
+        return shape if possible and self.graphs.ready(shape) else None
 
     # -- reading ----------------------------------------------------------------------------------------------------
 

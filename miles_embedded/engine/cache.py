@@ -78,8 +78,12 @@ class Store:
         movers = np.flatnonzero(alive[left:]) + left
         if len(holes):
             width = int(self.lengths[movers].max())
+            indexes: dict[torch.device, tuple[Tensor, Tensor]] = {}
             for slab in self.slabs.values():
-                slab[holes, :, :width] = slab[movers, :, :width]
+                if slab.device not in indexes:
+                    indexes[slab.device] = to_device(holes, slab.device), to_device(movers, slab.device)
+                to, source = indexes[slab.device]
+                slab[:, :, :width].index_copy_(0, to, slab[:, :, :width].index_select(0, source))
             self.lengths[holes] = self.lengths[movers]
         self.size = left
         return holes, movers

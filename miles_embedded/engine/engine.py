@@ -59,6 +59,7 @@ class EmbeddedEngine(Engine):
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
+        self.weight_tensors = self._weights.tensors
         self.ahead = StepsAhead(self, used=settings.cuda_graphs and self.runner.device.type == "cuda")
 
     # -- the contract ---------------------------------------------------------------------------------------------
@@ -338,6 +339,7 @@ class EmbeddedEngine(Engine):
         for row in rows:
             row.slot = -1
         move_items(self.rows, where, sources, self.runner.cache.rows)
+        self.ahead.apply_moves(where, sources)
         self._prefixes.apply_moves(*prefixes)
         self._invalidate_batch()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from miles_embedded.engine.cache import Cache
 from miles_embedded.engine.static_step import Shape, StaticStep
@@ -19,11 +20,11 @@ class Graphs:
 
     Args:
         step: the step to record.
-        model: the model whose weight addresses the graphs contain.
+        weights: returns the tensors whose addresses the graphs contain.
     """
 
-    def __init__(self, step: StaticStep, model: nn.Module) -> None:
-        self.step, self.model = step, model
+    def __init__(self, step: StaticStep, weights: Callable[[], Iterable[Tensor]]) -> None:
+        self.step, self.weights = step, weights
         self.records = step.runner.device.type == "cuda"
         self._recorded: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._cache: tuple[weakref.ref[Cache], int, int] | None = None
@@ -81,4 +82,4 @@ class Graphs:
         return self._cache[1:] == (cache.prefixes.generation, cache.own.generation)
 
     def _addresses(self) -> tuple[int, ...]:
-        return tuple(t.data_ptr() for t in (*self.model.parameters(), *self.model.buffers()))
+        return tuple(t.data_ptr() for t in self.weights())

@@ -46,7 +46,8 @@ def _mix(x: Tensor) -> Tensor:
 
 
 @cache
-def _start(seed: int, stream: int) -> int:
+def stream_start(seed: int, stream: int = 0) -> int:
+    """What the hash of a stream's draws starts from, int64."""
     state = torch.full((), _signed(seed & (1 << 64) - 1), dtype=torch.int64)
     return int(_mix(state + _GOLDEN + stream * 0x632BE59B))
 
@@ -63,7 +64,7 @@ def uniform(seed: int, keys: Tensor, positions: Tensor, stream: int = 0) -> Tens
     Returns:
         [n] float64, multiples of 2**-49: at least 2**-49 and at most 1 - 2**-49.
     """
-    state = _mix(keys * _GOLDEN + _start(seed, stream))
+    state = _mix(keys * _GOLDEN + stream_start(seed, stream))
     state = _mix(state + positions * _GOLDEN)
     top = (state >> 16) & ((1 << 48) - 1)
     return (top.double() + 0.5) * 2.0**-48

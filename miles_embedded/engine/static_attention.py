@@ -1,13 +1,11 @@
 """Attention of a decode step with shapes that depend on the capacity of the cache only, as a CUDA graph requires.
 
-Row lengths and the mask are computed on the device. On a GPU a Triton kernel (``attention_kernel``) reads the valid tokens; the
+Row lengths and the mask are computed on the device. On a GPU a Triton kernel (``kernels.attend``) reads the valid tokens; the
 torch implementation reads the whole capacity and serves as the reference of the kernel.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from miles_core.contracts.trainer import Context
 from miles_embedded.engine.attention import product
 from miles_embedded.engine.cache import Cache
 from miles_embedded.engine.static_batch import StaticBatch
+from miles_embedded.kernels.operations import kernels_run
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys
 from miles_embedded.model.indexer import Indexed
 
@@ -69,24 +68,25 @@ class StaticCall:
         options: AttentionOptions | None = None,
     ) -> Tensor:
         """See ``Call.attend``."""
-        layer = module.layer_idx
-        keys, values = self._append("k", layer, key), self._append("v", layer, value)
+        keys, values = self._slabs("k", module.layer_idx, key), self._slabs("v", module.layer_idx, value)
         q = query[0].transpose(0, 1)
-        if _kernel_supports(q, value):
-            from miles_embedded.engine.attention_kernel import attend_rows
+        if _kernels_support(q, key, value):
+            from miles_embedded.kernels.attend import append_rows, attend_rows
 
+            append_rows(key, value, keys[1], values[1], self.lengths)
             return attend_rows(q.contiguous(), keys, values, self, scaling, options)[None]
+        self.write(keys[1], key[0].transpose(0, 1))
+        self.write(values[1], value[0].transpose(0, 1))
         return self._attend_with_torch(q, keys, values, scaling, options)[None]
 
     def write(self, slab: Tensor, entries: Tensor) -> None:
         """Store the fed tokens' entries [count, heads, ...] in ``slab`` of the own store."""
         slab[self.index, :, self.lengths] = entries
 
-    def _append(self, kind: str, layer: int, fed: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the fed tokens' keys or values [1, heads, count, dim]; returns the slabs of the prompts and of the rows."""
-        own = self.cache.own.slab((kind, layer), fed.shape[1], fed.shape[3:], fed)
-        prompts = self.cache.prefixes.slab((kind, layer), fed.shape[1], fed.shape[3:], fed)
-        self.write(own, fed[0].transpose(0, 1))
+    def _slabs(self, kind: str, layer: int, fed: Tensor) -> tuple[Tensor, Tensor]:
+        """The slabs of the prompts and of the rows for the fed tokens' keys or values [1, heads, count, dim]."""
+        stores = self.cache.prefixes, self.cache.own
+        prompts, own = (store.slab((kind, layer), fed.shape[1], fed.shape[3:], fed) for store in stores)
         return prompts, own
 
     def _attend_with_torch(
@@ -125,12 +125,14 @@ class StaticCall:
         return self._hidden[options.hides]
 
 
-def _kernel_supports(q: Tensor, value: Tensor) -> bool:
-    """Whether the kernel supports these tensors."""
+def _kernels_support(q: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernels support these tensors."""
     dtypes = (torch.bfloat16, torch.float16)  # float32 takes more shared memory than a GPU has
-    return q.is_cuda and q.dtype in dtypes and max(q.shape[-1], value.shape[-1]) <= _WIDEST and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    inner = key.stride(3) == value.stride(3) == 1
+    return (
+        q.is_cuda
+        and inner
+        and q.dtype in dtypes
+        and max(q.shape[-1], value.shape[-1]) <= _WIDEST
+        and kernels_run(q.device)
+    )

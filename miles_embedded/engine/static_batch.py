@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_embedded.engine.cache import to_device
 from miles_embedded.engine.sampling import Params
 
 _INTEGERS = ("tokens", "lengths", "prompt_slots", "prompt_lengths", "keys", "greedy")
@@ -68,6 +69,15 @@ class StaticBatch:
         temperature[:count, 0] = [temperature or 1.0 for temperature in temperatures]
         self._integers.copy_(torch.from_numpy(integers))
         self.temperature.copy_(torch.from_numpy(temperature))
+
+    def move(self, where: np.ndarray, sources: np.ndarray, count: int) -> None:
+        """Move rows from slots ``sources`` to ``where``; ``count`` rows remain, and the others become padding."""
+        if len(where):
+            to, source = (to_device(slots, self.index.device) for slots in (where, sources))
+            self._integers.index_copy_(1, to, self._integers.index_select(1, source))
+            self.temperature.index_copy_(0, to, self.temperature.index_select(0, source))
+        self._integers[:, count:] = 0
+        self.temperature[count:] = 1
 
     def params(self, count: int, mixed: bool) -> Params:
         """Return the sampling parameters of the first ``count`` rows; ``mixed``: some of them may be greedy."""

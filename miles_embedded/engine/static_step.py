@@ -12,9 +12,10 @@ from torch import Tensor
 
 from miles_embedded.engine.cache import round_up
 from miles_embedded.engine.runner import Runner, field_slab
-from miles_embedded.engine.sampling import sample_on_device, uniform
+from miles_embedded.engine.sampling import sample_on_device, stream_start, uniform
 from miles_embedded.engine.static_attention import StaticCall
 from miles_embedded.engine.static_batch import StaticBatch
+from miles_embedded.kernels.operations import kernels_run
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class StaticStep:
             recorded = call.ctx.extras[name]
             call.write(field_slab(runner.cache.own, name, recorded), recorded.unsqueeze(1))
         logits: Tensor = runner.head(hidden)
-        if shape.draws:
+        if shape.draws and self._by_kernel(logits):
+            self._draw(logits)
+        elif shape.draws:
             u = uniform(self.seed, batch.keys[:count], call.positions + 1)
             tokens, log_probs = sample_on_device(logits, batch.params(count, shape.mixed), u)
             batch.results[0, :count] = tokens.double()
@@ -71,3 +74,15 @@ class StaticStep:
             batch.tokens[:count] = tokens.clamp(max=runner.vocabulary - 1)
             batch.lengths[:count] += 1
         return logits
+
+    def _by_kernel(self, logits: Tensor) -> bool:
+        if not (logits.is_cuda and kernels_run(logits.device)):
+            return False
+        from miles_embedded.kernels.draw import drawable
+
+        return drawable(logits)
+
+    def _draw(self, logits: Tensor) -> None:
+        from miles_embedded.kernels.draw import draw_rows
+
+        draw_rows(logits, self.batch, stream_start(self.seed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
@@ -67,6 +67,13 @@ class Weights:
                 "the engine has no complete weights (an update failed part-way, the layout changed, or they were put to sleep); it "
                 "cannot generate or score until an update succeeds"
             )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that the model's products read, including the codes of native products."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        for layer in self.inputs.layers.values():
+            yield from (layer.codes or {}).values()
 
     def release(self) -> None:
         """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read."""

@@ -10,6 +10,7 @@ starts, so that its few hundred rows stay in the processor's cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -46,7 +47,19 @@ class SortedChoices:
     counts: list[int] | None
 
 
-def swiglu_experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``."""
+    return silu(gate) * up
+
+
+def swiglu_experts(
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate: Callable[[Tensor, Tensor], Tensor] = swiglu,
+) -> Tensor:
     """Compute standard experts with torch: each row's weighted sum of ``down(silu(gate) * up)`` over its experts (Shazeer 2020).
 
     Args:
@@ -55,6 +68,7 @@ def swiglu_experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tens
         weights: [rows, k].
         gate_up: [experts, 2 * inner, dim], the gate first.
         down: [experts, dim, inner].
+        gate: computes ``swiglu`` where one grouped product takes all experts.
 
     Returns:
         [rows, dim].
@@ -62,8 +76,8 @@ def swiglu_experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tens
     if not uses_grouped_product(hidden, index, down):
         return _SwiGLUExperts.apply(hidden, weights, gate_up, down, sort_choices(index, len(down)))
     choices = sort_choices(index, len(down), counted=False)
-    gate, up = grouped_linear(dispatch(hidden, choices), gate_up, choices).chunk(2, dim=-1)
-    return combine(grouped_linear(silu(gate) * up, down, choices), weights, choices).to(hidden.dtype)
+    inner = gate(*grouped_linear(dispatch(hidden, choices), gate_up, choices).chunk(2, dim=-1))
+    return combine(grouped_linear(inner, down, choices), weights, choices).to(hidden.dtype)
 
 
 def uses_grouped_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:

@@ -2,8 +2,9 @@
 
 The modules and classes are Transformers' own. Attention and experts are computed here, through Transformers' extension points
 (``call``, ``experts``). Some modules get hooks (``temperature``), and some a forward on the instance: linear layers on a CPU
-(``onednn``), length-dependent rotary embeddings (``growing_rope``), and steps for which the model has another operation
-(``replaced_steps``). An instance forward is bypassed when a plugin changes the module's class (``own_forward``).
+(``onednn``) and those on a GPU that read one input (``joint_linear``), length-dependent rotary embeddings (``growing_rope``), and steps
+for which the model has another operation (``replaced_steps``), as on a GPU (``kernels``). An instance forward is bypassed when a plugin
+changes the module's class (``own_forward``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
+from miles_embedded.kernels.operations import use_kernels
 from miles_embedded.manifest import LAYER_TYPES
 from miles_embedded.model.attention_function import attention, make_mask
 from miles_embedded.model.call import watch_layers
@@ -39,6 +41,7 @@ from miles_embedded.model.dequantize import dequantize
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
+from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.temperature import tune_by_position
 from miles_embedded.model.value_head import add_value_head
@@ -269,6 +272,8 @@ def prepare(model: nn.Module) -> nn.Module:
     for module in model.modules():
         tune_by_position(module)
         follow_rows(module)
+    use_kernels(model)
+    join_linear(model)
     return model
 
 

@@ -4,8 +4,8 @@ By default torch computes all steps. A plugin with kernels sets a model's table 
 
     use_operations(model, replace(operations_of(model), log_probs=my_log_probs))
 
-The table applies to that model only. ``norm`` and ``rotation`` are called with the dtype and device that the model had at that time. The
-other operations must accept any input: where they have no kernel, they call the function that they replaced.
+The table applies to that model only. ``norm``, ``rotation``, ``gate`` and ``route`` are called with the dtype and device that the model had
+at that time. The other operations must accept any input: where they have no kernel, they call the function that they replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from miles_embedded.model.attention import AttentionOptions
 from miles_embedded.model.call import Call
 from miles_embedded.model.grouped_experts import swiglu_experts
-from miles_embedded.model.replaced_steps import Norm, Rotation, replace_norm, replace_rotation
+from miles_embedded.model.replaced_steps import (
+    Gate,
+    Norm,
+    Rotation,
+    Route,
+    replace_gate,
+    replace_norm,
+    replace_rotation,
+    replace_router,
+)
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 LogProbs = Callable[[Tensor, Tensor], Tensor]
@@ -52,6 +61,10 @@ class Operations:
             compute this norm (Zhang and Sennrich 2019); None keeps Transformers' code.
         rotation: (x [1, heads, rows, dim], cosine [1, rows, dim], sine) -> x * cosine + (-x2 | x1) * sine, with x1 and x2 the halves of
             x, for attention modules with this rotation (Su et al. 2021); None keeps Transformers' code.
+        gate: (gate [..., width], up [..., width]) -> silu(gate) * up, for MLPs that compute
+            ``down_proj(silu(gate_proj(x)) * up_proj(x))`` (Shazeer 2020); None keeps Transformers' code.
+        route: (logits [rows, experts], k, normalized) -> weights [rows, k] and index [rows, k] of the k largest entries of a float32 softmax,
+            for routers with this choice; None keeps Transformers' code.
         experts: routes rows to standard experts, multiplies, and sums the results; signature of ``grouped_experts.swiglu_experts``.
         log_probs: (logits [rows, vocabulary], tokens [rows]) -> [rows] log softmax(logits) of the tokens. Used for trained tokens over
             the whole vocabulary if no entropy is needed.
@@ -61,6 +74,8 @@ class Operations:
 
     norm: Norm | None = None
     rotation: Rotation | None = None
+    gate: Gate | None = None
+    route: Route | None = None
     experts: Experts = swiglu_experts
     log_probs: LogProbs = log_probs
     attention: Attention = attention
@@ -83,9 +98,9 @@ def use_operations(model: nn.Module, operations: Operations) -> dict[str, int]:
     similar names, so such a module uses the operation only if both give the same results on random numbers.
 
     Returns:
-        Number of norms (``norm``) and attention modules (``rotation``) that use the table's operation.
+        Number of norms (``norm``), attention modules (``rotation``), MLPs (``gate``) and routers (``route``) that use the table's operation.
     """
-    done = {"norm": 0, "rotation": 0}
+    done = dict.fromkeys(("norm", "rotation", "gate", "route"), 0)
     for module in model.modules():
         module.__dict__[_ATTRIBUTE] = operations
         name = type(module).__name__
@@ -93,4 +108,8 @@ def use_operations(model: nn.Module, operations: Operations) -> dict[str, int]:
             done["norm"] += replace_norm(module, operations.norm)
         elif "Attention" in name:
             done["rotation"] += replace_rotation(module, operations.rotation)
+        elif name.endswith("MLP"):
+            done["gate"] += replace_gate(module, operations.gate)
+        elif name.endswith("TopKRouter"):
+            done["route"] += replace_router(module, operations.route)
     return done

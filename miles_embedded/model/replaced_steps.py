@@ -1,4 +1,4 @@
-"""Replace norms and rotary embeddings of Transformers' modules by operations of the model's table.
+"""Replace norms, rotary embeddings, gates and routers of Transformers' modules by operations of the model's table.
 
 An instance forward replaces the class's forward only if both give the same results on random numbers of the module's dtype and device;
 for any other dtype, device or shape the instance forward calls the class's. Classes and modules of Transformers are not modified.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
 
 from miles_embedded.model.own_forward import put_forward
 
@@ -23,6 +25,8 @@ _PLACES = 16
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
+Gate = Callable[[Tensor, Tensor], Tensor]
+Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 
 
 def replace_norm(module: Any, norm: Norm | None) -> bool:
@@ -57,6 +61,86 @@ def replace_rotation(module: Any, rotation: Rotation | None) -> bool:
         return False
     put_forward(module, forward)
     return True
+
+
+def replace_gate(module: Any, gate: Gate | None) -> bool:
+    """Let an MLP compute its gate with ``gate`` where both are the same; otherwise, and for None, with its class's code."""
+    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not all(isinstance(part, nn.Module) for part in parts):
+        return False
+    module.__dict__.pop("forward", None)
+    like, active = next(module.parameters(), None), getattr(module, "act_fn", None)
+    if gate is None or like is None or not callable(active):
+        return False
+    dtype, device = like.dtype, like.device.type
+    if not _same_gate(type(module), active, gate, dtype, device):
+        return False
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        if not _all_are(dtype, device, x):
+            return type(self).forward(self, x)
+        return self.down_proj(gate(self.gate_proj(x), self.up_proj(x)))
+
+    put_forward(module, forward)
+    return True
+
+
+def replace_router(module: Any, route: Route | None) -> bool:
+    """Let a router choose with ``route`` where both are the same; otherwise, and for None, with its class's code."""
+    weight, k = getattr(module, "weight", None), getattr(module, "top_k", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not isinstance(k, int):
+        return False
+    module.__dict__.pop("forward", None)
+    if route is None:
+        return False
+    dtype, device = weight.dtype, weight.device.type
+    rules = [rule for rule in (True, False) if _same_route(module, route, rule, dtype, device)]
+    if len(rules) != 1:
+        return False
+
+    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., dim] -> logits [rows, experts], weights [rows, k], index [rows, k]."""
+        if not _all_are(dtype, device, hidden_states, self.weight):
+            return type(self).forward(self, hidden_states)
+        logits = linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+        return (logits, *route(logits, self.top_k, rules[0]))
+
+    put_forward(module, forward)
+    return True
+
+
+def _same_route(module: Any, route: Route, normalized: bool, dtype: torch.dtype, device: str) -> bool:
+    """Whether the class's forward, with other weights, is a product and ``route``."""
+    x, weight = (2 * t - 2 for t in _random(dtype, device, (5, 24), (16, 24)))
+    given = {name: getattr(module, name) for name in ("norm_topk_prob",) if hasattr(module, name)}
+    stub = SimpleNamespace(weight=weight, hidden_dim=24, num_experts=16, top_k=2, **given)
+    try:
+        expected = type(module).forward(stub, x)
+    except (TypeError, AttributeError, RuntimeError):
+        return False
+    logits = linear(x, weight)
+    found = (logits, *route(logits, 2, normalized))
+    if not isinstance(expected, tuple) or len(expected) != len(found):
+        return False
+    pairs = list(zip(expected, found, strict=True))
+    return (
+        all(a.dtype == b.dtype for a, b in pairs)
+        and all(_same(a, b) for a, b in pairs[:2])
+        and bool((pairs[2][0] == pairs[2][1]).all())
+    )
+
+
+def _same_gate(base: Any, active: Any, gate: Gate, dtype: torch.dtype, device: str) -> bool:
+    """Whether the class computes a gated MLP with ``gate``, its three products stood in for."""
+    x, other = _random(dtype, device, (1, 3, 24), (1, 3, 24))
+    products = {"gate_proj": lambda x: x - 1, "up_proj": lambda x: x * other, "down_proj": lambda x: x + other}
+    try:
+        expected = base.forward(SimpleNamespace(**products, act_fn=active), x)
+    except (TypeError, AttributeError, RuntimeError):
+        return False
+    plain = silu(x - 1) * (x * other)
+    return _same(expected, plain + other) and _same(plain, gate(x - 1, x * other))
 
 
 @cache

@@ -17,6 +17,7 @@ from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.static_attention import StaticCall
 from miles_embedded.engine.static_step import padded_rows
 from miles_embedded.model.load import load_model
+from miles_embedded.model.routers import routed_blocks
 from miles_testing.stored import stored_units
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 
@@ -104,6 +105,17 @@ def test_the_next_step_is_launched_before_the_last_is_read(small):
     generate(engine, [Request([3, 4], Sampling(6, ignore_eos=True), key=i) for i in range(3)])
     # five steps follow the first token; the last is known to end all rows, so none is launched ahead of it
     assert order == ["launch", "launch", "read", "launch", "read", "launch", "read", "launch", "read", "read"]
+
+
+def test_rows_that_leave_do_not_hold_up_the_others(small):
+    """Slots move, padding changes, and only what joins is read from the host."""
+    engine = make(small, ahead=True)
+    fills, fill = [], engine.ahead.batch.fill
+    engine.ahead.batch.fill = lambda *given: (fills.append(len(given[0])), fill(*given))[1]
+    sent = [Request([3 + i % 2, 4], Sampling(4 + 3 * (i * 5 % 11), ignore_eos=True), key=i) for i in range(11)]
+    got = generate(engine, sent)
+    assert set(fills) == {11}  # once to compare, once to begin
+    assert_same(got, [generate(make(small, ahead=False), [r])[0] for r in sent])
 
 
 def test_a_batch_that_changes_reads_nothing_but_lengths_from_the_host(small):
@@ -218,22 +230,33 @@ def test_padding_is_small():
     assert all(padded_rows(s) == s for s in sizes)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_graphs_compute_what_plain_steps_compute(name, tmp_path):
-    """On a GPU: recorded, replayed and verified against plain steps; the same tokens until rounding decides otherwise."""
-    checkpoint = tiny_checkpoint(
-        name, tmp_path, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64
-    )
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-    def run(ahead):
-        engine = make(checkpoint, ahead, load_model(checkpoint, "bfloat16", "cuda"))
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("name", [*FAMILIES, *ROUTER_FAMILIES])
+def test_a_graph_computes_what_its_step_computes(name, tmp_path):
+    """On a GPU: recorded and replayed against the same steps launched kernel by kernel, bit for bit."""
+    checkpoint = tiny_checkpoint(name, tmp_path)
+
+    def run(records):
+        engine = make(checkpoint, True, load_model(checkpoint, "bfloat16", "cuda"))
+        engine.ahead.graphs.records = records
         return engine, generate(engine, requests(ignore_eos=True))
 
     (engine, got), (_, expected) = run(True), run(False)
-    assert not engine.ahead.refused and engine.ahead.graphs._recorded
-    same = [x == y for a, b in zip(got, expected, strict=True) for x, y in zip(a.tokens, b.tokens, strict=True)]
-    assert np.mean(same) > 0.9
-    for response in got:
-        assert np.isfinite(response.log_probs).all()
+    assert engine.ahead.refused == HOST.get(name, "")
+    assert bool(engine.ahead.graphs._recorded) == (name not in HOST)
+    assert [(r.tokens, r.log_probs) for r in got] == [(r.tokens, r.log_probs) for r in expected]
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_gpu_generates_the_same_with_graphs(family):
+    name, checkpoint = family
+    engine, plain = (make(checkpoint, ahead, load_model(checkpoint, "float32", "cuda")) for ahead in (True, False))
+    got, expected = (generate(e, requests()) for e in (engine, plain))
+    # torch has no grouped product of float32 experts on a GPU: how many rows each gets is then needed on the host
+    assert engine.ahead.refused == HOST.get(name, "") or (engine.ahead.refused and routed_blocks(engine.model))
+    assert_same(got, expected)

@@ -35,6 +35,11 @@ def rotate(x, cosine, sine):
     return x * cosine + torch.cat([-b, a], -1) * sine
 
 
+def route(logits, k, normalized):
+    weights, index = logits.softmax(-1, dtype=torch.float32).topk(k)
+    return (weights / weights.sum(-1, keepdim=True) if normalized else weights).to(logits.dtype), index
+
+
 @pytest.fixture
 def used():
     """Names of the operations that were called, and a table that notes them."""
@@ -43,7 +48,12 @@ def used():
     def noting(name, function):
         return lambda *arguments: names.add(name) or function(*arguments)
 
-    functions = {"norm": norm, "rotation": rotate}
+    functions = {
+        "norm": norm,
+        "rotation": rotate,
+        "gate": lambda gate, up: nn.functional.silu(gate) * up,
+        "route": route,
+    }
     functions |= {name: getattr(TORCH, name) for name in ("experts", "log_probs", "attention")}
     return names, Operations(**{name: noting(name, function) for name, function in functions.items()})
 
@@ -63,10 +73,24 @@ def logits(model, tokens=range(2, 22)):
 def test_every_operation_is_the_tables(checkpoint, used):
     names, table = used
     plain, model = (load_model(checkpoint, "float32") for _ in range(2))
-    assert use_operations(model, table) == {"norm": 9, "rotation": 2}
+    assert use_operations(model, table) == {"norm": 9, "rotation": 2, "gate": 0, "route": 2}
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-5)
     token_log_probs(model, torch.randn(3, 32), torch.tensor([4, 5, 6]))
-    assert names == {"norm", "rotation", "experts", "log_probs", "attention"}
+    assert names == {"norm", "rotation", "route", "experts", "log_probs", "attention"}
+
+
+@pytest.mark.parametrize(("activation", "replaced"), [("silu", 2), ("gelu", 0)])
+def test_an_mlp_has_the_gate_where_it_is_the_usual_one(tmp_path, used, activation, replaced):
+    names, table = used
+    plain, model = (load_model(tiny_checkpoint("qwen3", tmp_path, hidden_act=activation), "float32") for _ in range(2))
+    assert use_operations(model, table)["gate"] == replaced
+    names.clear()  # of the comparison
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-5)
+    assert ("gate" in names) == bool(replaced)
+    use_operations(model, replace(table, gate=None))
+    names.clear()
+    logits(model)
+    assert "gate" not in names
 
 
 def test_a_table_belongs_to_one_model(checkpoint, used):
@@ -96,7 +120,7 @@ def test_doing_it_twice_changes_nothing_more(checkpoint, used):
     model = load_model(checkpoint, "float32")
     use_operations(model, used[1])
     once = logits(model)
-    assert use_operations(model, operations_of(model)) == {"norm": 9, "rotation": 2}
+    assert use_operations(model, operations_of(model)) == {"norm": 9, "rotation": 2, "gate": 0, "route": 2}
     assert torch.equal(logits(model), once)
 
 
@@ -141,9 +165,21 @@ def transformers_model(config):
 @pytest.mark.parametrize(
     ("config", "module", "done"),
     [
-        (transformers.GemmaConfig(**_TINY), "model.norm", {"norm": 0, "rotation": 1}),  # adds one to the weight
-        (transformers.GlmConfig(**_TINY), "model.layers.0.self_attn", {"norm": 3, "rotation": 0}),  # rotates neighbours
-        (transformers.CohereConfig(**_TINY), "model.layers.0.self_attn", {"norm": 0, "rotation": 0}),  # likewise
+        (
+            transformers.GemmaConfig(**_TINY),
+            "model.norm",
+            {"norm": 0, "rotation": 1, "gate": 0},
+        ),  # adds one to the weight
+        (
+            transformers.GlmConfig(**_TINY),
+            "model.layers.0.self_attn",
+            {"norm": 3, "rotation": 0, "gate": 0},
+        ),  # rotates neighbours
+        (
+            transformers.CohereConfig(**_TINY),
+            "model.layers.0.self_attn",
+            {"norm": 0, "rotation": 0, "gate": 1},
+        ),  # likewise
     ],
     ids=["gemma", "glm", "cohere"],
 )
@@ -152,7 +188,7 @@ def test_what_computes_something_else_stays(config, module, done, used):
     tokens = torch.arange(2, 42).unsqueeze(0)
     with torch.no_grad():
         expected = model(tokens).logits
-        assert use_operations(model, used[1]) == done
+        assert use_operations(model, used[1]) == {**done, "route": 0}
         assert "forward" not in vars(model.get_submodule(module))
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=2e-5)
 
@@ -189,7 +225,7 @@ def test_a_batch_of_sequences_is_rotated_as_before(used):
         use_operations(model, table)
         names.clear()
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=2e-5)
-    assert names == {"norm"}
+    assert names == {"norm", "gate"}
 
 
 def test_another_dtype_later_is_left_to_transformers(checkpoint, used):

@@ -17,7 +17,9 @@ from torch import Tensor
 from miles_embedded.model.attention import AttentionOptions
 
 #: Keys per loop iteration, keys per split (doubled when there would be too many splits), and the largest number of splits.
-BLOCK, SPLIT, MOST_SPLITS = 64, 256, 32
+BLOCK, SPLIT, MOST_SPLITS = 32, 128, 64
+#: Warps and pipeline stages of a program.
+WARPS, STAGES = 2, 3
 
 
 class Rows(Protocol):
@@ -35,17 +37,31 @@ class Rows(Protocol):
     def longest(self) -> int: ...
 
 
-@triton.jit
-def _load(prompt_slab, own_slab, prompt_at, own_at, in_prompt, in_row, DIM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load [keys, BLOCK] entries, each from the slab selected by its mask; zeros where neither mask is set."""
-    dim = tl.arange(0, BLOCK)[None, :]
-    of_prompt, of_row = in_prompt[:, None], in_row[:, None]
-    a = tl.load(prompt_slab + prompt_at[:, None] * DIM + dim, mask=of_prompt & (dim < DIM), other=0.0)
-    b = tl.load(own_slab + own_at[:, None] * DIM + dim, mask=of_row & (dim < DIM), other=0.0)
-    return tl.where(of_prompt, a, b)
-
-
 # fmt: off
+@triton.jit
+def _append(  # type: ignore[no-untyped-def]
+    fed, fed_head, fed_row, slab, row, length, width, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Store the entries of all heads of one row in its slot, behind ``length`` tokens."""
+    at = tl.arange(0, BLOCK)
+    head, dim = at // DIM, at % DIM
+    entry = tl.load(fed + head * fed_head + row * fed_row + dim, mask=head < HEADS)
+    tl.store(slab + ((row * HEADS + head) * width + length) * DIM + dim, entry, mask=head < HEADS)
+
+
+@triton.jit
+def _append_row(  # type: ignore[no-untyped-def]
+    key, value, keys, values, lengths, key_head, key_row, value_head, value_row, width,
+    HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + row)
+    if tl.program_id(1) == 0:
+        _append(key, key_head, key_row, keys, row, length, width, HEADS, DIM, BLOCK)
+    else:
+        _append(value, value_head, value_row, values, row, length, width, HEADS, VALUE_DIM, BLOCK_VALUE)
+
+
 @triton.jit
 def _attend_split(  # type: ignore[no-untyped-def]
     q, prompt_keys, prompt_values, own_keys, own_values, prompt_slots, prompt_lengths, own_lengths, partial, sums,
@@ -57,6 +73,8 @@ def _attend_split(  # type: ignore[no-untyped-def]
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     prompt = tl.load(prompt_lengths + row)
     last = prompt + tl.load(own_lengths + row)  # position of the query, whose own key is already in the cache
+    if split * split_size > last:
+        return  # the merge does not read this split
     first = last * 0
     if WINDOW > 0:
         first = tl.maximum(first, last + 1 - WINDOW)
@@ -75,35 +93,39 @@ def _attend_split(  # type: ignore[no-untyped-def]
     for start in range(low, tl.minimum((split + 1) * split_size, last + 1), BLOCK_KEYS):
         position = start + tl.arange(0, BLOCK_KEYS)
         seen = (position >= first) & (position <= last)
-        mine, its = seen & (position >= prompt), seen & (position < prompt)
-        key = _load(prompt_keys, own_keys, of_prompts + position, of_row + position, its, mine, DIM, BLOCK_DIM)
+        shared, known = position < prompt, seen[:, None]
+        at = tl.where(shared, prompt_keys + (of_prompts + position) * DIM, own_keys + (of_row + position) * DIM)
+        key = tl.load(at[:, None] + dim[None, :], mask=known & (dim[None, :] < DIM), other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
         if CAPPED:
             score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
         score = tl.where(seen[None, :], score, -float("inf"))
         now = tl.maximum(highest, tl.max(score, 1))  # finite: every block of the loop contains a visible key
         before, weight = tl.exp(highest - now), tl.exp(score - now[:, None])
-        value = _load(prompt_values, own_values, of_prompts + position, of_row + position, its, mine, VALUE_DIM, BLOCK_VALUE)
+        at = tl.where(shared, prompt_values + (of_prompts + position) * VALUE_DIM, own_values + (of_row + position) * VALUE_DIM)
+        value = tl.load(at[:, None] + value_dim[None, :], mask=known & (value_dim[None, :] < VALUE_DIM), other=0.0)
         total = total * before + tl.sum(weight, 1)
         result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         highest = now
 
-    at = query_head * tl.num_programs(2) + split
-    tl.store(sums + at * 2, highest, mask=real)
-    tl.store(sums + at * 2 + 1, total, mask=real)
-    tl.store(partial + at[:, None] * VALUE_DIM + value_dim, result, mask=real[:, None] & (value_dim < VALUE_DIM))
+    place = query_head * tl.num_programs(2) + split
+    tl.store(sums + place * 2, highest, mask=real)
+    tl.store(sums + place * 2 + 1, total, mask=real)
+    tl.store(partial + place[:, None] * VALUE_DIM + value_dim, result, mask=real[:, None] & (value_dim < VALUE_DIM))
 
 
 @triton.jit
 def _merge_splits(  # type: ignore[no-untyped-def]
-    partial, sums, sinks, out, splits, heads,
+    partial, sums, sinks, out, prompt_lengths, own_lengths, split_size, splits, heads,
     VALUE_DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
+    row = row_head // heads
+    used = (tl.load(prompt_lengths + row) + tl.load(own_lengths + row)) // split_size + 1
     dim = tl.arange(0, BLOCK_VALUE)
     known = dim < VALUE_DIM
     highest = tl.load(sums + row_head * splits * 2)
-    for split in range(1, splits):
+    for split in range(1, used):
         highest = tl.maximum(highest, tl.load(sums + (row_head * splits + split) * 2))
     total = highest * 0.0
     if SINKS:
@@ -111,7 +133,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
         highest = tl.maximum(highest, sink)
         total = tl.exp(sink - highest)
     result = tl.zeros([BLOCK_VALUE], tl.float32)
-    for split in range(0, splits):
+    for split in range(0, used):
         at = row_head * splits + split
         weight = tl.exp(tl.load(sums + at * 2) - highest)  # 0 for a split without visible keys
         total += weight * tl.load(sums + at * 2 + 1)
@@ -158,11 +180,32 @@ def attend_rows(
         **{"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
         **{"BLOCK_HEADS": _block(heads // kv_heads), "BLOCK_DIM": _block(dim), "BLOCK_KEYS": BLOCK},
         **wide,
+        "num_warps": WARPS,
+        "num_stages": STAGES,
     }
     _attend_split[(rows, kv_heads, splits)](q, *slabs, *tokens, partial, sums, *numbers, **constants)
     sinks = q if options.sinks is None else options.sinks
-    _merge_splits[(rows * heads,)](partial, sums, sinks, out, splits, heads, SINKS=options.sinks is not None, **wide)
+    lengths = (call.prompt_lengths, call.lengths)
+    merged = {"SINKS": options.sinks is not None, **wide}
+    _merge_splits[(rows * heads,)](partial, sums, sinks, out, *lengths, size, splits, heads, **merged, num_warps=1)
     return out
+
+
+def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
+    """Append the key and the value of each row's fed token to its slot.
+
+    Args:
+        key: [1, kv heads, rows, dim], the last dimension contiguous.
+        value: [1, kv heads, rows, value dim], likewise.
+        keys: slab of the rows, [slots, kv heads, width, dim], contiguous.
+        values: likewise.
+        lengths: [rows] int64 tokens that each row has.
+    """
+    heads, rows, dim = key.shape[1:]
+    blocks = {"DIM": dim, "BLOCK": triton.next_power_of_2(heads * dim)}
+    blocks |= {"VALUE_DIM": value.shape[3], "BLOCK_VALUE": triton.next_power_of_2(heads * value.shape[3])}
+    strides = (*key.stride()[1:3], *value.stride()[1:3])
+    _append_row[(rows, 2)](key, value, keys, values, lengths, *strides, keys.shape[2], HEADS=heads, **blocks)
 
 
 def _split(longest: int) -> tuple[int, int]:

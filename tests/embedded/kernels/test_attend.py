@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
-import numpy as np
 import pytest
 import torch
 
@@ -15,6 +11,7 @@ from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.model.attention import AttentionOptions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 #: rows, heads, kv heads, dim, value dim, prompt width, own width, options
 CASES = [
     (3, 4, 2, 16, 16, 48, 64, {}),
@@ -25,31 +22,10 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def attend():
-    if DEVICE == "cuda":
-        pytest.importorskip("triton")
-    elif "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET"):
-        pytest.skip("Triton was imported without its interpreter")
-    else:
-        os.environ["TRITON_INTERPRET"] = "1"
-        pytest.importorskip("triton")
-        import triton.runtime.interpreter as interpreter
-
-        patch = interpreter._patch_lang_tensor
-
-        def patched(tensor, *args):  # Triton 3.6 turns arrays of one element into numbers, which NumPy 2.4 refuses
-            patch(tensor, *args)
-            tensor.__index__ = lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
-
-        interpreter._patch_lang_tensor = patched
-    from miles_embedded.engine.attention_kernel import attend_rows
-
-    return attend_rows
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_a_row_attends_to_its_prompt_and_its_own_tokens(attend, case):
+def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, case):
+    from miles_embedded.kernels.attend import append_rows, attend_rows
+
     rows, heads, kv_heads, dim, value_dim, prompt_width, own_width, given = case
     generator = torch.Generator().manual_seed(0)
     cache, batch = Cache(), StaticBatch(rows, torch.device("cpu"))
@@ -74,12 +50,15 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(attend, case):
     call = StaticCall(None, cache, batch, rows)
     doubled = [[x.double() for x in pair] for pair in (keys, values)]
     expected = call._attend_with_torch(q.double(), *doubled, dim**-0.5, options)
+    fed = [pair[1][torch.arange(rows), :, batch.lengths].transpose(0, 1)[None] for pair in (keys, values)]
     for row, length in enumerate(batch.lengths.tolist()):  # what a row does not have is never read
-        keys[1][row, :, length + 1 :] = values[1][row, :, length + 1 :] = torch.nan
+        keys[1][row, :, length:] = values[1][row, :, length:] = torch.nan
     there = StaticBatch(rows, torch.device(DEVICE))
     there._integers.copy_(batch._integers)
     moved = [tuple(x.to(DEVICE) for x in pair) for pair in (keys, values)]
     if options.sinks is not None:
         options = AttentionOptions(**{**given, "sinks": options.sinks.to(DEVICE)})
-    found = attend(q.to(DEVICE), *moved, StaticCall(None, cache, there, rows), dim**-0.5, options).double().cpu()
+    append_rows(*(x.to(DEVICE) for x in fed), moved[0][1], moved[1][1], there.lengths)
+    there_call = StaticCall(None, cache, there, rows)
+    found = attend_rows(q.to(DEVICE), *moved, there_call, dim**-0.5, options).double().cpu()
     assert (found - expected).norm() < (1e-2 if DEVICE == "cuda" else 1e-3) * expected.norm()

@@ -1,0 +1,115 @@
+"""Drawing the next token of each row (``engine.sampling``), and moving a batch on to its next step.
+
+One program a row reads its logits three times: for their largest and the sum of exponentials, for the mass, and for the first token
+at which the mass up to it exceeds the drawn share. Masses are float64, as in ``sampling.pick``, and the random number is
+``sampling.uniform``'s.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    # SplitMix64's finaliser; >> is arithmetic on int64, the masks make it logical
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+# fmt: off
+@triton.jit
+def _draw(  # type: ignore[no-untyped-def]
+    logits, temperatures, greedy, keys, prompt_lengths, tokens, lengths, results,
+    start, vocab, logits_row, results_row, BLOCK: tl.constexpr,
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    source, temperature = logits + row * logits_row, tl.load(temperatures + row)
+    highest = tl.full([BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, vocab, BLOCK):
+        real = first + column < vocab
+        x = tl.load(source + first + column, mask=real, other=-float("inf")).to(tl.float32) / temperature
+        now = tl.where(x > highest, x, highest)  # never NaN
+        shift = tl.where(now == -float("inf"), 0.0, now)
+        total = total * tl.exp(highest - shift) + tl.exp(x - shift)  # NaN where x is
+        highest = now
+    top = tl.max(highest, 0)
+    level = tl.where(top == -float("inf"), 0.0, top)
+    log_total = tl.log(tl.sum(total * tl.exp(highest - level), 0))
+
+    mass, best = tl.zeros([BLOCK], tl.float64), tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    for first in range(0, vocab, BLOCK):
+        real = first + column < vocab
+        x = tl.load(source + first + column, mask=real, other=-float("inf")).to(tl.float32) / temperature
+        mass += tl.exp(x - level - log_total).to(tl.float64)
+        best = tl.minimum(best, tl.where(real & (x == top), first + column, 0x7FFFFFFF))
+
+    length = tl.load(lengths + row)
+    state = _mix(tl.load(keys + row) * -7046029254386353131 + start)
+    state = _mix(state + (tl.load(prompt_lengths + row) + length + 1) * -7046029254386353131)
+    share = (((state >> 16) & 0xFFFFFFFFFFFF).to(tl.float64) + 0.5) * 3.552713678800501e-15  # 2**-48
+    target, before = share * tl.sum(mass, 0), tl.sum(mass, 0) * 0.0
+    found, last = tl.full([BLOCK], 0x7FFFFFFF, tl.int32), tl.full([BLOCK], -1, tl.int32)
+    for first in range(0, vocab, BLOCK):
+        real = first + column < vocab
+        x = tl.load(source + first + column, mask=real, other=-float("inf")).to(tl.float32) / temperature
+        part = tl.exp(x - level - log_total).to(tl.float64)
+        reached = (before + tl.cumsum(part, 0) > target) & (part > 0)
+        found = tl.minimum(found, tl.where(reached, first + column, 0x7FFFFFFF))
+        last = tl.maximum(last, tl.where(part > 0, first + column, -1))
+        before += tl.sum(part, 0)
+
+    token = tl.min(found, 0)
+    token = tl.where(token == 0x7FFFFFFF, tl.max(last, 0), token)  # the sums of the two passes differ in their last places
+    token = tl.where(tl.load(greedy + row) != 0, tl.min(best, 0), token)
+    token = tl.minimum(tl.maximum(token, 0), vocab - 1)  # of logits that are not finite
+    log_prob = tl.load(source + token).to(tl.float32) / temperature - level - log_total
+    tl.store(results + row, token.to(tl.float64))
+    tl.store(results + results_row + row, log_prob.to(tl.float64))
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(lengths + row, length + 1)
+
+# fmt: on
+
+
+class Batch(Protocol):
+    """The rows, and what the next step reads; see ``engine.static_batch``."""
+
+    temperature: Tensor
+    greedy: Tensor
+    keys: Tensor
+    prompt_lengths: Tensor
+    tokens: Tensor
+    lengths: Tensor
+    results: Tensor
+
+
+def draw_rows(logits: Tensor, batch: Batch, start: int) -> None:
+    """Draw a token for each row of ``logits`` and write it where the next step reads it.
+
+    Args:
+        logits: [rows, vocab], untruncated.
+        batch: its first rows; ``results`` [2, size], ``tokens`` and ``lengths`` are written. A log-probability is NaN where logits are not
+            finite.
+        start: ``sampling.stream_start`` of the run's seed.
+    """
+    rows, vocab = logits.shape
+    block = min(_BLOCK, max(16, triton.next_power_of_2(vocab)))
+    fixed = (batch.temperature, batch.greedy, batch.keys, batch.prompt_lengths)
+    moved = (batch.tokens, batch.lengths, batch.results)
+    strides = (logits.stride(0), batch.results.stride(0))
+    _draw[(rows,)](logits, *fixed, *moved, start, vocab, *strides, BLOCK=block, num_warps=8 if block > 1024 else 4)
+
+
+def drawable(logits: Tensor) -> bool:
+    """Whether ``draw_rows`` takes these."""
+    return logits.is_cuda and logits.stride(1) == 1 and logits.dtype in (torch.bfloat16, torch.float16, torch.float32)

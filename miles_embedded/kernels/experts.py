@@ -1,0 +1,87 @@
+"""The usual experts of a mixture-of-experts layer without gradients: sorting choices, gathering rows, and the weighted sum.
+
+The products of few rows are those of ``grouped``, of more torch's own; both need where each expert's rows end and nothing from the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from miles_embedded.kernels.grouped import few, gated_product, product
+from miles_embedded.kernels.swiglu import swiglu
+
+#: Most choices that are sorted here: every expert's program reads all of them.
+MOST_CHOICES = 1 << 15
+_BLOCK = 1024
+
+
+@triton.jit
+def _sort(expert_of, place, row_of, ends, choices, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    expert, column = tl.program_id(0), tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, choices, BLOCK):
+        chosen = tl.load(expert_of + start + column, mask=start + column < choices, other=1 << 30)
+        before += (chosen < expert).to(tl.int32)
+    position = tl.sum(before)
+    for start in range(0, choices, BLOCK):
+        chosen = tl.load(expert_of + start + column, mask=start + column < choices, other=1 << 30)
+        mine = chosen == expert
+        count = mine.to(tl.int32)
+        at = position + tl.cumsum(count) - 1
+        tl.store(place + start + column, at.to(tl.int64), mask=mine)
+        tl.store(row_of + at, ((start + column) // K).to(tl.int64), mask=mine)
+        position += tl.sum(count)
+    tl.store(ends + expert, position)
+
+
+@triton.jit
+def _weighted_sum(x, weights, place, out, width, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = column < width
+    kind = x.dtype.element_ty
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in range(K):
+        source = x + tl.load(place + row * K + choice) * width + column
+        weight = tl.load(weights + row * K + choice).to(tl.float32)
+        part = (tl.load(source, mask=real, other=0.0).to(tl.float32) * weight).to(kind).to(tl.float32)
+        total = (total + part).to(kind).to(tl.float32)  # as torch adds them
+    tl.store(out + row * width + column, total, mask=real)
+
+
+def sorted_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``grouped_experts.sort_choices`` of few choices: [rows, k] experts -> place [rows, k], row [rows * k], ends [experts] int32."""
+    index = index.contiguous()
+    place = torch.empty(index.shape, dtype=torch.int64, device=index.device)
+    row = torch.empty(index.numel(), dtype=torch.int64, device=index.device)
+    ends = torch.empty(experts, dtype=torch.int32, device=index.device)
+    block = min(_BLOCK, max(16, triton.next_power_of_2(index.numel())))
+    _sort[(experts,)](index, place, row, ends, index.numel(), K=index.shape[1], BLOCK=block)
+    return place, row, ends
+
+
+def weighted_sum(x: Tensor, weights: Tensor, place: Tensor) -> Tensor:
+    """``grouped_experts.combine``: x [rows * k, dim] sorted, weights [rows, k], place [rows, k] -> [rows, dim]."""
+    rows, k = place.shape
+    out = x.new_empty(rows, x.shape[1])
+    grid = rows, triton.cdiv(x.shape[1], _BLOCK)
+    _weighted_sum[grid](x, weights.contiguous(), place, out, x.shape[1], K=k, BLOCK=_BLOCK)
+    return out
+
+
+def fits(hidden: Tensor, index: Tensor) -> bool:
+    """Whether ``experts`` takes these."""
+    return 0 < index.numel() <= MOST_CHOICES and not torch.is_grad_enabled() and hidden.is_cuda
+
+
+def experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """``grouped_experts.swiglu_experts`` for few rows in bfloat16."""
+    place, row, ends = sorted_places(index, len(down))
+    if few(index, gate_up, down):
+        x = product(gated_product(hidden, gate_up, row, ends), down, ends)
+    else:
+        x = torch.nn.functional.grouped_mm(hidden.index_select(0, row), gate_up.transpose(1, 2), offs=ends)
+        x = torch.nn.functional.grouped_mm(swiglu(*x.chunk(2, dim=-1)), down.transpose(1, 2), offs=ends)
+    return weighted_sum(x, weights, place)

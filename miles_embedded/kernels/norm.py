@@ -1,0 +1,116 @@
+"""Root-mean-square norm (Zhang and Sennrich 2019) and its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Elements of a program's block, and programs of a backward pass: each adds up its own gradient of the weight.
+_BLOCK, _PROGRAMS = 1024, 528
+
+
+# fmt: off
+@triton.jit
+def _forward(  # type: ignore[no-untyped-def]
+    x, weight, out, rows, eps, inner, outer_stride, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    real = (row < rows) & (dim < DIM)
+    value = tl.load(x + row // inner * outer_stride + row % inner * DIM + dim, mask=real, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
+    normal = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+    tl.store(out + row * DIM + dim, normal * factor, mask=real)
+
+
+@triton.jit
+def _backward(  # type: ignore[no-untyped-def]
+    x, weight, grad, grad_x, grad_weight, rows, eps,
+    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):
+    program, dim = tl.program_id(0), tl.arange(0, BLOCK_DIM)[None, :]
+    factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+    total = tl.zeros([1, BLOCK_DIM], tl.float32)
+    for block in range(program, tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0)):
+        row = (block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]).to(tl.int64)
+        real = (row < rows) & (dim < DIM)
+        value = tl.load(x + row * DIM + dim, mask=real, other=0.0).to(tl.float32)
+        given = tl.load(grad + row * DIM + dim, mask=real, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
+        normal = value * scale
+        inner = given * factor
+        share = tl.sum(inner * normal, 1)[:, None] / DIM
+        tl.store(grad_x + row * DIM + dim, scale * (inner - normal * share), mask=real)
+        total += tl.sum(given * normal, 0)[None, :]
+    tl.store(grad_weight + program.to(tl.int64) * DIM + dim, total, mask=dim < DIM)
+
+# fmt: on
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension, the quotient rounded to the type of ``x`` as in Transformers.
+
+    Args:
+        x: [..., dim].
+        weight: [dim] in the same type.
+        eps: see above.
+
+    Returns:
+        [..., dim].
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out: Tensor = _Norm.apply(x, weight, eps)
+        return out
+    return _normalize(x, weight, eps)
+
+
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    (inner, outer_stride), (rows, blocks) = _layout(x), _blocks(x)
+    if not inner:
+        x, (inner, outer_stride) = x.contiguous(), (1, x.shape[-1])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows:
+        _forward[(triton.cdiv(rows, blocks["BLOCK_ROWS"]),)](x, weight, out, rows, eps, inner, outer_stride, **blocks)
+    return out
+
+
+def _layout(x: Tensor) -> tuple[int, int]:
+    """Rows that follow one another, and from one run of them to the next; 0 where this does not describe ``x``.
+
+    Heads that are a part of the columns of a matrix are such runs."""
+    dim = x.shape[-1]
+    if x.is_contiguous():
+        return 1, dim
+    if x.dim() < 3 or x.stride(-1) != 1 or x.stride(-2) != dim or any(size != 1 for size in x.shape[:-3]):
+        return 0, 0
+    return x.shape[-2], x.stride(-3)
+
+
+def _blocks(x: Tensor) -> tuple[int, dict[str, Any]]:
+    dim = x.shape[-1]
+    wide = triton.next_power_of_2(dim)
+    return x.numel() // dim, {"DIM": dim, "BLOCK_ROWS": max(1, _BLOCK // wide), "BLOCK_DIM": wide}
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _normalize(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, blocks = _blocks(x)
+        programs = max(1, min(_PROGRAMS, triton.cdiv(rows, blocks["BLOCK_ROWS"])))
+        grad_x = torch.empty_like(x)
+        parts = torch.zeros(programs, len(weight), dtype=torch.float32, device=x.device)
+        _backward[(programs,)](x, weight, grads[0].contiguous(), grad_x, parts, rows, ctx.eps, **blocks)
+        return grad_x, parts.sum(0).to(weight.dtype), None

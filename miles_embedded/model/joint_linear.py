@@ -1,0 +1,112 @@
+"""Linear layers that read one input (query, key and value; gate and up), multiplied at once on a GPU while there is no gradient.
+
+Their weights lie one behind the other in one piece of memory, so together they are one matrix, and each stays the parameter that it
+was. The first layer's call computes all of them, and the calls of the others find their columns there. Where the weights are elsewhere
+(an update shared others, a format hides them, processes divide them) or an input is another tensor, each layer multiplies by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from miles_embedded.model.own_forward import put_forward
+
+#: Names of layers that read one input, as siblings.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_ATTRIBUTE = "miles_joint"
+
+
+class Joint:
+    """Some linear layers of one module, in order, and what the first one computed for the others."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        self.layers = layers
+        self._kept = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Joint:
+        import copy
+
+        return Joint(copy.deepcopy(self.layers, memo))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["layers"])  # type: ignore[misc]
+
+    def __call__(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """``layer`` of x [..., in]; may be a part of the columns of a larger matrix."""
+        if layer is self.layers[0]:
+            self._kept.found = None
+            # a hook in front of a layer gives each an input of its own
+            apart = torch.is_grad_enabled() or not x.is_cuda or any(each._forward_pre_hooks for each in self.layers)
+            matrix = None if apart else self._matrix()
+            if matrix is None:
+                return linear(x, layer.weight, layer.bias)
+            first, *others = linear(x, matrix).split([each.out_features for each in self.layers], -1)
+            self._kept.found = x, dict(zip(self.layers[1:], others, strict=True))
+            return first
+        kept = getattr(self._kept, "found", None)
+        if kept is not None and kept[0] is x and layer in kept[1]:
+            mine: Tensor = kept[1].pop(layer)
+            if not kept[1]:
+                self._kept.found = None
+            return mine
+        return linear(x, layer.weight, layer.bias)
+
+    @torch.no_grad()
+    def lay_out(self) -> None:
+        """Put the weights one behind the other."""
+        weights = [layer.weight for layer in self.layers]
+        whole = torch.cat([weight.detach() for weight in weights])
+        for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+            weight.data = part
+
+    def _matrix(self) -> Tensor | None:
+        """All weights as one matrix; None where they are not."""
+        first = self.layers[0].weight
+        if type(first.data) is not Tensor or not first.is_contiguous():
+            return None
+        end, storage = first.data_ptr() + first.nbytes, first.untyped_storage().data_ptr()
+        rows = len(first)
+        for layer in self.layers[1:]:
+            weight = layer.weight
+            near = type(weight.data) is Tensor and weight.is_contiguous() and weight.data_ptr() == end
+            if not near or weight.dtype != first.dtype or weight.untyped_storage().data_ptr() != storage:
+                return None
+            end, rows = end + weight.nbytes, rows + len(weight)
+        return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
+
+
+def join_linear(model: nn.Module) -> int:
+    """Let the linear layers of ``model`` that read one input be multiplied at once; returns how many groups there are."""
+    done = 0
+    for module in model.modules():
+        for names in _SIBLINGS:
+            layers = [getattr(module, name, None) for name in names]
+            if all(_plain(layer) for layer in layers) and len({layer.weight.shape[1] for layer in layers}) == 1:  # type: ignore[union-attr]
+                _join([layer for layer in layers if layer is not None])
+                done += 1
+    return done
+
+
+def _plain(layer: Any) -> bool:
+    return type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__ and layer.weight.is_cuda
+
+
+def _join(layers: list[nn.Linear]) -> None:
+    joint = Joint(layers)
+    joint.lay_out()
+    for layer in layers:
+        layer.__dict__[_ATTRIBUTE] = joint
+        put_forward(layer, _forward)
+
+
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    joint: Joint = layer.__dict__[_ATTRIBUTE]
+    return joint(layer, x)

@@ -1,0 +1,170 @@
+"""The kernels of a model's steps and of sampling against torch: on a GPU, or by Triton's interpreter where Triton is installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from miles_embedded.engine.sampling import Params, sample_on_device, stream_start, uniform
+from miles_embedded.engine.static_batch import StaticBatch
+from miles_embedded.model.grouped_experts import combine, sort_choices
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: The interpreter's bfloat16 is not that of a GPU.
+DTYPES = [torch.bfloat16, torch.float32] if DEVICE == "cuda" else [torch.float32]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def close(found, expected, dtype):
+    places = 4 * torch.finfo(dtype).eps
+    assert (found.double() - expected.double()).norm() <= places * expected.double().norm()
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+
+
+def compare(function, reference, inputs, dtype):
+    """Values, and the gradients of all inputs."""
+    given = [x.clone().requires_grad_() for x in inputs]
+    expected = reference(*given)
+    grad = normal(*expected.shape, dtype=dtype, seed=9)
+    grads = torch.autograd.grad(expected, given, grad)
+    with torch.no_grad():
+        close(function(*given), expected, dtype)
+    found = function(*given)
+    close(found, expected, dtype)
+    for a, b in zip(torch.autograd.grad(found, given, grad), grads, strict=True):
+        close(a, b, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5, 24), (1, 3, 4, 16), (2, 1536)])
+def test_norm(triton, shape, dtype):
+    from miles_embedded.kernels.norm import rms_norm
+
+    def reference(x, weight):
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-3)).to(dtype)
+
+    inputs = [normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype, seed=1)]
+    compare(lambda x, w: rms_norm(x, w, 1e-3), reference, inputs, dtype)
+    wide = normal(1, 5, 7 * shape[-1], dtype=dtype)  # heads that are a part of a product's columns
+    part = wide[..., shape[-1] : 4 * shape[-1]].view(1, 5, 3, shape[-1])
+    close(rms_norm(part, inputs[1], 1e-3), reference(part, inputs[1]), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [3, 40])
+def test_rotation_keeps_the_layout(triton, heads, dtype):
+    from miles_embedded.kernels.rotation import rotate
+
+    cosine, sine = normal(1, 5, 24, dtype=dtype, seed=1), normal(1, 5, 24, dtype=dtype, seed=2)
+
+    def reference(x):
+        a, b = x.chunk(2, -1)
+        return x * cosine + torch.cat([-b, a], -1) * sine
+
+    x = normal(1, 5, heads, 24, dtype=dtype).transpose(1, 2)
+    compare(lambda x: rotate(x, cosine, sine), reference, [x], dtype)
+    assert rotate(x, cosine, sine).stride() == x.stride()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_of_two_tensors_and_of_one(triton, dtype):
+    from miles_embedded.kernels.swiglu import swiglu
+
+    inputs = [normal(1, 5, 1100, dtype=dtype), normal(1, 5, 1100, dtype=dtype, seed=1)]
+    compare(swiglu, lambda a, b: silu(a) * b, inputs, dtype)
+    both = [normal(5, 48, dtype=dtype)]
+    compare(lambda x: swiglu(*x.chunk(2, -1)), lambda x: silu(x[:, :24]) * x[:, 24:], both, dtype)
+
+
+@pytest.mark.parametrize(("rows", "k", "experts"), [(3, 2, 8), (700, 4, 5)])
+def test_experts_places_and_sum(triton, rows, k, experts):
+    from miles_embedded.kernels.experts import sorted_places, weighted_sum
+
+    generator = torch.Generator().manual_seed(0)
+    index = torch.rand(rows, experts, generator=generator).topk(k).indices.to(DEVICE)
+    choices = sort_choices(index, experts, counted=False)
+    place, row, ends = sorted_places(index, experts)
+    for found, expected in ((place, choices.place), (row, choices.row), (ends, choices.ends)):
+        torch.testing.assert_close(found, expected)
+    x, weights = normal(rows * k, 40, dtype=DTYPES[0]), normal(rows, k, dtype=DTYPES[0], seed=1)
+    close(weighted_sum(x, weights, place), combine(x, weights, choices), DTYPES[0])
+
+
+@pytest.mark.parametrize(("rows", "k", "experts"), [(3, 2, 8), (150, 4, 5)])
+def test_products_of_experts(triton, rows, k, experts):
+    from miles_embedded.kernels.grouped import gated_product, product
+
+    generator = torch.Generator().manual_seed(0)
+    index = torch.rand(rows, experts, generator=generator).topk(k).indices.to(DEVICE)
+    choices, dim, inner = sort_choices(index, experts, counted=False), 80, 72
+    x = normal(rows, dim, dtype=DTYPES[0])
+    gate_up, down = (
+        normal(experts, 2 * inner, dim, dtype=DTYPES[0], seed=1),
+        normal(experts, dim, inner, dtype=DTYPES[0], seed=2),
+    )
+    expert = index.reshape(-1)[choices.order]
+    gate, up = torch.einsum("pd,pid->pi", x[choices.row].double(), gate_up[expert].double()).chunk(2, -1)
+    middle = gated_product(x, gate_up, choices.row, choices.ends)
+    close(middle, (silu(gate) * up).to(DTYPES[0]), DTYPES[0])
+    expected = torch.einsum("pi,pdi->pd", middle.double(), down[expert].double())
+    close(product(middle, down, choices.ends), expected.to(DTYPES[0]), DTYPES[0])
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize(("experts", "k"), [(5, 2), (60, 8)])
+def test_the_largest_of_a_softmax(triton, experts, k, normalized):
+    from miles_embedded.kernels.route import choose
+
+    logits = normal(7, experts, dtype=DTYPES[0])
+    logits[2] = 0.5  # of equal ones the first
+    expected, index = logits.softmax(-1, dtype=torch.float32).sort(dim=-1, descending=True, stable=True)
+    expected = expected[:, :k] / expected[:, :k].sum(-1, keepdim=True) if normalized else expected[:, :k]
+    weights, chosen = choose(logits, k, normalized)
+    assert torch.equal(chosen, index[:, :k])
+    close(weights, expected.to(logits.dtype), logits.dtype)
+
+
+def drawn(logits, temperatures, greedy, seed=7):
+    from miles_embedded.kernels.draw import draw_rows
+
+    rows = len(logits)
+    batch = StaticBatch(rows + 3, torch.device(DEVICE))
+    batch.temperature[:rows], batch.greedy[:rows] = temperatures, greedy
+    batch.keys[:rows] = torch.arange(rows) * 977 - 3
+    batch.prompt_lengths[:rows], batch.lengths[:rows] = torch.arange(rows) * 5 + 2, torch.arange(rows) * 3
+    u = uniform(seed, batch.keys, batch.prompt_lengths + batch.lengths + 1)[:rows]
+    lengths = batch.lengths.clone()
+    lengths[:rows] += 1
+    draw_rows(logits, batch, stream_start(seed))
+    assert torch.equal(batch.lengths, lengths) and torch.equal(batch.results[0], batch.tokens.double())
+    assert not batch.results[:, rows:].any()
+    return batch.tokens[:rows], batch.results[1, :rows], u
+
+
+@pytest.mark.parametrize("vocab", [50, 4096, 9001])
+def test_tokens_drawn_are_those_of_the_plain_sampler(triton, vocab):
+    rows = 40
+    logits = 3 * normal(rows, vocab, dtype=DTYPES[0])
+    logits[1, : vocab // 2] = -torch.inf
+    temperatures = torch.linspace(0.3, 2, rows, device=DEVICE)[:, None]
+    greedy = (torch.arange(rows, device=DEVICE) % 4 == 3).long()
+    temperatures[greedy == 1] = 1.0
+    logits[3, 7] = logits[3, 5] = logits[3].max() + 1  # of equal ones the first
+    tokens, log_probs, u = drawn(logits, temperatures, greedy)
+    expected, chosen = sample_on_device(logits, Params(temperatures, greedy=greedy[:, None].bool()), u)
+    assert torch.equal(tokens, expected) and int(tokens[3]) == 5
+    torch.testing.assert_close(log_probs.float(), chosen, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_not_a_number(triton, value):
+    logits = normal(3, 50)
+    logits[1, 20] = value
+    ones = torch.ones(3, 1, device=DEVICE)
+    tokens, log_probs, _ = drawn(logits, ones, torch.zeros(3, dtype=torch.int64, device=DEVICE))
+    assert log_probs.isnan().tolist() == [False, True, False] and 0 <= int(tokens.min()) <= int(tokens.max()) < 50
