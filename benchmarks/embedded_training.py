@@ -2,7 +2,8 @@
 
 32 prompts x 8 samples of 64 + 256 tokens on the random BF16 models of ``sglang_engine.py``; the samples of a group share their prompt.
 The share counts 6 operations per parameter in use (of experts the chosen ones; no embedding) and computed token, 12 per layer, query
-width and pair of query and key, nothing twice, against the dense peak of the data sheet. ``torch`` is the same trainer without ``miles_embedded.kernels``.
+width and pair of query and key, nothing twice, against the dense peak of the data sheet.
+``torch`` is the same trainer without ``miles_embedded.kernels``.
 Sides take turns in one process. The last line is one JSON object.
 """
 
@@ -19,9 +20,10 @@ import numpy as np
 import torch
 from embedded_rollout import Result, breakdown
 from measure import finish, installed, options
-from miles_core.backend import Callbacks, Sample, collate
 from sglang_engine import EXPERTS, VOCABULARY, make_model
 
+from miles_core.data import Sample, collate
+from miles_core.trainer import Callbacks
 from miles_embedded.model.load import load_model
 from miles_embedded.model.operations import TORCH, use_operations
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
