@@ -133,13 +133,13 @@ ROOMS: list[dict[str, str]] = [
         "manifest": "core: miles_core miles_core.plugin",
     },
     {
-        "model": "manifest core: errors data plugin checkpoint precision contracts tools: environment convert",
+        "model": "manifest kernels core: errors data plugin checkpoint precision contracts tools: environment convert",
     },
     {
         "quantized": "model core: errors data precision contracts sync",
     },
     {
-        "engine": "manifest model quantized core: errors data precision contracts sync transport: transport",
+        "engine": "manifest model quantized kernels core: errors data precision contracts sync transport: transport",
         "trainer": "model quantized core: errors data checkpoint precision contracts train",
     },
     {

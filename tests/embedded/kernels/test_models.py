@@ -23,9 +23,9 @@ pytestmark = [
 def test_a_family_computes_the_same(name, tmp_path):
     model = load_model(tiny_checkpoint(name, tmp_path), "float32", "cuda")
     assert operations_of(model).norm is not None
-    found = scored(model)
+    found = score(model)
     use_operations(model, TORCH)
-    torch.testing.assert_close(found, scored(model), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, score(model), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
@@ -40,7 +40,7 @@ def test_which_modules_have_kernels(name, tmp_path):
     assert use_operations(model, table) == expected[name]
 
 
-def scored(model):
+def score(model):
     values = Runner(model).score([list(range(2, 22)), [5, 6, 7]], 1.0)
     return torch.cat([torch.from_numpy(v) for v in values])
 
@@ -50,11 +50,11 @@ def test_linear_layers_that_read_one_input_are_multiplied_at_once(tmp_path):
     joint = model.model.layers[0].self_attn.q_proj.miles_joint
     matrix = joint._matrix()
     torch.testing.assert_close(matrix, torch.cat([layer.weight for layer in joint.layers]), rtol=0, atol=0)
-    found = scored(model)
+    found = score(model)
     copied = copy.deepcopy(model)  # whose weights are in memory of their own
     assert copied.model.layers[0].self_attn.q_proj.miles_joint.layers[0] is copied.model.layers[0].self_attn.q_proj
-    torch.testing.assert_close(scored(copied), found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(score(copied), found, rtol=1e-4, atol=1e-4)
     k = model.model.layers[0].self_attn.k_proj.weight
     k.data = k.detach().clone()  # as after an update that shares the trainer's
     assert joint._matrix() is None
-    torch.testing.assert_close(scored(model), found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(score(model), found, rtol=1e-4, atol=1e-4)

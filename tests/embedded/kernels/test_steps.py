@@ -129,7 +129,7 @@ def test_the_largest_of_a_softmax(triton, experts, k, normalized):
     close(weights, expected.to(logits.dtype), logits.dtype)
 
 
-def drawn(logits, temperatures, greedy, seed=7):
+def draw_tokens(logits, temperatures, greedy, seed=7):
     from miles_embedded.kernels.draw import draw_rows
 
     rows = len(logits)
@@ -155,7 +155,7 @@ def test_tokens_drawn_are_those_of_the_plain_sampler(triton, vocab):
     greedy = (torch.arange(rows, device=DEVICE) % 4 == 3).long()
     temperatures[greedy == 1] = 1.0
     logits[3, 7] = logits[3, 5] = logits[3].max() + 1  # of equal ones the first
-    tokens, log_probs, u = drawn(logits, temperatures, greedy)
+    tokens, log_probs, u = draw_tokens(logits, temperatures, greedy)
     expected, chosen = sample_on_device(logits, Params(temperatures, greedy=greedy[:, None].bool()), u)
     assert torch.equal(tokens, expected) and int(tokens[3]) == 5
     torch.testing.assert_close(log_probs.float(), chosen, rtol=1e-5, atol=1e-5)
@@ -166,5 +166,5 @@ def test_logits_that_are_not_finite_are_not_a_number(triton, value):
     logits = normal(3, 50)
     logits[1, 20] = value
     ones = torch.ones(3, 1, device=DEVICE)
-    tokens, log_probs, _ = drawn(logits, ones, torch.zeros(3, dtype=torch.int64, device=DEVICE))
+    tokens, log_probs, _ = draw_tokens(logits, ones, torch.zeros(3, dtype=torch.int64, device=DEVICE))
     assert log_probs.isnan().tolist() == [False, True, False] and 0 <= int(tokens.min()) <= int(tokens.max()) < 50
